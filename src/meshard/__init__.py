@@ -1,0 +1,25 @@
+"""meshard: shard a PyTorch model over a device mesh, one call per layer."""
+
+from meshard.api import fully_shard as fully_shard
+from meshard.diagnostics import CommLedger as CommLedger
+from meshard.fsdp_module import FSDPModule as FSDPModule
+from meshard.fsdp_module import UnshardHandle as UnshardHandle
+from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
+from meshard.policies import DataParallelMeshDims as DataParallelMeshDims
+from meshard.policies import GradientSync as GradientSync
+from meshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from meshard.policies import OffloadPolicy as OffloadPolicy
+from meshard.policies import ShardPlacementResult as ShardPlacementResult
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CommLedger",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "GradientSync",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
+    "UnshardHandle",
+    "fully_shard",
+]

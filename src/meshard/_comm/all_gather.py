@@ -1,0 +1,151 @@
+"""How does a flat shard become whole parameters?
+
+A ``GatherPlan`` is made once per unit: which ranges to cast, and where each rank's slot goes in
+each whole parameter. A step only follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.communicator import Communicator, Lane, Pending
+from meshard._comm.slots import matching_parts
+from meshard._geometry.layout import FlatLayout
+
+
+class GatherInFlight(NamedTuple):
+    """An all-gather that has been started."""
+
+    gathered: torch.Tensor  # [shard_count, elements or bytes of one shard]
+    source: torch.Tensor  # kept alive: the collective reads it
+    pending: Pending
+
+
+class _CastRun(NamedTuple):
+    """A range that is contiguous in the shard at rest and in the shard on the wire."""
+
+    from_segment: int
+    from_offset: int
+    to_segment: int
+    to_offset: int
+    numel: int
+
+
+def start_all_gather(
+    source: torch.Tensor,
+    count: int,
+    *,
+    comm: Communicator,
+    group: dist.ProcessGroup,
+    label: str,
+) -> GatherInFlight:
+    """Start gathering ``source [n]`` of every rank into ``[count, n]``.
+
+    **Collective:** all ranks of ``group``. **Stream:** call it inside the gather lane.
+    **Lifetime:** the result holds what the collective reads and writes.
+    """
+    gathered = source.new_empty((count, source.numel()))
+    pending = comm.all_gather(gathered.view(count, -1), source, group=group, label=label)
+    return GatherInFlight(gathered, source, pending)
+
+
+class GatherPlan:
+    """How one unit is cast, gathered and laid out as whole parameters.
+
+    Args:
+        at_rest: The unit's flat shard.
+        on_wire: The same unit in the dtypes in which it computes.
+    """
+
+    def __init__(self, at_rest: FlatLayout, on_wire: FlatLayout) -> None:
+        self.on_wire = on_wire
+        self._casts = at_rest.segments != on_wire.segments
+        self._runs = _cast_runs(at_rest, on_wire) if self._casts else []
+        self._regular_sizes = [segment.regular_sizes for segment in on_wire.segments]
+        self._regular_numel = [segment.regular_numel for segment in on_wire.segments]
+
+    def make_source(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what this rank sends: the flat shard itself, or a cast copy of it."""
+        if not self._casts:
+            return buffer
+        source = self.on_wire.allocate(device=buffer.device)
+        views = self.on_wire.split(source)
+        for run in self._runs:
+            target = views[run.to_segment].narrow(0, run.to_offset, run.numel)
+            target.copy_(segments[run.from_segment].narrow(0, run.from_offset, run.numel))
+        return source
+
+    def start(
+        self,
+        buffer: torch.Tensor,
+        segments: Sequence[torch.Tensor],
+        *,
+        comm: Communicator,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> GatherInFlight:
+        """Start gathering the unit.
+
+        **Collective:** all ranks of ``group``. **Stream:** the gather lane.
+        **Lifetime:** the flat shard must not be edited until the gather is waited for.
+        """
+        with comm.lane(Lane.GATHER):
+            source = self.make_source(buffer, segments)
+            return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
+
+    def bind(self, whole: Sequence[torch.Tensor]) -> None:
+        """Prepare the views through which ``copy_out`` fills these whole parameters."""
+        self._irregular = list(whole)
+        self._regular = [
+            [
+                whole[slot.index].view(whole[slot.index].numel() // slot.numel, -1)
+                for slot in segment.slots[: segment.num_regular]
+            ]
+            for segment in self.on_wire.segments
+        ]
+
+    def copy_out(self, gathered: torch.Tensor) -> None:
+        """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
+        parts = self.on_wire.split(gathered)
+        for place, segment in enumerate(self.on_wire.segments):
+            part = parts[place]
+            if segment.num_regular:
+                torch.split_with_sizes_copy(
+                    part.narrow(1, 0, self._regular_numel[place]),
+                    self._regular_sizes[place],
+                    dim=1,
+                    out=self._regular[place],
+                )
+            for slot in segment.slots[segment.num_regular :]:
+                slots = part.narrow(1, slot.offset, slot.numel)
+                layout = self.on_wire.params[slot.index]
+                for ours, theirs in matching_parts(slots, self._irregular[slot.index], layout):
+                    theirs.copy_(ours)
+
+
+def _cast_runs(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
+    """Pair the two layouts' slots up, merging neighbours that stay neighbours."""
+    target = {
+        slot.index: (place, slot.offset)
+        for place, segment in enumerate(on_wire.segments)
+        for slot in segment.slots
+    }
+    runs: list[_CastRun] = []
+    for place, segment in enumerate(at_rest.segments):
+        for slot in segment.slots:
+            to_segment, to_offset = target[slot.index]
+            last = runs[-1] if runs else None
+            if (
+                last is not None
+                and (last.from_segment, last.to_segment) == (place, to_segment)
+                and last.from_offset + last.numel == slot.offset
+                and last.to_offset + last.numel == to_offset
+            ):
+                runs[-1] = last._replace(numel=last.numel + slot.numel)
+            else:
+                runs.append(_CastRun(place, slot.offset, to_segment, to_offset, slot.numel))
+    return runs

@@ -1,0 +1,263 @@
+"""How is one collective queued, and how is it waited for?
+
+The only file (with its sibling ``streams``) that calls collectives. A collective is started by one
+call and finished by ``wait()`` on what it returned; between the two it runs beside the compute.
+Here are the interface and the implementation for CPU tensors, on asynchronous works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed the collectives on one tensor; the old names warn there.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
+
+class Lane(enum.Enum):
+    """A queue on which communication, and the local work around it, runs in order."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class CommEvent:
+    """One collective, as issued by one rank.
+
+    ``payload_bytes`` is the size of the whole buffer: what an all-gather yields, what a
+    reduce-scatter or an all-reduce is given.
+    """
+
+    op: str
+    unit: str
+    group_size: int
+    payload_bytes: int
+    dtype: torch.dtype
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends with a ring algorithm (Patarasuk and Yuan, 2009)."""
+        passes = 2 if self.op == "all_reduce" else 1
+        return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
+
+
+class Pending(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> None:
+        """Order what the caller does next after the collective. Call it once."""
+
+
+class Communicator(Protocol):
+    """Starts collectives and says when their results may be used.
+
+    Groups of one rank issue nothing; the data is copied, so that what surrounds a collective need
+    not know. ``label`` is the name of the unit, for the ledger and the profiler.
+    """
+
+    waits_block_host: bool
+    """Whether ``Pending.wait`` blocks the calling thread (and not a device stream)."""
+
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Queue what is inside on ``lane``, after all that the caller has queued so far."""
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Pending:
+        """Fill ``output [ranks, n]`` with every rank's ``source [n]``, in rank order.
+
+        **Collective:** all ranks of ``group``. **Stream:** the lane of the caller.
+        **Lifetime:** both tensors must live until ``wait`` has returned.
+        """
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Pending:
+        """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
+
+        ``output`` may be of a wider dtype than ``source``. Collective, stream and lifetime as for
+        ``all_gather``. A sum of negative zeros is a negative zero.
+        """
+
+    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+        """Sum ``buffer`` over the ranks of ``group`` in place."""
+
+    def queued(self, *keep: torch.Tensor) -> Pending:
+        """Return a wait for the local work queued on the current lane; ``keep`` lives until it."""
+
+
+Observer = Callable[[CommEvent, object], None]
+_observers: list[Observer] = []
+
+
+def add_observer(observer: Observer) -> None:
+    """Have ``observer(event, communicator)`` called for every collective that is issued."""
+    _observers.append(observer)
+
+
+def remove_observer(observer: Observer) -> None:
+    """Undo ``add_observer``."""
+    _observers.remove(observer)
+
+
+class Done:
+    """A collective that needed no communication."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE = Done()
+
+
+class _WorkPending:
+    """A ``c10d.Work``, and what must be done on this rank once it is over."""
+
+    __slots__ = ("_then", "_work")
+
+    def __init__(self, work: dist.Work, then: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._then = then
+
+    def wait(self) -> None:
+        """Block until the collective is over, then do this rank's part."""
+        self._work.wait()
+        if self._then is not None:
+            self._then()
+
+
+class BaseCommunicator:
+    """What both implementations share: telling observers, and groups of one rank."""
+
+    def observe(self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
+        """Tell every observer of a collective about to be issued."""
+        if _observers:
+            event = CommEvent(
+                op,
+                label,
+                group.size(),
+                payload.numel() * payload.itemsize,
+                payload.dtype,
+            )
+            for observer in tuple(_observers):
+                observer(event, self)
+
+
+class WorkCommunicator(BaseCommunicator):
+    """Collectives on CPU tensors, as asynchronous works.
+
+    gloo moves the bytes on threads of its own, beside the compute of the calling thread. Its
+    reduce-scatter is two to three times slower than an all-to-all with a local sum (measured:
+    16.2 against 7.3 ms for 16 MiB on two ranks, torch 2.13), which can also carry bfloat16 and add
+    in float32, in an order that does not depend on timing. So reduce-scatter is built on that.
+    """
+
+    waits_block_host = True
+
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: the host thread is the only queue."""
+        return contextlib.nullcontext()
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Pending:
+        """See ``Communicator.all_gather``."""
+        if group.size() == 1:
+            output.view(-1).copy_(source)
+            return DONE
+        self.observe("all_gather", output, group, label)
+        with profiled("all_gather", label):
+            work = all_gather_single(output.view(-1), source, group=group, async_op=True)
+        return _WorkPending(work)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Pending:
+        """See ``Communicator.reduce_scatter``."""
+        if group.size() == 1:
+            output.copy_(source.view(-1))
+            return DONE
+        self.observe("reduce_scatter", source, group, label)
+        received = torch.empty_like(source)
+        with profiled("reduce_scatter", label):
+            work = dist.all_to_all_single(
+                received.view(-1), source.view(-1), group=group, async_op=True
+            )
+        return _WorkPending(work, lambda: _sum_rows(output, received))
+
+    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+        """See ``Communicator.all_reduce``."""
+        if group.size() == 1:
+            return DONE
+        self.observe("all_reduce", buffer, group, label)
+        with profiled("all_reduce", label):
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+        return _WorkPending(work)
+
+    def queued(self, *keep: torch.Tensor) -> Pending:
+        """See ``Communicator.queued``: the host has already done it."""
+        return DONE
+
+
+def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add the rows up pairwise, in the dtype of ``output``; ``rows`` is used as scratch."""
+    # Not torch.sum: it starts from +0.0 and would turn a sum of negative zeros positive.
+    count = rows.size(0)
+    if count > 2 and rows.dtype != output.dtype:
+        rows = rows.to(output.dtype)
+    while count > 2:
+        half = (count + 1) // 2
+        rows[: count - half].add_(rows[half:count])
+        count = half
+    output.copy_(rows[0])
+    output.add_(rows[1])
+
+
+@contextlib.contextmanager
+def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a typed function
+    with torch.profiler.record_function(name):
+        yield
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def profiled(what: str, label: str) -> contextlib.AbstractContextManager[None]:
+    """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
+    # The public record_function costs microseconds even when nobody listens; this flag does not.
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return _record(f"meshard::{what} {label}")
+    return _NOTHING

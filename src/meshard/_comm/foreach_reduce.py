@@ -1,0 +1,211 @@
+"""How do whole gradients become sharded ones?
+
+A reduce-scatter inside the shard group, an accumulation, and an all-reduce across the replicas,
+with divisors taken from the groups that are passed in, when they are passed in. With ``S`` shards,
+``R`` replicas and divide factor ``c`` (default ``S * R``), what goes through the reduce-scatter is
+divided by ``c / R`` and what goes through the all-reduce by ``R``, whatever the sizes: so a partial
+means the same at every moment, the mean over the shard group, and ``.grad`` is the sum over all
+microbatches and ranks over ``c``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.communicator import Communicator, Lane, Pending
+from meshard._comm.usage_marks import UsageMarks
+
+
+class Divisors(NamedTuple):
+    """What to divide by before and after each of the two collectives."""
+
+    before_scatter: float
+    after_scatter: float
+    before_all_reduce: float
+    after_all_reduce: float
+
+
+def resolve_divisors(
+    shard_count: int,
+    replicate_count: int,
+    divide_factor: float | None,
+    wire_dtype: torch.dtype,
+) -> Divisors:
+    """Return the divisors of one reduction.
+
+    float16 overflows at 65504, so there each group's share is split around its own collective:
+    a power of two near its square root before, the rest after. Other dtypes divide once, after
+    the sum, which rounds once.
+
+    Args:
+        shard_count: Ranks in the shard group.
+        replicate_count: Ranks in the replica group; 1 on a 1D mesh.
+        divide_factor: The divisor of the whole reduction; None: the number of ranks.
+        wire_dtype: The dtype in which gradients travel.
+
+    >>> resolve_divisors(8, 4, None, torch.float32)
+    Divisors(before_scatter=1.0, after_scatter=8.0, before_all_reduce=1.0, after_all_reduce=4.0)
+    >>> resolve_divisors(255, 1, None, torch.float16).before_scatter
+    16.0
+    """
+    total = float(shard_count * replicate_count) if divide_factor is None else float(divide_factor)
+    scatter, across = total / replicate_count, float(replicate_count)
+    if wire_dtype != torch.float16:
+        return Divisors(1.0, scatter, 1.0, across)
+    scatter_first, across_first = _near_root(scatter), _near_root(across)
+    return Divisors(scatter_first, scatter / scatter_first, across_first, across / across_first)
+
+
+def _near_root(divisor: float) -> float:
+    return float(2.0 ** round(math.log2(divisor) / 2))
+
+
+def divide_(tensor: torch.Tensor, divisor: float) -> None:
+    """Divide in place; exact for powers of two, correctly rounded for the rest."""
+    if divisor != 1.0:
+        # Division, not multiplication with the reciprocal: that would round twice.
+        tensor.div_(divisor)
+
+
+@dataclass(slots=True, kw_only=True)
+class ReduceRequest:
+    """What is to be reduced, over whom, and how.
+
+    Attributes:
+        buffer: ``[shard_count, shard_numel]`` in the wire dtype; consumed.
+        partial: ``[shard_numel]`` in ``accumulate_dtype``, reduced over the shard group earlier in
+            the window, or None. Added after the reduce-scatter, before the all-reduce.
+        shard_group: Ranks that each own a row of ``buffer``.
+        replicate_group: Ranks that own the same row; None: do not all-reduce.
+        replicate_count: Replicas of the mesh, also when this reduction stops before them.
+        divide_factor: See ``resolve_divisors``.
+        accumulate_dtype: dtype of the result.
+        marks: Keeps the marks of non-use right on the way.
+        label: Name of the unit.
+    """
+
+    buffer: torch.Tensor
+    partial: torch.Tensor | None
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup | None
+    replicate_count: int
+    divide_factor: float | None
+    accumulate_dtype: torch.dtype
+    marks: UsageMarks
+    label: str
+
+
+class Reduced(NamedTuple):
+    """The end of a reduction."""
+
+    shard: torch.Tensor  # [shard_numel], in the accumulate dtype
+    used: frozenset[int]  # the parameters for which some rank had a gradient
+
+
+class Reduction:
+    """A reduction on its way, one stage per ``advance``.
+
+    **Collective:** the ranks of both groups, which must advance alike.
+    **Stream:** stages queue on the scatter and all-reduce lanes; ``finish`` orders the caller's
+    stream after the last.
+    **Lifetime:** holds all tensors that are in use until ``finish``.
+    """
+
+    def __init__(self, request: ReduceRequest, comm: Communicator) -> None:
+        self._request = request
+        self._comm = comm
+        self._stages_done = 0
+        self._divisors = resolve_divisors(
+            request.shard_group.size(),
+            request.replicate_count,
+            request.divide_factor,
+            request.buffer.dtype,
+        )
+        self._unused: torch.Tensor | None = None
+        self._ends: list[Pending] = []  # what follows the last work on each lane
+        self._result: torch.Tensor
+        self._pending = self._start_scatter()
+
+    def _start_scatter(self) -> Pending:
+        request = self._request
+        divide_(request.buffer, self._divisors.before_scatter)
+        request.marks.mark_sent(request.buffer)
+        with self._comm.lane(Lane.SCATTER):
+            self._result = torch.empty(
+                request.buffer.size(1),
+                dtype=request.accumulate_dtype,
+                device=request.buffer.device,
+            )
+            return self._comm.reduce_scatter(
+                self._result,
+                request.buffer,
+                group=request.shard_group,
+                label=request.label,
+            )
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is a stage that has not been queued."""
+        return self._stages_done < (1 if self._request.replicate_group is None else 2)
+
+    def advance(self) -> None:
+        """Queue the next stage. Blocks the host only where the communicator's waits do."""
+        self._stages_done += 1
+        if self._stages_done == 1:
+            self._after_scatter()
+        else:
+            self._after_all_reduce()
+
+    def _after_scatter(self) -> None:
+        request, marks = self._request, self._request.marks
+        with self._comm.lane(Lane.SCATTER):
+            self._pending.wait()
+            self._unused = marks.read(self._result)
+            divide_(self._result, self._divisors.after_scatter)
+            if request.partial is not None:
+                if self._unused is not None:
+                    self._unused = self._unused & marks.is_marked(request.partial)
+                self._result.add_(request.partial)
+            marks.write(self._result, self._unused)
+            self._pending = self._comm.queued(self._result)
+            self._ends.append(self._pending)
+        if request.replicate_group is not None:
+            self._start_all_reduce(request.replicate_group)
+
+    def _start_all_reduce(self, group: dist.ProcessGroup) -> None:
+        request = self._request
+        with self._comm.lane(Lane.ALL_REDUCE):
+            self._pending.wait()
+            self._wire = self._result.to(request.buffer.dtype)
+            divide_(self._wire, self._divisors.before_all_reduce)
+            request.marks.write(self._wire, self._unused)
+            self._pending = self._comm.all_reduce(self._wire, group=group, label=request.label)
+
+    def _after_all_reduce(self) -> None:
+        request = self._request
+        with self._comm.lane(Lane.ALL_REDUCE):
+            self._pending.wait()
+            self._unused = request.marks.read(self._wire)
+            # Not into the memory of self._result: the scatter lane allocated that one.
+            self._reduced = self._wire.to(request.accumulate_dtype)
+            divide_(self._reduced, self._divisors.after_all_reduce)
+            request.marks.write(self._reduced, self._unused)
+            self._ends.append(self._comm.queued(self._reduced))
+
+    def finish(self) -> Reduced:
+        """Return the result, usable on the caller's stream."""
+        while self.has_more:
+            self.advance()
+        for end in self._ends:
+            end.wait()
+        over_replicas = self._request.replicate_group is not None
+        shard = self._reduced if over_replicas else self._result
+        # Only now may the inputs go: the caller's stream is ordered after every use of them.
+        used = self._request.marks.used_after(self._unused)
+        del self._request
+        return Reduced(shard, used)

@@ -1,0 +1,122 @@
+"""How are the whole gradients of a unit laid out for the wire?
+
+A buffer ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. Every parameter
+that takes part has its slot in it, whether this rank has a gradient for it or not, so that ranks
+which use different parameters still issue the same collective.
+
+A slot without a gradient is filled with ``-0.0``: see ``usage_marks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshard._comm.slots import matching_parts
+from meshard._comm.usage_marks import UsageMarks
+from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
+
+
+class GradientLayout:
+    """Where the gradients of some of a unit's parameters stand on the wire. Immutable.
+
+    Args:
+        params: All parameters of the unit.
+        indices: Those that take part, in the order of the unit.
+        device: Where the buffers live.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamLayout],
+        indices: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        # One segment: all gradients of a unit travel in one dtype, which each buffer chooses.
+        flat = FlatLayout.build(params, [torch.float32] * len(params), indices)
+        self.params = params
+        self.indices = indices
+        self.device = device
+        self.shard_count = params[0].shard_count
+        slots = flat.segments[0].slots if flat.segments else ()
+        num_regular = flat.segments[0].num_regular if flat.segments else 0
+        self.slots: dict[int, Slot] = {slot.index: slot for slot in slots}
+        self.shard_numel = flat.segments[0].numel if flat.segments else 0
+        self.regular = [slot.index for slot in slots[:num_regular]]
+        self.regular_numel = flat.segments[0].regular_numel if flat.segments else 0
+        self.irregular = [slot for slot in slots[num_regular:] if slot.numel]
+        self._marks: dict[frozenset[int], UsageMarks] = {}
+
+    def allocate(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
+        return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)
+
+    def pack(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Overwrite ``buffer`` with whole gradients; slots without one become ``-0.0``.
+
+        Args:
+            buffer: ``[shard_count, shard_numel]`` of any floating-point dtype.
+            gradients: One entry per parameter of the unit.
+        """
+        if self.regular:
+            target = buffer.narrow(1, 0, self.regular_numel)
+            regular = [gradients[index] for index in self.regular]
+            if all(gradient is not None for gradient in regular):
+                rows = [g.reshape(self.shard_count, -1) for g in regular if g is not None]
+                torch.cat(rows, dim=1, out=target)
+            else:
+                target.fill_(-0.0)
+                self._write(buffer, gradients, [self.slots[index] for index in self.regular])
+        for slot in self.irregular:
+            buffer.narrow(1, slot.offset, slot.numel).fill_(
+                -0.0 if gradients[slot.index] is None else 0.0
+            )
+        self._write(buffer, gradients, self.irregular)
+
+    def _write(
+        self,
+        buffer: torch.Tensor,
+        gradients: Sequence[torch.Tensor | None],
+        slots: Sequence[Slot],
+    ) -> None:
+        for slot in slots:
+            gradient = gradients[slot.index]
+            if gradient is not None:
+                part = buffer.narrow(1, slot.offset, slot.numel)
+                for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
+                    ours.copy_(theirs)
+
+    def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add whole gradients to what ``buffer`` holds."""
+        for index in self.regular:
+            gradient = gradients[index]
+            if gradient is not None:
+                slot = self.slots[index]
+                rows = gradient.reshape(self.shard_count, -1)
+                buffer.narrow(1, slot.offset, slot.numel).add_(rows)
+        for slot in self.irregular:
+            gradient = gradients[slot.index]
+            if gradient is not None:
+                part = buffer.narrow(1, slot.offset, slot.numel)
+                part.add_(0.0)  # padding of a slot that was unused until now: -0.0 becomes 0.0
+                for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
+                    ours.add_(theirs)
+
+    def marks_for(self, used: frozenset[int]) -> UsageMarks:
+        """Return the marks of a rank that has gradients for ``used``; made once per set."""
+        if used not in self._marks:
+            offsets = {i: slot.offset for i, slot in self.slots.items() if slot.numel}
+            self._marks[used] = UsageMarks(offsets, used, self.device)
+        return self._marks[used]
+
+    def move(self, buffer: torch.Tensor, to: GradientLayout, held: frozenset[int]) -> torch.Tensor:
+        """Return what ``buffer`` holds for ``held``, laid out like ``to``; the rest is ``-0.0``."""
+        shape = (*buffer.shape[:-1], to.shard_numel)
+        moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
+        for index in held:
+            source, target = self.slots[index], to.slots[index]
+            moved.narrow(-1, target.offset, target.numel).copy_(
+                buffer.narrow(-1, source.offset, source.numel)
+            )
+        return moved

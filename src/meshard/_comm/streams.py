@@ -1,0 +1,146 @@
+"""How is a collective queued on a device with streams, and who may free what, when?
+
+Note: Stream rules.
+    The *compute* stream is the one that is current when a lane is entered or a ``wait`` is called.
+    Each lane has a stream of its own. Four rules make every read come after its write, and every
+    reuse of memory after its last use, without ``record_stream`` (which would keep blocks from
+    being reused until the allocator polls an event):
+
+    1. *Entering a lane waits for compute.* An event recorded on compute at entry comes before
+       everything that the lane does. So a lane sees what compute wrote (shards, gradients), and
+       memory that a lane allocates cannot be memory that compute still reads: a block that was
+       freed before the entry was last used before it.
+    2. *Waiting makes compute wait for the lane.* ``Pending.wait`` makes the current stream wait
+       for an event recorded right after the collective was queued (again after local work, by
+       ``mark``).
+    3. *Memory goes back to the stream that allocated it.* A tensor allocated on compute and used
+       on a lane (a reduce-scatter's input) is dropped only after compute has waited for that
+       lane. A tensor allocated on a lane and used on compute (gathered shards, reduced gradients)
+       may be dropped at any time outside the lane, by rule 1.
+    4. *Nothing waits twice for the same thing, and no host thread waits at all.* Lanes do not
+       wait for one another except through ``Pending.wait`` inside the later lane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.communicator import (
+    DONE,
+    BaseCommunicator,
+    Communicator,
+    Lane,
+    Pending,
+    WorkCommunicator,
+    all_gather_single,
+    profiled,
+    reduce_scatter_single,
+)
+
+
+class _EventPending:
+    """A collective queued on a lane, as the event that follows it."""
+
+    __slots__ = ("_device_module", "_event", "_keep")
+
+    def __init__(self, device_module: Any, event: Any, keep: tuple[torch.Tensor, ...]) -> None:
+        self._device_module = device_module
+        self._event = event
+        self._keep = keep  # rule 3: what the lane reads lives until compute has waited
+
+    def wait(self) -> None:
+        """Make the current stream wait for the collective; the host goes on."""
+        self._device_module.current_stream().wait_event(self._event)
+        self._keep = ()
+
+
+class StreamCommunicator(BaseCommunicator):
+    """Collectives on a device with streams and events, one stream per lane.
+
+    Args:
+        device_module: ``torch.cuda``, or a module with its ``Stream``, ``Event``, ``stream`` and
+            ``current_stream``.
+    """
+
+    waits_block_host = False
+
+    def __init__(self, device_module: Any) -> None:
+        self._device_module = device_module
+        # High priority: a collective held up by compute holds up every other rank.
+        self._streams = {lane: device_module.Stream(priority=-1) for lane in Lane}
+
+    @contextlib.contextmanager
+    def _enter(self, lane: Lane) -> Iterator[None]:
+        stream = self._streams[lane]
+        stream.wait_event(self._device_module.current_stream().record_event())
+        with self._device_module.stream(stream):
+            yield
+
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """See ``Communicator.lane`` and rule 1."""
+        return self._enter(lane)
+
+    def queued(self, *keep: torch.Tensor) -> Pending:
+        """See ``Communicator.queued`` and rule 2."""
+        event = self._device_module.current_stream().record_event()
+        return _EventPending(self._device_module, event, keep)
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Pending:
+        """See ``Communicator.all_gather``."""
+        if group.size() == 1:
+            output.view(-1).copy_(source)
+            return self.queued(source)
+        self.observe("all_gather", output, group, label)
+        with profiled("all_gather", label):
+            all_gather_single(output.view(-1), source, group=group)
+        return self.queued(source)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Pending:
+        """See ``Communicator.reduce_scatter``."""
+        if group.size() == 1:
+            output.copy_(source.view(-1))
+            return self.queued(source)
+        self.observe("reduce_scatter", source, group, label)
+        with profiled("reduce_scatter", label):
+            if output.dtype == source.dtype:
+                reduce_scatter_single(output, source.view(-1), group=group)
+                return self.queued(source)
+            narrow = torch.empty_like(output, dtype=source.dtype)
+            reduce_scatter_single(narrow, source.view(-1), group=group)
+            output.copy_(narrow)
+            return self.queued(source, narrow)
+
+    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+        """See ``Communicator.all_reduce``."""
+        if group.size() == 1:
+            return DONE
+        self.observe("all_reduce", buffer, group, label)
+        with profiled("all_reduce", label):
+            dist.all_reduce(buffer, group=group)
+        return self.queued(buffer)
+
+
+def make_communicator(device: torch.device) -> Communicator:
+    """Return a communicator for tensors on ``device``."""
+    if device.type == "cpu":
+        return WorkCommunicator()
+    return StreamCommunicator(torch.get_device_module(device))

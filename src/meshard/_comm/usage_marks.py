@@ -1,0 +1,63 @@
+"""How does a rank learn that another rank had a gradient which it has not?
+
+**Negative zero marks non-use.** A rank without a gradient for a parameter fills its slot with
+``-0.0``; a rank with one makes sure that the first element of the slot is not ``-0.0``. In IEEE 754
+(section 6.3) a sum is ``-0.0`` only if every term is, so the first element of the sum tells whether
+*any* rank had a gradient, exactly and without one extra byte. Dividing can underflow to ``-0.0``,
+so the marks are read from raw sums and restored after each division. A rank that has all gradients
+itself reads nothing; only one that lacks some asks its device (and so waits for it).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class UsageMarks:
+    """The marks of one rank for one set of gradients. Immutable, reused from step to step.
+
+    Args:
+        offsets: Offset of the first element of each parameter's slot in a row.
+        used: Parameters for which this rank has a gradient.
+        device: Where the buffers live.
+    """
+
+    def __init__(self, offsets: dict[int, int], used: frozenset[int], device: torch.device) -> None:
+        self.used = used
+        self._indices = list(offsets)
+        self._all_used = all(index in used for index in offsets)
+        columns = [offset for index, offset in offsets.items() if index in used]
+        self._used_columns = torch.tensor(columns, dtype=torch.long, device=device)
+        self._columns = torch.tensor(list(offsets.values()), dtype=torch.long, device=device)
+
+    def mark_sent(self, buffer: torch.Tensor) -> None:
+        """Make ``-0.0`` at the start of used slots of ``buffer [shard_count, n]`` positive."""
+        columns = self._used_columns
+        if columns.numel():
+            buffer.index_add_(1, columns, buffer.new_zeros(buffer.size(0), columns.numel()))
+
+    def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return, for each slot of ``flat [n]``, whether it starts with ``-0.0``."""
+        first = flat.index_select(0, self._columns)
+        return torch.signbit(first) & (first == 0)
+
+    def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
+        """Return which slots no rank used; None if this rank knows that all were used."""
+        return None if self._all_used else self.is_marked(raw_sum)
+
+    def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
+        """Restore the marks of ``flat [n]`` to what ``read`` said."""
+        if not self._columns.numel():
+            return
+        if unused is None:
+            flat.index_add_(0, self._columns, flat.new_zeros(self._columns.numel()))
+            return
+        first = flat.index_select(0, self._columns) + 0.0
+        flat.index_copy_(0, self._columns, torch.where(unused, first.new_tensor(-0.0), first))
+
+    def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
+        """Return the parameters that some rank used. Waits for the device if any is in doubt."""
+        if unused is None:
+            return self.used | frozenset(self._indices)
+        doubtful = zip(self._indices, unused.tolist(), strict=True)
+        return self.used | {index for index, never in doubtful if not never}

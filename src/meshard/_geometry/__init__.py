@@ -1,0 +1,1 @@
+"""Which numbers place a parameter on a mesh?"""

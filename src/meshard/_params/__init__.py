@@ -1,0 +1,1 @@
+"""Where are a unit's tensors at rest?"""

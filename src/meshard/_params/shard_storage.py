@@ -1,0 +1,44 @@
+"""Where does a unit's flat shard live?
+
+One buffer per unit on the device of the mesh, laid out by a ``FlatLayout``. The local tensor of
+every sharded parameter is a view of it, so the buffer itself is what an all-gather sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshard._geometry.layout import FlatLayout
+
+
+class ShardStorage:
+    """This rank's flat shard of a unit, and its view for every parameter.
+
+    Args:
+        layout: Where each parameter stands.
+        shard_rank: This rank's coordinate on the shard axis.
+        device: Where the buffer is allocated; may be meta.
+    """
+
+    def __init__(self, layout: FlatLayout, shard_rank: int, device: torch.device) -> None:
+        self.layout = layout
+        self.buffer = layout.allocate(device=device)
+        self.segments = layout.split(self.buffer)
+        self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
+        for segment, flat in zip(layout.segments, self.segments, strict=True):
+            for slot in segment.slots:
+                shape = layout.params[slot.index].local_shape(shard_rank)
+                owned = flat.narrow(0, slot.offset, shape.numel())
+                self.locals[slot.index] = owned.view(shape)
+
+    @torch.no_grad()
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy each parameter's shard in; padding becomes zero, so that it never holds a NaN."""
+        if self.buffer.device.type == "meta":
+            return
+        self.buffer.zero_()
+        for own, source in zip(self.locals, sources, strict=True):
+            if source.device.type != "meta":
+                own.copy_(source)

@@ -1,0 +1,140 @@
+"""How do module and autograd events reach the lifecycle? Mechanics only.
+
+Hooks hold their unit weakly and look the lifecycle up through it, because an outer ``fully_shard``
+puts another lifecycle in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshard._runtime.param_group import GradientHook
+from meshard._runtime.schedule import ForwardCall, ForwardPass
+from meshard._runtime.unit import Unit
+
+_PLAIN = (int, float, str, bool, bytes, type(None))
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Have ``callback`` called when the present backward ends.
+
+    Autograd has no public way to ask for this; torch's own DDP uses the same private engine.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
+    """Return what makes the hook for the whole gradient of parameter ``index`` of a unit."""
+    unit_ref = weakref.ref(unit)
+
+    def make(index: int) -> GradientHook:
+        def gradient_hook(_: torch.Tensor) -> None:
+            unit = unit_ref()
+            if unit is not None:
+                unit.lifecycle.gradient_arrived(unit, index)
+
+        return gradient_hook
+
+    return make
+
+
+def register_hooks(unit: Unit) -> None:
+    """Tell the lifecycle of ``unit`` whenever one of its modules runs."""
+    for place, ref in enumerate(unit.modules):
+        module = ref()
+        assert module is not None
+        hooks = _ModuleHooks(unit, place)
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        # always_call: an exception in forward must leave the unit sharded.
+        module.register_forward_hook(hooks.post_forward, always_call=True)
+
+
+class _ModuleHooks:
+    """The two hooks of one module."""
+
+    __slots__ = ("_place", "_unit")
+
+    def __init__(self, unit: Unit, place: int) -> None:
+        self._unit = weakref.ref(unit)
+        self._place = place
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        unit = self._unit()
+        if unit is None:
+            return None
+        unit.lifecycle.pre_forward(unit)
+        dtype = unit.casts.inputs
+        if dtype is None:
+            return None
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        unit = self._unit()
+        if unit is None:
+            return None
+        # When forward raises, torch calls this inside its except block, without an output.
+        failed = output is None and sys.exc_info()[0] is not None
+        of = unit.lifecycle.schedule.current
+        call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
+        if failed or call is None:
+            return None
+        result = output
+        if unit.casts.outputs is not None:
+            result = cast_floats(output, unit.casts.outputs)
+        if unit.group is not None and torch.is_grad_enabled():
+            _watch(result, self._unit, of, call)
+        return None if result is output else result
+
+
+def _watch(output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall) -> None:
+    """Have ``pre_backward`` called before the first gradient of an output is used."""
+
+    def output_hook(_: torch.Tensor) -> None:
+        unit = unit_ref()
+        if unit is not None:
+            unit.lifecycle.pre_backward(unit, of, call)
+
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            output.register_hook(output_hook)
+        return
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(output_hook)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with every floating-point tensor in it cast to ``dtype``.
+
+    Containers without anything to cast are returned as they are, the same object; plain tensors
+    and flat tuples do not pay for a walk over a tree.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.dtype != dtype:
+            return value.to(dtype)
+        return value
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) is tuple:
+        cast = tuple(cast_floats(item, dtype) for item in value)
+        return cast if any(a is not b for a, b in zip(cast, value, strict=True)) else value
+    if type(value) is dict:
+        changed = {key: cast_floats(item, dtype) for key, item in value.items()}
+        return changed if any(changed[key] is not value[key] for key in value) else value
+    leaves, tree = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value  # not a container that torch's pytree knows
+    cast_leaves = [cast_floats(leaf, dtype) for leaf in leaves]
+    if all(a is b for a, b in zip(cast_leaves, leaves, strict=True)):
+        return value
+    return pytree.tree_unflatten(cast_leaves, tree)

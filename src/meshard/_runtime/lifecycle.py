@@ -1,0 +1,350 @@
+"""What happens at each moment of a unit's step? The only place where schedule meets group.
+
+Every rank must issue the same collectives in the same order, also when ranks use different
+parameters of a unit. Gathers follow the order of the modules. A reduction is issued once a unit's
+gradients are complete, and at the latest when an earlier unit begins its backward; a unit that
+contains others comes after them, whenever its own gradients were complete. So the order depends
+on which units ran, never on which of their parameters got a gradient.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from meshard._runtime.gradient_state import ReductionInFlight
+from meshard._runtime.param_group import Residence
+from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._runtime.unit import Unit
+from meshard.policies import GradientSync
+
+
+class Phase(enum.Enum):
+    """What the outermost unit is doing."""
+
+    RESTING = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+class EndOfBackward:
+    """Runs at the end of a backward, or learns that there was none.
+
+    Autograd destroys its callbacks without calling them when a backward raises.
+    """
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = weakref.ref(lifecycle)
+        self._was_called = False
+
+    def __call__(self) -> None:
+        """Finish the backward."""
+        self._was_called = True
+        lifecycle = self._lifecycle()
+        if lifecycle is not None:
+            lifecycle.finish_backward()
+
+    def __del__(self) -> None:
+        lifecycle = self._lifecycle()
+        if lifecycle is not None and not self._was_called:
+            lifecycle.has_failed = True
+
+
+class Lifecycle:
+    """The steps of one root and all units inside it.
+
+    Args:
+        queue_callback: Has autograd call something when the present backward ends.
+    """
+
+    def __init__(self, queue_callback: Callable[[Callable[[], None]], None]) -> None:
+        self.phase = Phase.RESTING
+        self.is_last_backward = True
+        self.max_reductions_in_flight = 1
+        self.has_failed = False  # a backward ended in an exception
+        self.schedule = StepSchedule()
+        self._queue_callback = queue_callback
+        self._units: list[weakref.ref[Unit]] = []
+        self._open: list[tuple[Unit, ForwardCall]] = []
+        self._resume = Phase.RESTING  # the phase around a backward
+        self._in_backward: list[Unit] = []
+        self._prefetched: list[Unit] = []
+        self._reductions: deque[tuple[Unit, ReductionInFlight]] = deque()
+
+    # --- the units -------------------------------------------------------------------------
+
+    def set_units(self, units: list[Unit]) -> None:
+        """Take these units over, given in module order, outermost first."""
+        self._units = [weakref.ref(unit) for unit in units]
+        for number, unit in enumerate(units):
+            unit.number = number
+            unit.lifecycle = self
+
+    def units(self) -> Iterator[Unit]:
+        """Iterate over the units, in module order."""
+        for ref in self._units:
+            unit = ref()
+            if unit is not None:
+                yield unit
+
+    def _unit(self, number: int | None) -> Unit | None:
+        return None if number is None else self._units[number]()
+
+    # --- forward ---------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        """A module of ``unit`` is about to run."""
+        if self.has_failed:
+            self.abort()
+        if self.phase is Phase.RESTING:
+            self.schedule.begin_forward()
+            self.phase = Phase.FORWARD
+        if self.phase is Phase.FORWARD:
+            self._open.append((unit, self.schedule.enter(unit.number)))
+        group = unit.group
+        if group is None:
+            return
+        if unit.gradients is not None:
+            unit.gradients.release_cleared()
+        if self.phase is Phase.FORWARD:
+            group.forget_stale()
+        self._unshard(unit, self._forward_candidates(unit))
+        group.show_unsharded()
+        if torch.is_grad_enabled() and group.num_trainable:
+            unit.set_awaits_gradients(True)
+
+    def _forward_candidates(self, unit: Unit) -> list[Unit]:
+        chosen = unit.settings.forward_prefetch
+        if chosen:
+            return [other for ref in chosen if (other := ref()) is not None]
+        if self.phase is Phase.BACKWARD:
+            return []  # a recomputation: backward knows what is next
+        following = self._unit(self.schedule.next_in_forward())
+        return [] if following is None else [following]
+
+    def _unshard(self, unit: Unit, candidates: list[Unit], *, in_backward: bool = False) -> None:
+        """Have a unit whole, and start gathering what comes next."""
+        assert unit.group is not None
+        is_cold = unit.group.residence is Residence.SHARDED
+        unit.group.start_unshard()
+        if is_cold:
+            # Nothing to hide this gather behind: let the next one share the wait.
+            self._prefetch(candidates)
+        keep = not in_backward and torch.is_grad_enabled() and unit.reshards_after_forward
+        unit.group.finish_unshard(unit.settings.keep_in if keep else None)
+        if not is_cold:
+            self._prefetch(candidates)
+
+    def _prefetch(self, candidates: list[Unit]) -> None:
+        for unit in candidates:
+            if unit.group is not None and unit.group.residence is Residence.SHARDED:
+                unit.group.start_unshard()
+                self._prefetched.append(unit)
+
+    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+        """A module of ``unit`` has run, or raised. Return the call that this was."""
+        group = unit.group
+        if group is not None:
+            group.show_sharded()
+        if self.phase is Phase.BACKWARD:
+            # A recomputation; checkpointing may stop one by an exception.
+            return self.schedule.current.last_call.get(unit.number)
+        call = None
+        if self._open and self._open[-1][0] is unit:
+            call = self._open.pop()[1]
+            self.schedule.exit(call)
+        unit.step.modules_run.add(module_place)
+        if group is not None and (failed or self._may_reshard(unit)):
+            group.reshard(keep=not failed)
+        if not self._open:
+            self._end_forward(failed=failed)
+        return call
+
+    @staticmethod
+    def _may_reshard(unit: Unit) -> bool:
+        return unit.reshards_after_forward and len(unit.step.modules_run) == len(unit.modules)
+
+    def _end_forward(self, *, failed: bool) -> None:
+        self.phase = Phase.RESTING
+        if failed:
+            self.abort()
+            return
+        for unit in self._prefetched:
+            if unit.group is not None and unit.group.residence is Residence.GATHERING:
+                unit.group.reshard()  # predicted, but not used
+        self._prefetched.clear()
+        for unit in self.units():
+            if unit.step.modules_run:
+                if unit.group is not None and unit.reshards_after_forward:
+                    unit.group.reshard(keep=True)  # of several modules, not all have run
+                unit.step.modules_run.clear()
+
+    # --- backward --------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self.has_failed:
+            self.abort()
+        if self.phase is not Phase.BACKWARD:
+            self._resume, self.phase = self.phase, Phase.BACKWARD
+            self._queue_callback(EndOfBackward(self))
+
+    def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+        """The first gradient of an output of ``unit`` is there."""
+        self._begin_backward()
+        for other in tuple(self._in_backward):
+            if other is not unit and StepSchedule.is_over(of, other.number, call):
+                self._complete(other)
+        if unit.group is None:
+            return
+        if not unit.step.is_in_backward:
+            unit.step.is_in_backward = True
+            self._in_backward.append(unit)
+            if unit.group.num_trainable:
+                unit.set_awaits_gradients(True)
+        if unit.settings.unshard_in_backward:
+            self._unshard(unit, self._backward_candidates(unit, of, call), in_backward=True)
+
+    def _backward_candidates(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
+        chosen = unit.settings.backward_prefetch
+        if chosen:
+            return [other for ref in chosen if (other := ref()) is not None]
+        following = self._unit(StepSchedule.next_in_backward(of, call))
+        if following is None or not following.settings.unshard_in_backward:
+            return []
+        return [following]
+
+    def gradient_arrived(self, unit: Unit, index: int) -> None:
+        """The whole gradient of one parameter is complete."""
+        self._begin_backward()
+        step, group = unit.step, unit.group
+        assert group is not None
+        unit.set_awaits_gradients(True)
+        step.arrived.add(index)
+        if len(step.arrived) < group.num_trainable:
+            return
+        if not unit.has_frozen and unit.settings.reshard_after_backward:
+            group.reshard()
+        step.is_ready = True
+        self._reduce_if_ready(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """Nothing of this unit is left to run in this backward."""
+        if unit.step.is_in_backward:
+            unit.step.is_in_backward = False
+            self._in_backward.remove(unit)
+        if unit.group is not None and unit.settings.reshard_after_backward:
+            unit.group.reshard()
+        if unit.step.awaits_gradients:
+            unit.step.is_ready = True
+            self._reduce_if_ready(unit)
+
+    def _reduce_if_ready(self, unit: Unit) -> None:
+        step = unit.step
+        if not step.is_ready or step.num_open_children:
+            return
+        step.is_ready = False
+        step.arrived.clear()
+        unit.set_awaits_gradients(False)
+        self._take_gradients(unit)
+        parent = unit.parent() if unit.parent is not None else None
+        if parent is not None:
+            self._reduce_if_ready(parent)
+
+    # --- reductions ------------------------------------------------------------------------
+
+    def _take_gradients(self, unit: Unit) -> None:
+        if unit.gradients is None:
+            return
+        sync = unit.settings.sync
+        if sync is GradientSync.NONE:
+            unit.gradients.accumulate()
+            return
+        self._finish_reductions_of(unit)
+        in_flight = unit.gradients.start_reduce(
+            over_replicas=sync is GradientSync.FULL,
+            divide_factor=unit.settings.divide_factor,
+        )
+        if in_flight is None:
+            return
+        self._advance_reductions()
+        self._reductions.append((unit, in_flight))
+        assert unit.group is not None
+        if not unit.group.place.comm.waits_block_host:
+            while in_flight.reduction.has_more:
+                in_flight.reduction.advance()
+
+    def _advance_reductions(self) -> None:
+        """Move those on their way on by one stage; at most so many stay on their way."""
+        while len(self._reductions) > self.max_reductions_in_flight:
+            self._finish_oldest_reduction()
+        for _, in_flight in self._reductions:
+            if in_flight.reduction.has_more:
+                in_flight.reduction.advance()
+        while self._reductions and not self._reductions[0][1].reduction.has_more:
+            self._finish_oldest_reduction()
+
+    def _finish_oldest_reduction(self) -> None:
+        unit, in_flight = self._reductions.popleft()
+        assert unit.gradients is not None
+        unit.gradients.finish_reduce(in_flight)
+        if in_flight.is_full:
+            for subscriber in tuple(unit.on_reduced):
+                subscriber(unit)
+
+    def _finish_reductions_of(self, unit: Unit) -> None:
+        while any(other is unit for other, _ in self._reductions):
+            self._finish_oldest_reduction()
+
+    def finish_reductions(self) -> None:
+        """Have every reduction that was started in ``.grad``, or in its partial."""
+        while self._reductions:
+            self._finish_oldest_reduction()
+
+    def finish_backward(self) -> None:
+        """Autograd is done: sweep up what never came, and finish what was started."""
+        units = list(self.units())
+        for unit in reversed(units):  # what is inside comes before what is around it
+            self._complete(unit)
+        for unit in reversed(units):
+            if unit.settings.sync is GradientSync.FULL and unit.gradients is not None:
+                self._finish_reductions_of(unit)
+                if unit.gradients.is_pending:
+                    self._take_gradients(unit)  # it got nothing today, but holds something
+        if self.is_last_backward:
+            self.finish_reductions()
+        for unit in self._prefetched:
+            if unit.group is not None and unit.group.residence is Residence.GATHERING:
+                unit.group.reshard()
+        self._prefetched.clear()
+        self.phase = self._resume
+
+    # --- when something went wrong ---------------------------------------------------------
+
+    def abort(self) -> None:
+        """Be as before a step: nothing whole, nothing on its way, no window open.
+
+        What an interrupted window had accumulated is void, because its microbatches are not all
+        there; gradients of a window that had ended stay.
+        """
+        self.has_failed = False
+        self.phase = self._resume = Phase.RESTING
+        self._open.clear()
+        self._in_backward.clear()
+        self._prefetched.clear()
+        self.schedule.forget()
+        is_window_open = bool(self._reductions) or any(
+            unit.gradients.is_pending for unit in self.units() if unit.gradients is not None
+        )
+        self.finish_reductions()
+        for unit in self.units():
+            unit.reset_step()
+            if unit.group is not None:
+                unit.group.reshard()
+            if unit.gradients is not None:
+                unit.gradients.drop_arrived()
+                if is_window_open:
+                    unit.gradients.clear_window()

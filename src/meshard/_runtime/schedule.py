@@ -1,0 +1,101 @@
+"""What comes next? Pure Python, no tensors.
+
+Two orders. Entries recorded in a forward predict the next forward; exits of this forward,
+reversed, are the order of its backward. (With one list for both, the last prefetch of a backward
+gathers a unit for the next forward before the optimizer has stepped it.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class ForwardCall:
+    """One run of one unit's forward."""
+
+    unit: int
+    entered: int  # ticks of the pass
+    exited: int = -1
+    exit_place: int = -1  # place in ForwardPass.exits
+
+
+@dataclass(slots=True, eq=False)
+class ForwardPass:
+    """One forward of the outermost unit, with all that ran inside."""
+
+    entries: list[int] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+    first_entry: dict[int, int] = field(default_factory=dict)
+    last_call: dict[int, ForwardCall] = field(default_factory=dict)
+    ticks: int = 0
+
+
+class StepSchedule:
+    """Records the order of units, and predicts it. Units are known by number."""
+
+    def __init__(self) -> None:
+        self._previous: list[int] = []
+        self._place = -1  # of the last entry, in the previous pass
+        self.current = ForwardPass()
+
+    def begin_forward(self) -> None:
+        """Start recording a pass; the one before becomes the prediction."""
+        if self.current.entries:
+            self._previous = self.current.entries
+        self.current = ForwardPass()
+        self._place = -1
+
+    def forget(self) -> None:
+        """Drop what an interrupted pass recorded, and keep the prediction."""
+        self.current = ForwardPass()
+        self._place = -1
+
+    def enter(self, unit: int) -> ForwardCall:
+        """Record that a unit's forward begins."""
+        now = self.current
+        call = ForwardCall(unit, now.ticks)
+        now.first_entry.setdefault(unit, now.ticks)
+        now.entries.append(unit)
+        now.ticks += 1
+        self._follow(unit)
+        return call
+
+    def _follow(self, unit: int) -> None:
+        expected = self._place + 1
+        if expected < len(self._previous) and self._previous[expected] == unit:
+            self._place = expected
+        elif unit in self._previous:
+            # Off the recorded way: take it up again after this unit, later if possible.
+            after = [i for i, other in enumerate(self._previous) if other == unit]
+            self._place = next((i for i in after if i > self._place), after[0])
+
+    def exit(self, call: ForwardCall) -> None:
+        """Record that a unit's forward has ended."""
+        now = self.current
+        call.exited = now.ticks
+        call.exit_place = len(now.exits)
+        now.exits.append(call.unit)
+        now.last_call[call.unit] = call
+        now.ticks += 1
+
+    def next_in_forward(self) -> int | None:
+        """Return the unit expected to enter after the last one that did."""
+        following = self._place + 1
+        if self._place < 0 or following >= len(self._previous):
+            return None
+        return self._previous[following]
+
+    @staticmethod
+    def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
+        """Return the unit whose backward follows that of ``call``."""
+        return of.exits[call.exit_place - 1] if call.exit_place > 0 else None
+
+    @staticmethod
+    def is_over(of: ForwardPass, unit: int, call: ForwardCall) -> bool:
+        """Whether a unit's backward is over once that of ``call`` begins.
+
+        Autograd runs nodes that were made later first. So when the backward of one call begins,
+        every unit that was entered only after that call had ended has nothing left to run.
+        """
+        return of.first_entry.get(unit, -1) > call.exited

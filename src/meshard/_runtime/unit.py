@@ -1,0 +1,124 @@
+"""What does one call of ``fully_shard`` make?
+
+A unit: some modules, their parameters as one group, and what the user chose for them. Ownership
+runs one way, module -> unit -> group -> parameters; every edge back is weak, so that deleting a
+model frees its memory without the garbage collector.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshard._runtime.gradient_state import GradientState
+from meshard._runtime.param_group import ParamGroup
+from meshard.policies import GradientSync
+
+if TYPE_CHECKING:
+    from meshard._runtime.lifecycle import Lifecycle
+
+
+@dataclass(slots=True)
+class UnitSettings:
+    """What may change from step to step. Written by the setters of ``FSDPModule``."""
+
+    reshard_after_forward: bool | int | None = None  # None: unless the unit is the root
+    keep_in: dist.ProcessGroup | None = None  # the neighbours, if reshard_after_forward is an int
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    sync: GradientSync = GradientSync.FULL
+    sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
+    divide_factor: float | None = None
+    forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+    backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What happens to the dtypes of a unit's inputs and outputs."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+
+
+@dataclass(slots=True)
+class UnitStep:
+    """Where a unit is in the present step."""
+
+    arrived: set[int] = field(default_factory=set)  # parameters whose whole gradient is there
+    awaits_gradients: bool = False  # a forward has run whose gradients have not been taken
+    is_in_backward: bool = False  # its backward has begun and is not over
+    is_ready: bool = False  # its gradients are complete, and wait for units inside it
+    num_open_children: int = 0  # units directly inside that await gradients
+    modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
+
+
+class Unit:
+    """One group of parameters, with the modules that use them.
+
+    Args:
+        modules: The modules that were passed to ``fully_shard``.
+        casts: dtypes of inputs and outputs.
+        settings: What the user chose.
+    """
+
+    def __init__(self, modules: list[nn.Module], casts: Casts, settings: UnitSettings) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+        self.casts = casts
+        self.settings = settings
+        self.step = UnitStep()
+        self.fqn = ""  # dotted name from the root; "" for the root itself
+        self.number = 0  # place among the units of its root, in module order
+        self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
+        self.on_reduced: list[Callable[[Unit], None]] = []
+        self.group: ParamGroup | None = None  # None: no parameters of its own
+        self.gradients: GradientState | None = None
+        self.lifecycle: Lifecycle
+
+    @property
+    def label(self) -> str:
+        """The name to show: the root has no dotted name."""
+        return self.fqn or "(root)"
+
+    @property
+    def is_root(self) -> bool:
+        """Whether no unit is around this one."""
+        return self.parent is None
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether the whole parameters are given back when forward ends.
+
+        By default the root keeps them, if a backward may follow that needs them at once.
+        """
+        chosen = self.settings.reshard_after_forward
+        if chosen is None:
+            return not self.is_root or not torch.is_grad_enabled()
+        return bool(chosen)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether backward may use whole parameters after the last gradient has arrived."""
+        return self.group is not None and self.group.num_trainable < len(self.group.params)
+
+    def set_awaits_gradients(self, flag: bool) -> None:
+        """Note whether gradients are to come, here and in the unit around this one."""
+        if self.step.awaits_gradients is flag:
+            return
+        self.step.awaits_gradients = flag
+        parent = self.parent() if self.parent is not None else None
+        if parent is not None:
+            parent.step.num_open_children += 1 if flag else -1
+
+    def reset_step(self) -> None:
+        """Be as between two steps."""
+        self.set_awaits_gradients(False)
+        self.step.arrived.clear()
+        self.step.is_in_backward = self.step.is_ready = False
+        self.step.modules_run.clear()

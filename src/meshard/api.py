@@ -1,0 +1,240 @@
+"""How do I shard or replicate this module?"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+
+from meshard._geometry.mesh_roles import MeshRoles, group_of_neighbours
+from meshard._runtime.unit import UnitSettings
+from meshard.build_unit import (
+    check_parameters,
+    collect,
+    commit,
+    make_unit,
+    shard_dim_of,
+)
+from meshard.policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
+
+Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
+PlacementFn = Callable[
+    [nn.Parameter], "torch.distributed.tensor.Shard | ShardPlacementResult | None"
+]
+
+
+def fully_shard(
+    module: Modules,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: TorchOffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Modules:
+    """Shard the parameters of ``module`` over ``mesh``, in place, as one unit.
+
+    Call it bottom-up, on each layer and then on the root: parameters that are already in a unit
+    are left alone. A unit is gathered by one all-gather before its forward and backward, and its
+    gradients are reduced by one reduce-scatter after (and one all-reduce on a 2D mesh). Outside
+    that, ``module.parameters()`` are DTensors that hold this rank's shard; names do not change.
+    Build the optimizer after the last call.
+
+    **Collective:** every rank of the mesh, in the same order. Every rank must hold the same
+    values before the call, or only shard 0 of rank 0, shard 1 of rank 1, ... are kept.
+    **Lifetime:** all whole parameters are freed as soon as nothing else holds them.
+
+    Args:
+        module: The module, or a list of modules that become one unit.
+        mesh: 1D shards (FSDP); 2D ``(replicate, shard)`` shards on the last axis and replicates
+            over the first (HSDP). None: 1D over the default group, which is initialised from
+            torchrun's environment, or as a group of one rank, if there is none.
+        reshard_after_forward: True gives whole parameters back after forward, False keeps them
+            for backward, an int keeps them spread over so many neighbouring ranks. None: True
+            except for the root.
+        shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, or None for dim 0.
+        mp_policy: dtypes for compute, communication and accumulation.
+        offload_policy: Where shards live.
+        ignored_params: Parameters to leave as they are.
+        dp_mesh_dims: The data-parallel axes of a larger mesh.
+
+    Returns:
+        ``module``, the same object; its class is now also a subclass of ``FSDPModule``.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: ``module``, ``mesh`` or a parameter cannot be sharded as asked. The module is
+            left as it was.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    >>> for layer in model:
+    ...     _ = fully_shard(layer)
+    >>> _ = fully_shard(model)
+    >>> model(torch.ones(2, 8)).sum().backward()
+    >>> model[0].weight.grad.shape, type(model[0].weight.grad).__name__
+    (torch.Size([8, 8]), 'DTensor')
+    """
+    modules = _check_modules(module)
+    policy = _check_policies(mp_policy, offload_policy, dp_mesh_dims)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
+    found = collect(modules, ignored_params or set())
+    for fqn, param, _ in found:
+        shard_dim_of(fqn, param, shard_placement_fn)
+    roles = MeshRoles.of(mesh if mesh is not None else _default_mesh())
+    device = _device_of(roles.mesh)
+    check_parameters(found, device)
+    settings = _settings(reshard_after_forward, roles)
+    if device.type != "cpu":
+        _move_buffers(modules, device)
+    unit = make_unit(
+        modules,
+        found,
+        roles=roles,
+        policy=policy,
+        settings=settings,
+        placement_fn=shard_placement_fn,
+        device=device,
+    )
+    commit(unit, modules, found)
+    return module
+
+
+def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules; pass at least one.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(
+                f"fully_shard needs an nn.Module or a list of them, got {type(each).__name__}."
+            )
+        if isinstance(each, TorchFSDPModule):
+            raise ValueError(
+                f"fully_shard was applied twice to the same {type(each).__name__.removeprefix('FSDP')}; "
+                "apply it once to each module."
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(each):
+            raise ValueError(
+                f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "
+                "apply it to the modules inside, one by one, and to the module around it."
+            )
+    if len(set(modules)) != len(modules):
+        raise ValueError("fully_shard got the same module twice in one list.")
+    return modules
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_policies(
+    mp_policy: TorchMixedPrecisionPolicy,
+    offload_policy: TorchOffloadPolicy,
+    dp_mesh_dims: DataParallelMeshDims | None,
+) -> MixedPrecisionPolicy:
+    if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
+    if not isinstance(offload_policy, TorchOffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
+    if isinstance(offload_policy, TorchCPUOffloadPolicy):
+        raise NotImplementedError("CPUOffloadPolicy is not built yet; leave offload_policy out.")
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "dp_mesh_dims is not built yet; pass the data-parallel sub-mesh as mesh."
+        )
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        return mp_policy
+    return MixedPrecisionPolicy(
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        output_dtype=mp_policy.output_dtype,
+        cast_forward_inputs=mp_policy.cast_forward_inputs,
+    )
+
+
+def _settings(reshard_after_forward: bool | int | None, roles: MeshRoles) -> UnitSettings:
+    chosen: Any = reshard_after_forward
+    if chosen is None or isinstance(chosen, bool):
+        return UnitSettings(reshard_after_forward=chosen)
+    if not isinstance(chosen, int):
+        raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {chosen!r}.")
+    count = roles.shard_count
+    if chosen < 1 or count % chosen:
+        raise ValueError(
+            f"reshard_after_forward={chosen} must divide the {count} ranks of the shard axis; "
+            "use True to reshard over all of them, False to keep parameters whole."
+        )
+    if chosen == 1:
+        return UnitSettings(reshard_after_forward=False)
+    if chosen == count:
+        return UnitSettings(reshard_after_forward=True)
+    return UnitSettings(reshard_after_forward=chosen, keep_in=group_of_neighbours(roles, chosen))
+
+
+_last_default_mesh: weakref.ref[DeviceMesh] | None = None
+
+
+def _default_mesh() -> DeviceMesh:
+    """Return a 1D mesh over the default group, the same one for all units of a model."""
+    global _last_default_mesh
+    device_type = _default_device_type()
+    if not dist.is_initialized():
+        _init_default_group(device_type)
+    mesh = _last_default_mesh() if _last_default_mesh is not None else None
+    if mesh is None or mesh.get_group(0) is not dist.group.WORLD:
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        _last_default_mesh = weakref.ref(mesh)
+    return mesh
+
+
+def _default_device_type() -> str:
+    """Return the accelerator's type, if there is one that the default group can serve."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return "cpu"
+    return accelerator.type
+
+
+def _init_default_group(device_type: str) -> None:
+    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        if device_type != "cpu":
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            torch.get_device_module(device_type).set_device(local_rank)
+        dist.init_process_group()
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's stubs
+        dist.init_process_group(store=store, rank=0, world_size=1)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+    for each in modules:
+        for inner in each.modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is not None and buffer.device.type == "cpu":
+                    inner._buffers[name] = buffer.to(device)

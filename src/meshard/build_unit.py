@@ -1,0 +1,228 @@
+"""How does a module become a unit, or stay exactly as it was?
+
+``collect`` and the checks look and do not touch; ``make_unit`` allocates; only ``commit`` changes
+the module, with steps that do not fail.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from meshard._comm.streams import make_communicator
+from meshard._geometry.layout import ParamLayout
+from meshard._geometry.mesh_roles import MeshRoles
+from meshard._params.sharded_param import ShardedParam
+from meshard._runtime.gradient_state import GradientState
+from meshard._runtime.hooks import (
+    gradient_hook_maker,
+    queue_backward_callback,
+    register_hooks,
+)
+from meshard._runtime.lifecycle import Lifecycle
+from meshard._runtime.param_group import ParamGroup, Place
+from meshard._runtime.unit import Casts, Unit, UnitSettings
+from meshard.fsdp_module import FSDPModule, unit_of
+from meshard.policies import MixedPrecisionPolicy, accumulate_dtype_of
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+# Original parameters that a unit has replaced, while somebody still holds them.
+_REPLACED: weakref.WeakKeyDictionary[torch.Tensor, str] = weakref.WeakKeyDictionary()
+
+
+class Collected(NamedTuple):
+    """A parameter that a unit will manage."""
+
+    fqn: str
+    param: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+
+
+def named_modules_outside_units(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over ``root`` and its submodules, without those that are units or inside one."""
+    seen: set[nn.Module] = set()
+    stack: list[tuple[str, nn.Module]] = [("", root)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield prefix, module
+        children = [
+            (f"{prefix}.{name}" if prefix else name, child)
+            for name, child in module._modules.items()
+            if child is not None and not isinstance(child, FSDPModule)
+        ]
+        stack.extend(reversed(children))
+
+
+def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
+    """List the parameters of ``modules`` that are in no unit yet, tied ones once.
+
+    Raises:
+        ValueError: A parameter is managed by a unit around or beside ``modules``.
+    """
+    found: dict[nn.Parameter, Collected] = {}
+    for place, root in enumerate(modules):
+        for prefix, module in named_modules_outside_units(root):
+            for name, param in module._parameters.items():
+                if param is None or param in ignored:
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                if len(modules) > 1:
+                    fqn = f"{place}.{fqn}"
+                if param in found:
+                    found[param].owners.append((module, name))
+                else:
+                    found[param] = Collected(fqn, param, [(module, name)])
+                    _check_free(fqn, param)
+    return list(found.values())
+
+
+def _check_free(fqn: str, param: nn.Parameter) -> None:
+    if param in _REPLACED:
+        raise ValueError(
+            f"parameter {fqn!r} is tied to {_REPLACED[param]!r}, which an inner fully_shard has "
+            "already sharded, so the tie would be cut silently; shard both in one call "
+            "(apply fully_shard to their common parent only, or pass both modules as a list)."
+        )
+    if isinstance(param, DTensor):
+        if getattr(param, "_meshard_unit", None) is not None:
+            raise ValueError(
+                f"parameter {fqn!r} already belongs to a unit made for a module around it "
+                f"(as {param._meshard_unit!r}); "  # type: ignore[attr-defined]
+                "call fully_shard on children before their parents."
+            )
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a DTensor already (placements {param.placements}); sharding "
+            "parameters that tensor parallelism has placed is not built yet."
+        )
+
+
+def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
+    """Check what can be sharded onto ``device``.
+
+    Raises:
+        ValueError: A parameter is on a third device, is a scalar, or is complex.
+    """
+    for fqn, param, _ in found:
+        movable = param.device.type in ("cpu", "meta")
+        if not movable and param.device != device:
+            raise ValueError(
+                f"parameter {fqn!r} is on {param.device}, but the mesh is on {device}; "
+                "move the module there (or to the CPU) before fully_shard."
+            )
+        if param.dim() == 0:
+            raise ValueError(
+                f"parameter {fqn!r} is a scalar and cannot be sharded; give it shape (1,), "
+                "or pass it in ignored_params."
+            )
+        if param.is_complex():
+            raise ValueError(
+                f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
+                "hold torch.view_as_real of it as the parameter."
+            )
+
+
+def shard_dim_of(fqn: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
+    """Return the dim on which a parameter is sharded.
+
+    Raises:
+        ValueError: ``placement_fn`` returned something else than None or a valid ``Shard``.
+    """
+    placement = placement_fn(param) if placement_fn is not None else None
+    if placement is None:
+        return 0
+    # Not isinstance: _StridedShard and other special shards do not mean what Shard means.
+    if type(placement) is not Shard:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; "
+            "return torch.distributed.tensor.Shard(dim), or None for Shard(0)."
+        )
+    if not -param.dim() <= placement.dim < param.dim():
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}, "
+            f"which has only {param.dim()} dims."
+        )
+    return placement.dim % param.dim()
+
+
+def _local_shard(param: nn.Parameter, layout: ParamLayout, shard_rank: int) -> torch.Tensor:
+    rows = layout.owned_rows(shard_rank)
+    return param.detach().narrow(layout.shard_dim, rows.start, len(rows))
+
+
+def make_unit(
+    modules: list[nn.Module],
+    found: list[Collected],
+    *,
+    roles: MeshRoles,
+    policy: MixedPrecisionPolicy,
+    settings: UnitSettings,
+    placement_fn: PlacementFn | None,
+    device: torch.device,
+) -> Unit:
+    """Return a unit for ``modules`` that nothing refers to yet."""
+    casts = Casts(
+        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
+        outputs=policy.output_dtype,
+    )
+    unit = Unit(modules, casts, settings)
+    if not found:
+        return unit
+    params, shards = [], []
+    for fqn, param, owners in found:
+        layout = ParamLayout(param.shape, shard_dim_of(fqn, param, placement_fn), roles.shard_count)
+        params.append(ShardedParam(fqn, owners, layout))
+        shards.append(_local_shard(param, layout, roles.shard_rank))
+    unit.group = ParamGroup(
+        params,
+        shards,
+        [entry.param.requires_grad for entry in found],
+        place=Place(roles, device, make_communicator(device)),
+        param_dtype=policy.param_dtype,
+        gradient_hook=gradient_hook_maker(unit),
+    )
+    unit.gradients = GradientState(
+        unit.group,
+        reduce_dtype=policy.reduce_dtype,
+        accumulate_dtype=accumulate_dtype_of(policy, {shard.dtype for shard in shards}),
+    )
+    return unit
+
+
+def commit(unit: Unit, modules: list[nn.Module], found: list[Collected]) -> None:
+    """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside."""
+    if unit.group is not None:
+        for sharded, (fqn, param, _) in zip(unit.group.params, found, strict=True):
+            _REPLACED[param] = fqn
+            sharded.show(sharded.sharded)
+            sharded.sharded._meshard_unit = fqn  # type: ignore[attr-defined]
+    for module in modules:
+        FSDPModule.adopt(module, unit)
+    register_hooks(unit)
+    _adopt_inner_units(unit, modules)
+
+
+def _adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
+    """Name the units inside after their place, and give all of them one lifecycle."""
+    units = [unit]
+    for place, root in enumerate(modules):
+        for fqn, module in root.named_modules():
+            inner = unit_of(module)
+            if inner is None or inner in units:
+                continue
+            units.append(inner)
+            inner.fqn = f"{place}.{fqn}" if len(modules) > 1 else fqn
+            if inner.parent is None:
+                inner.parent = weakref.ref(unit)
+    Lifecycle(queue_backward_callback).set_units(units)
+    for each in units:
+        if each.group is not None:
+            each.group.label = each.label

@@ -1,0 +1,139 @@
+"""What may a user choose?
+
+Frozen, validated values. The policies subclass those of ``torch.distributed.fsdp`` where torch
+has them, so that code which checks ``isinstance(policy, torch...MixedPrecisionPolicy)`` goes on
+working; torch's own policy objects are accepted wherever ours are.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.tensor import Shard
+
+
+class GradientSync(enum.Enum):
+    """How far the gradients of one backward are reduced.
+
+    Whatever the schedule, once a backward with ``FULL`` has ended every sharded gradient is the
+    sum over all microbatches and ranks, divided by the divide factor.
+    """
+
+    NONE = "none"
+    """No collective: whole gradients are added up on each rank."""
+
+    REDUCE_SCATTER = "reduce_scatter"
+    """Reduce inside the shard group only. On a 1D mesh this is the same as ``FULL``."""
+
+    FULL = "full"
+    """Reduce inside the shard group and across the replicas; ``.grad`` is set."""
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
+    """In which dtypes a unit computes, reduces and accumulates.
+
+    Args:
+        param_dtype: dtype of the whole parameters in forward and backward, and of the all-gather.
+            None: the dtype that each parameter has. Integer parameters are never cast.
+        reduce_dtype: dtype in which gradients travel. None: the dtype of the whole gradients (the
+            widest one where they differ).
+        output_dtype: floating-point outputs of the unit's forward are cast to it. None: no cast.
+        cast_forward_inputs: Cast floating-point inputs of forward to ``param_dtype``.
+        accumulate_dtype: dtype in which gradients are added up across microbatches, and across
+            ranks where the backend allows it. None: the wider of float32 and the parameters'
+            dtype, so that 512 microbatches of ones reduced in bfloat16 add up to 512.
+
+    Raises:
+        TypeError: A dtype is not a ``torch.dtype``.
+        ValueError: A dtype is not a floating-point dtype.
+
+    >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
+    torch.bfloat16
+    """
+
+    accumulate_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if field.name == "cast_forward_inputs" or dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{field.name} must be a torch.dtype or None, got {dtype!r}.")
+            if not dtype.is_floating_point:
+                raise ValueError(f"{field.name} must be a floating-point dtype, got {dtype}.")
+
+
+@dataclass  # torch's is not frozen, and a frozen dataclass cannot inherit from it
+class OffloadPolicy(TorchOffloadPolicy):
+    """Shards stay on the mesh's device: no offload."""
+
+
+@dataclass
+class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
+    """Shards, their gradients and optimizer state live in host memory.
+
+    Args:
+        pin_memory: Page-lock the host shards, so that copies to the device are asynchronous.
+        step_device: ``"cpu"`` steps the optimizer on the host.
+    """
+
+    step_device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return to place one parameter on a mesh of its own.
+
+    Args:
+        placement: The tensor dim that is sharded.
+        mesh: The mesh whose ranks hold the shards.
+    """
+
+    placement: Shard
+    mesh: DeviceMesh
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the data-parallel axes of a larger mesh.
+
+    Args:
+        shard: Axis name, or names that are flattened into one, over which parameters are sharded.
+        replicate: Axis name, or names, over which they are replicated.
+
+    Raises:
+        ValueError: Neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims needs shard=, replicate=, or both.")
+
+
+def accumulate_dtype_of(
+    policy: TorchMixedPrecisionPolicy, param_dtypes: set[torch.dtype]
+) -> torch.dtype:
+    """Return the dtype in which a unit with these parameter dtypes adds gradients up.
+
+    >>> accumulate_dtype_of(MixedPrecisionPolicy(), {torch.bfloat16})
+    torch.float32
+    """
+    chosen = getattr(policy, "accumulate_dtype", None)
+    if chosen is not None:
+        return chosen  # type: ignore[no-any-return]  # torch's own policy has no such field
+    widest = torch.float32
+    for dtype in param_dtypes:
+        if dtype.is_floating_point:
+            widest = torch.promote_types(widest, dtype)
+    return widest

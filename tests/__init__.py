@@ -1,0 +1,1 @@
+"""What proves that meshard works?"""

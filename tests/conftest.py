@@ -1,0 +1,58 @@
+"""What does every test find in place? Ranks to run on, seeds, and no leftovers of the last one."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: it is read then
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+
+from tests.support.rank_pool import RankPool
+
+SEED = 20
+
+settings.register_profile(
+    "ci",
+    max_examples=25,
+    deadline=None,  # the first example of a run pays for imports
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "thorough",
+    max_examples=500,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """``run_ranks(fn, n, *args, timeout=60, **kwargs)``: see ``RankPool.run``."""
+    pool = RankPool()
+    yield pool.run
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed torch before each test, so that a test gives the same alone and among others."""
+    torch.manual_seed(SEED)
+    return SEED
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> Iterator[None]:
+    """Fail a test that leaves a process group behind, and remove it for the next one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group initialised in the main process.")

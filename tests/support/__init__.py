@@ -1,0 +1,1 @@
+"""What do several tests need? Models, strategies, oracles and ways to have ranks."""

@@ -1,0 +1,127 @@
+"""What does one spawned rank do, from its start to the end of the test run?"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+LOCALS_WIDTH = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One function to run; sent to every rank that takes part."""
+
+    payload: bytes  # pickled (fn, args, kwargs); unpickled when `sys_path` is in place
+    number: int
+    world_size: int
+    timeout: float
+    seed: int
+    sys_path: list[str]
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What came of a call on one rank."""
+
+    result: bytes | None  # pickled; None where the call failed
+    error: str = ""
+    trace: str = ""
+
+
+def serve(rank: int, connection: Connection, store_port: int, dump_path: str) -> None:
+    """Run calls that come through ``connection`` until it is closed."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch  # here, not at the top: after the variables that it reads
+    import torch.distributed as dist
+
+    dump = open(dump_path, "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    gc.freeze()  # what is imported now is not walked by every collection below
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            call: Call = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        reply = _answer(rank, call, store)
+        connection.send_bytes(pickle.dumps(reply))
+        # Only now: where a rank failed, leaving the group may block on the ranks that did not.
+        _leave_group()
+        del call, reply
+        gc.collect()
+        connection.send_bytes(b"clean")
+
+
+def _answer(rank: int, call: Call, store: Any) -> Reply:
+    import torch
+    import torch.distributed as dist
+
+    sys.path[:] = call.sys_path
+    for name in [name for name in os.environ if name.startswith("MESHARD_")]:
+        del os.environ[name]
+    os.environ.update(call.environ)
+    torch.manual_seed(call.seed)
+    torch.set_default_dtype(torch.float32)
+    try:
+        fn, args, kwargs = pickle.loads(call.payload)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"call{call.number}", store),
+            rank=rank,
+            world_size=call.world_size,
+            timeout=timedelta(seconds=call.timeout),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = _run(fn, args, kwargs)
+        # Leave together: who goes early breaks connections that others still use.
+        dist.barrier()
+        return Reply(result=result)
+    except BaseException as error:  # noqa: BLE001 (SystemExit too: the rank must answer)
+        return Reply(
+            result=None,
+            error=f"{type(error).__name__}: {error}",
+            trace="".join(traceback.format_exception(error)) + _locals_of_test_frame(error),
+        )
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    # Plain pickle, not multiprocessing's: tensors go as bytes, no file descriptors are shared.
+    return pickle.dumps(fn(*args, **kwargs))
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _locals_of_test_frame(error: BaseException) -> str:
+    """Describe the variables of the innermost frame that is not library code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [f for f in frames if "site-packages" not in f.f_code.co_filename]
+    if not ours:
+        return ""
+    lines = [f"Variables in {ours[-1].f_code.co_name}:"]
+    for name, value in ours[-1].f_locals.items():
+        try:
+            text = " ".join(repr(value).split())
+        except Exception as failure:  # noqa: BLE001 (a repr must not hide the error)
+            text = f"<repr failed: {failure}>"
+        lines.append(f"    {name} = {text[:LOCALS_WIDTH]}")
+    return "\n".join(lines) + "\n"
