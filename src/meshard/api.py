@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.tensor import Shard
 
 from meshard._geometry.mesh_roles import MeshRoles, group_of_neighbours
 from meshard._runtime.unit import UnitSettings
@@ -33,9 +34,7 @@ from meshard.policies import (
 )
 
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
-PlacementFn = Callable[
-    [nn.Parameter], "torch.distributed.tensor.Shard | ShardPlacementResult | None"
-]
+PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
 def fully_shard(
@@ -128,9 +127,9 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard needs an nn.Module or a list of them, got {type(each).__name__}."
             )
         if isinstance(each, TorchFSDPModule):
+            name = type(each).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"fully_shard was applied twice to the same {type(each).__name__.removeprefix('FSDP')}; "
-                "apply it once to each module."
+                f"fully_shard was applied twice to the same {name}; apply it once to each module."
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(each):
             raise ValueError(

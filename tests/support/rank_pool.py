@@ -190,7 +190,8 @@ def _results(replies: Sequence[Reply | None]) -> list[Any]:
         raise RankError(f"{text}\n{traces}")
     results = []
     for reply in replies:
-        assert reply is not None and reply.result is not None
+        assert reply is not None
+        assert reply.result is not None
         results.append(pickle.loads(reply.result))
     return results
 

@@ -91,7 +91,7 @@ def _answer(rank: int, call: Call, store: Any) -> Reply:
         # Leave together: who goes early breaks connections that others still use.
         dist.barrier()
         return Reply(result=result)
-    except BaseException as error:  # noqa: BLE001 (SystemExit too: the rank must answer)
+    except BaseException as error:
         return Reply(
             result=None,
             error=f"{type(error).__name__}: {error}",
@@ -121,7 +121,7 @@ def _locals_of_test_frame(error: BaseException) -> str:
     for name, value in ours[-1].f_locals.items():
         try:
             text = " ".join(repr(value).split())
-        except Exception as failure:  # noqa: BLE001 (a repr must not hide the error)
+        except Exception as failure:
             text = f"<repr failed: {failure}>"
         lines.append(f"    {name} = {text[:LOCALS_WIDTH]}")
     return "\n".join(lines) + "\n"

@@ -54,7 +54,7 @@ def run_threads(
             dist.init_process_group(BACKEND, rank=rank, world_size=num_ranks, store=store)
             results[rank] = fn(*args, **kwargs)
             rendezvous.finish(rank)
-        except BaseException as error:  # noqa: BLE001 (the other ranks must not wait for us)
+        except BaseException as error:
             failures.append((rank, error))
             rendezvous.stop()
         finally:
@@ -78,8 +78,10 @@ def run_threads(
     _raise_first(failures, num_ranks)
     if any(thread.is_alive() for thread in threads):
         raise ThreadRankError(f"ranks still run after {timeout:g} s, outside of a collective.")
-    if rendezvous.not_waited() and not may_leave_unwaited:
-        raise ThreadRankError(f"started and never waited for, by rank: {rendezvous.not_waited()}.")
+    left = rendezvous.not_waited()
+    if left and not may_leave_unwaited:
+        text = "; ".join(f"rank {rank}: {', '.join(labels)}" for rank, labels in left.items())
+        raise ThreadRankError(f"started and never waited for: {text}.")
     return results
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.foreach_reduce import Reduction, ReduceRequest
+from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import local_of, wrap_like
 from meshard._runtime.param_group import ParamGroup

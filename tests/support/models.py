@@ -1,0 +1,230 @@
+"""Which small models show the ways in which parameters are used?
+
+All randomness comes from a generator of its own: torch's random state is shared by ranks that are
+threads. Forwards take and return one tensor.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Overwrite every parameter of ``model`` by numbers that depend on ``seed`` only."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            values = torch.randn(param.shape, generator=generator) * 0.3
+            param.copy_(values.to(param.dtype))
+    return model
+
+
+class MlpBlock(nn.Module):
+    """A residual block of two linear layers."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class MlpStack(nn.Module):
+    """Blocks in a ModuleList, beside parameters that the root owns itself."""
+
+    def __init__(self, dim: int = 6, hidden: int = 10, depth: int = 3) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(dim))
+        self.blocks = nn.ModuleList(MlpBlock(dim, hidden) for _ in range(depth))
+        self.shift = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x + self.shift
+
+
+class Attention(nn.Module):
+    """Causal self-attention over ``[batch, length, dim]``."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        split = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and MLP, each behind a LayerNorm."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """Token ids ``[batch, length]`` to logits; the head may be tied to the embedding."""
+
+    def __init__(
+        self, *, vocab: int = 11, dim: int = 8, heads: int = 2, depth: int = 2, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(TransformerBlock(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class UnevenMlp(nn.Module):
+    """Sizes that no number of ranks divides: 7, 13 and 5, and a bias of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 5), nn.Linear(5, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable low-rank addition in the same unit."""
+
+    def __init__(self, dim: int, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(dim, dim).requires_grad_(False)
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class FrozenBeside(nn.Module):
+    """Units that mix frozen and trainable parameters, and one that is all frozen."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(dim, dim).requires_grad_(False)
+        self.blocks = nn.ModuleList(Adapted(dim) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class MixedDtypeBlock(nn.Module):
+    """A float32 norm and a bfloat16 linear layer in one unit."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.linear = nn.Linear(dim, dim, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x).bfloat16()).float()
+
+
+class MixedDtype(nn.Module):
+    """Units whose parameters have two dtypes; activations between them are float32."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixedDtypeBlock(dim) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TiedBlock(nn.Module):
+    """Two layers with one weight, inside of one unit."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.second = nn.Linear(dim, dim)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class TiedInside(nn.Module):
+    """Two units, each with a parameter of two names."""
+
+    def __init__(self, dim: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TiedBlock(dim) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Experts(nn.Module):
+    """Layers of one unit of which a call uses some: ``forward(x, used)``."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_experts))
+
+    def forward(self, x: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+        for expert, is_used in zip(self.experts, used, strict=True):
+            if is_used:
+                x = x + torch.tanh(expert(x))
+        return x
+
+
+class SometimesUnused(nn.Module):
+    """``forward(x, used)``: which parameters take part is chosen per call.
+
+    ``used`` has one entry per expert; the same mask holds for every block.
+    """
+
+    num_experts = 3
+
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Experts(dim, self.num_experts) for _ in range(2))
+
+    def forward(
+        self, x: torch.Tensor, used: Sequence[bool] = (True,) * num_experts
+    ) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x, used)
+        return x

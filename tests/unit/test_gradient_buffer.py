@@ -1,0 +1,126 @@
+"""Do whole gradients keep their values, and their absence, on the wire?"""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshard._comm.communicator import _sum_rows
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._geometry.layout import ParamLayout
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def units(draw):
+    count = draw(st.integers(1, 6))
+    params = []
+    for _ in range(draw(st.integers(1, 5))):
+        shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(shape) - 1))
+        params.append(ParamLayout(torch.Size(shape), dim, count))
+    return params
+
+
+def integers(shape):
+    # -0.0 is a value like any other: marks must not take it for absence.
+    return torch.randint(-2, 3, shape) * torch.tensor(-1.0)
+
+
+def local_of(layout, flat, index, rank):
+    shape = layout.params[index].local_shape(rank)
+    offset = layout.slots[index].offset
+    return flat[offset : offset + shape.numel()].view(shape)
+
+
+def expected_local(whole, param, rank):
+    rows = param.owned_rows(rank)
+    return whole.narrow(param.shard_dim, rows.start, len(rows))
+
+
+@given(params=units(), data=st.data())
+def test_ranks_that_use_different_parameters_reduce_to_the_right_sums(params, data):
+    count = params[0].shard_count
+    layout = GradientLayout(params, tuple(range(len(params))), CPU)
+    used_by = [
+        frozenset(data.draw(st.sets(st.sampled_from(range(len(params)))))) for _ in range(count)
+    ]
+    gradients = [
+        [integers(p.shape) if i in used_by[rank] else None for i, p in enumerate(params)]
+        for rank in range(count)
+    ]
+    buffers = []
+    for rank in range(count):
+        buffer = layout.allocate(torch.float32).fill_(float("nan"))
+        layout.pack(buffer, gradients[rank])
+        layout.marks_for(used_by[rank]).mark_sent(buffer)
+        buffers.append(buffer)
+    anyone = frozenset().union(*used_by)
+    for rank in range(count):
+        flat = torch.empty(layout.shard_numel)
+        rows = torch.stack([buffer[rank] for buffer in buffers])
+        _sum_rows(flat, torch.cat([rows, torch.full_like(rows[:1], -0.0)]))
+        marks = layout.marks_for(used_by[rank])
+        assert marks.used_after(marks.read(flat)) == anyone
+        for index in anyone:
+            total = sum(g[index] for g in gradients if g[index] is not None)
+            ours = local_of(layout, flat, index, rank)
+            assert torch.equal(ours, expected_local(total, params[index], rank))
+        assert not flat.isnan().any()
+
+
+@given(params=units(), data=st.data())
+def test_adding_equals_packing_the_sum(params, data):
+    layout = GradientLayout(params, tuple(range(len(params))), CPU)
+    masks = [
+        data.draw(st.lists(st.booleans(), min_size=len(params), max_size=len(params)))
+        for _ in range(3)
+    ]
+    batches = [
+        [integers(p.shape) if use else None for use, p in zip(mask, params, strict=True)]
+        for mask in masks
+    ]
+    buffer = layout.allocate(torch.float32)
+    layout.pack(buffer, batches[0])
+    for batch in batches[1:]:
+        layout.add(buffer, batch)
+    sums = []
+    for column in zip(*batches, strict=True):
+        present = [gradient for gradient in column if gradient is not None]
+        sums.append(sum(present) if present else None)
+    expected = layout.allocate(torch.float32)
+    layout.pack(expected, sums)
+    assert torch.equal(buffer, expected)
+    unused = [i for i, total in enumerate(sums) if total is None]
+    for index in unused:
+        slot = layout.slots[index]
+        assert torch.signbit(buffer[:, slot.offset : slot.offset + slot.numel]).all()
+
+
+@given(params=units(), data=st.data())
+def test_moving_to_another_layout_keeps_values_under_their_parameter(params, data):
+    everything = range(len(params))
+    before = tuple(sorted(data.draw(st.sets(st.sampled_from(everything), min_size=1))))
+    after = tuple(sorted({*before, *data.draw(st.sets(st.sampled_from(everything)))}))
+    old, new = GradientLayout(params, before, CPU), GradientLayout(params, after, CPU)
+    gradients = [integers(p.shape) if i in before else None for i, p in enumerate(params)]
+    buffer = old.allocate(torch.float32)
+    old.pack(buffer, gradients)
+    expected = new.allocate(torch.float32)
+    new.pack(expected, gradients)
+    moved = old.move(buffer, new, frozenset(before))
+    assert torch.equal(moved, expected)
+    assert torch.equal(torch.signbit(moved), torch.signbit(expected))
+
+
+def test_a_mark_survives_a_division_that_underflows():
+    params = [ParamLayout(torch.Size([2]), 0, 1), ParamLayout(torch.Size([2]), 0, 1)]
+    layout = GradientLayout(params, (0, 1), CPU)
+    marks = layout.marks_for(frozenset({0}))
+    tiny = -torch.finfo(torch.float16).tiny / 1024  # the smallest subnormal, negative
+    flat = torch.tensor([tiny, 0.0, -0.0, -0.0], dtype=torch.float16)
+    unused = marks.read(flat)
+    flat.div_(4)
+    assert torch.signbit(flat[0]) and flat[0] == 0
+    marks.write(flat, unused)
+    assert marks.used_after(marks.read(flat)) == {0}

@@ -1,0 +1,118 @@
+"""Does every element of a parameter have exactly one owner, and one place on the wire?"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshard._comm.all_gather import GatherPlan
+from meshard._comm.slots import matching_parts
+from meshard._geometry.layout import FlatLayout, ParamLayout
+from meshard._params.shard_storage import ShardStorage
+
+CPU = torch.device("cpu")
+shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3)
+
+
+@st.composite
+def layouts(draw):
+    shape = draw(shapes)
+    dim = draw(st.integers(0, len(shape) - 1))
+    return ParamLayout(torch.Size(shape), dim, draw(st.integers(1, 8)))
+
+
+@given(layout=layouts())
+def test_shards_tile_the_rows_exactly_once(layout):
+    rows = [row for rank in range(layout.shard_count) for row in layout.owned_rows(rank)]
+    assert rows == list(range(layout.rows))
+
+
+@given(layout=layouts())
+def test_shards_are_those_of_torch_chunk(layout):
+    whole = torch.arange(layout.numel).view(layout.shape)
+    chunks = torch.chunk(whole, layout.shard_count, dim=layout.shard_dim)
+    for rank, chunk in enumerate(chunks):
+        assert layout.local_shape(rank) == chunk.shape
+    for rank in range(len(chunks), layout.shard_count):
+        assert layout.local_shape(rank)[layout.shard_dim] == 0
+
+
+def test_a_rank_outside_the_axis_is_refused():
+    with pytest.raises(ValueError, match=r"shard_rank must be in \[0, 2\), got 2"):
+        ParamLayout(torch.Size([3]), 0, 2).owned_rows(2)
+
+
+def shards_of(whole, params, rank):
+    return [
+        tensor.narrow(p.shard_dim, p.owned_rows(rank).start, len(p.owned_rows(rank)))
+        for tensor, p in zip(whole, params, strict=True)
+    ]
+
+
+@given(data=st.data(), count=st.integers(1, 6), num_params=st.integers(1, 5))
+def test_gather_restores_every_parameter_and_never_reads_padding(data, count, num_params):
+    params, dtypes = [], []
+    for _ in range(num_params):
+        shape = data.draw(shapes)
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        params.append(ParamLayout(torch.Size(shape), dim, count))
+        dtypes.append(data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8])))
+    param_dtype = data.draw(st.sampled_from([None, torch.float64, torch.bfloat16]))
+    whole = [
+        torch.randint(-9, 9, p.shape).to(dtype) for p, dtype in zip(params, dtypes, strict=True)
+    ]
+    layout = FlatLayout.build(params, dtypes)
+    compute = [param_dtype if param_dtype and d.is_floating_point else d for d in dtypes]
+    plan = GatherPlan(layout, FlatLayout.build(params, compute, layout.order))
+    rows = []
+    for rank in range(count):
+        storage = ShardStorage(layout, rank, CPU)
+        for segment in storage.segments:  # poison what fill must overwrite or gather must skip
+            segment.fill_(float("nan") if segment.is_floating_point() else 77)
+        for own, shard in zip(storage.locals, shards_of(whole, params, rank), strict=True):
+            own.copy_(shard)
+        rows.append(plan.make_source(storage.buffer, storage.segments).clone())
+    targets = [torch.full(p.shape, 5).to(dtype) for p, dtype in zip(params, compute, strict=True)]
+    plan.bind(targets)
+    plan.copy_out(torch.stack(rows))
+    for target, original in zip(targets, whole, strict=True):
+        assert torch.equal(target, original.to(target.dtype))
+
+
+@given(layout=layouts())
+def test_slots_and_whole_name_the_same_elements(layout):
+    whole = torch.arange(layout.numel, dtype=torch.float32).view(layout.shape)
+    slots = torch.full((layout.shard_count, layout.slot_numel), -1.0)
+    for ours, theirs in matching_parts(slots, whole, layout):
+        ours.copy_(theirs)
+    for rank in range(layout.shard_count):
+        own = shards_of([whole], [layout], rank)[0].reshape(-1)
+        assert torch.equal(slots[rank, : own.numel()], own)
+        assert (slots[rank, own.numel() :] == -1).all()
+
+
+@given(data=st.data())
+def test_segments_are_aligned_to_their_dtype(data):
+    dtypes = data.draw(
+        st.lists(
+            st.sampled_from([torch.float64, torch.float32, torch.float16, torch.int8]),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    params = [
+        ParamLayout(torch.Size([data.draw(st.integers(1, 9))]), 0, data.draw(st.just(2)))
+        for _ in dtypes
+    ]
+    layout = FlatLayout.build(params, dtypes)
+    buffer = layout.allocate(2, device=CPU)
+    for segment, view in zip(layout.segments, layout.split(buffer), strict=True):
+        assert segment.byte_offset % segment.dtype.itemsize == 0
+        assert view.dtype == segment.dtype
+        assert view.shape == (2, segment.numel)
+
+
+def test_one_dtype_has_no_padding_between_parameters():
+    params = [ParamLayout(torch.Size([4, 3]), 0, 2), ParamLayout(torch.Size([6]), 0, 2)]
+    layout = FlatLayout.build(params, [torch.float32] * 2)
+    assert layout.shard_bytes == (6 + 3) * 4
