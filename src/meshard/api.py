@@ -113,7 +113,7 @@ def fully_shard(
         placement_fn=shard_placement_fn,
         device=device,
     )
-    commit(unit, modules, found)
+    commit(unit, modules, found, device)
     return module
 
 

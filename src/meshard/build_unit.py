@@ -185,7 +185,7 @@ def make_unit(
         params,
         shards,
         [entry.param.requires_grad for entry in found],
-        place=Place(roles, device, make_communicator(device)),
+        place=Place(roles, device),
         param_dtype=policy.param_dtype,
         gradient_hook=gradient_hook_maker(unit),
     )
@@ -197,7 +197,9 @@ def make_unit(
     return unit
 
 
-def commit(unit: Unit, modules: list[nn.Module], found: list[Collected]) -> None:
+def commit(
+    unit: Unit, modules: list[nn.Module], found: list[Collected], device: torch.device
+) -> None:
     """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside."""
     if unit.group is not None:
         for sharded, (fqn, param, _) in zip(unit.group.params, found, strict=True):
@@ -207,10 +209,10 @@ def commit(unit: Unit, modules: list[nn.Module], found: list[Collected]) -> None
     for module in modules:
         FSDPModule.adopt(module, unit)
     register_hooks(unit)
-    _adopt_inner_units(unit, modules)
+    _adopt_inner_units(unit, modules, device)
 
 
-def _adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
+def _adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
     """Name the units inside after their place, and give all of them one lifecycle."""
     units = [unit]
     for place, root in enumerate(modules):
@@ -222,7 +224,4 @@ def _adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
             inner.fqn = f"{place}.{fqn}" if len(modules) > 1 else fqn
             if inner.parent is None:
                 inner.parent = weakref.ref(unit)
-    Lifecycle(queue_backward_callback).set_units(units)
-    for each in units:
-        if each.group is not None:
-            each.group.label = each.label
+    Lifecycle(queue_backward_callback, make_communicator(device)).set_units(units)

@@ -71,12 +71,14 @@ class StreamCommunicator(BaseCommunicator):
 
     def __init__(self, device_module: Any) -> None:
         self._device_module = device_module
-        # High priority: a collective held up by compute holds up every other rank.
-        self._streams = {lane: device_module.Stream(priority=-1) for lane in Lane}
+        self._streams: dict[Lane, Any] = {}
 
     @contextlib.contextmanager
     def _enter(self, lane: Lane) -> Iterator[None]:
-        stream = self._streams[lane]
+        stream = self._streams.get(lane)
+        if stream is None:
+            # High priority: a collective held up by compute holds up every other rank.
+            stream = self._streams[lane] = self._device_module.Stream(priority=-1)
         stream.wait_event(self._device_module.current_stream().record_event())
         with self._device_module.stream(stream):
             yield

@@ -178,7 +178,7 @@ class GradientState:
             marks=layout.marks_for(used),
             label=self._group.label,
         )
-        reduction = Reduction(request, self._group.place.comm)
+        reduction = Reduction(request, self._group.comm)
         is_full = over_replicas or roles.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from meshard._comm.communicator import Communicator
 from meshard._runtime.gradient_state import ReductionInFlight
 from meshard._runtime.param_group import Residence
 from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
@@ -59,15 +60,19 @@ class Lifecycle:
 
     Args:
         queue_callback: Has autograd call something when the present backward ends.
+        comm: What all units talk through: their collectives share its lanes.
     """
 
-    def __init__(self, queue_callback: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, queue_callback: Callable[[Callable[[], None]], None], comm: Communicator
+    ) -> None:
         self.phase = Phase.RESTING
         self.is_last_backward = True
         self.max_reductions_in_flight = 1
         self.has_failed = False  # a backward ended in an exception
         self.schedule = StepSchedule()
         self._queue_callback = queue_callback
+        self._comm = comm
         self._units: list[weakref.ref[Unit]] = []
         self._open: list[tuple[Unit, ForwardCall]] = []
         self._resume = Phase.RESTING  # the phase around a backward
@@ -83,6 +88,9 @@ class Lifecycle:
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
+            if unit.group is not None:
+                unit.group.comm = self._comm
+                unit.group.label = unit.label
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""
@@ -272,8 +280,7 @@ class Lifecycle:
             return
         self._advance_reductions()
         self._reductions.append((unit, in_flight))
-        assert unit.group is not None
-        if not unit.group.place.comm.waits_block_host:
+        if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
 

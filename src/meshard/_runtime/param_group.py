@@ -38,11 +38,10 @@ class Residence(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a group lives and how it talks."""
+    """Where a group lives."""
 
     roles: MeshRoles
     device: torch.device
-    comm: Communicator
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class ParamGroup:
         params: In the order of the module; their faces are made here.
         shards: This rank's shard of each, of any device; copied.
         requires_grad: One flag per parameter.
-        place: Mesh, device and communicator.
+        place: Mesh and device.
         param_dtype: dtype of the whole floating-point parameters; None: as they are.
         gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
     """
@@ -78,6 +77,7 @@ class ParamGroup:
         self.params = params
         self.place = place
         self.label = ""  # the unit's name; known once its root is sharded
+        self.comm: Communicator  # shared by all units of a root
         self.residence = Residence.SHARDED
         self.num_trainable = 0
         self._param_dtype = param_dtype
@@ -208,7 +208,7 @@ class ParamGroup:
             return
         self.adopt_edits()
         self._check_materialised()
-        comm, roles = self.place.comm, self.place.roles
+        comm, roles = self.comm, self.place.roles
         if self._kept is not None:
             kept, self._kept = self._kept, None
             with comm.lane(Lane.GATHER):

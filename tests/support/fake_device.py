@@ -1,0 +1,193 @@
+"""Would this program be right on a device with streams? A recording device that checks.
+
+Tensors live on the CPU, but every operator is taken to run on the stream that is current, and two
+operators on different streams are ordered only by events. Each stream has a vector clock. For each
+storage the last write and the reads since are kept; an access that is not ordered after what it
+depends on is a race. Memory is taken to be reused by the next allocation on the stream that
+allocated it, as a caching allocator does without ``record_stream``.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Clock = dict[int, int]
+
+
+class Stream:
+    """A queue with a vector clock."""
+
+    def __init__(self, device: "FakeDevice", number: int) -> None:
+        self.number = number
+        self.clock: Clock = {number: 0}
+
+    def tick(self) -> int:
+        self.clock[self.number] += 1
+        return self.clock[self.number]
+
+    def record_event(self) -> "Event":
+        return Event(dict(self.clock))
+
+    def wait_event(self, event: "Event") -> None:
+        for number, ticks in event.clock.items():
+            self.clock[number] = max(self.clock.get(number, 0), ticks)
+
+    def has_seen(self, number: int, ticks: int) -> bool:
+        return self.clock.get(number, 0) >= ticks
+
+
+@dataclass
+class Event:
+    """A moment on a stream."""
+
+    clock: Clock
+
+
+@dataclass
+class _Block:
+    """What is known of one storage."""
+
+    weak: int
+    allocated_on: int
+    wrote: tuple[int, int, str] | None = None
+    reads: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def accesses(self) -> list[tuple[int, int, str]]:
+        reads = [(stream, ticks, what) for stream, (ticks, what) in self.reads.items()]
+        return reads if self.wrote is None else [self.wrote, *reads]
+
+
+class FakeDevice:
+    """Stands in for ``torch.cuda``: streams, events and the current stream."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.compute = self.Stream()
+        self._current = threading.local()
+        self.races: list[str] = []
+
+    def Stream(self, priority: int = 0) -> Stream:  # noqa: N802 (torch's name)
+        self.streams.append(Stream(self, len(self.streams)))
+        return self.streams[-1]
+
+    def current_stream(self) -> Stream:
+        return getattr(self._current, "stream", self.compute)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream()
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+
+class Recorder(TorchDispatchMode):
+    """Watches every operator and adds what is not ordered to ``device.races``."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.num_checked = 0
+        self.streams_used: set[int] = set()
+        self._blocks: dict[int, _Block] = {}
+        self._freed: list[_Block] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        reads, writes = _touched(func, args, kwargs)
+        self._notice_frees()
+        stream = self.device.current_stream()
+        ticks = stream.tick()
+        self.streams_used.add(stream.number)
+        for tensor in reads:
+            self._read(tensor, stream, ticks, str(func))
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in _leaves(result) if isinstance(leaf, torch.Tensor)]
+        known = {_key(tensor) for tensor in (*reads, *writes)}
+        for tensor in outputs:
+            if _key(tensor) not in known:
+                self._allocated(tensor, stream, str(func))
+                writes.append(tensor)
+        for tensor in writes:
+            self._write(tensor, stream, ticks, str(func))
+        return result
+
+    def _block(self, tensor: torch.Tensor, stream: Stream) -> _Block:
+        key = _key(tensor)
+        if key not in self._blocks:
+            weak = tensor.untyped_storage()._weak_ref()
+            self._blocks[key] = _Block(weak, stream.number)
+        return self._blocks[key]
+
+    def _check(self, stream: Stream, access: tuple[int, int, str], what: str) -> None:
+        number, ticks, before = access
+        self.num_checked += 1
+        if not stream.has_seen(number, ticks):
+            self.device.races.append(
+                f"{what} on stream {stream.number} is not ordered after {before} on {number}"
+            )
+
+    def _read(self, tensor: torch.Tensor, stream: Stream, ticks: int, what: str) -> None:
+        block = self._block(tensor, stream)
+        if block.wrote is not None:
+            self._check(stream, block.wrote, f"read by {what}")
+        block.reads[stream.number] = (ticks, what)
+
+    def _write(self, tensor: torch.Tensor, stream: Stream, ticks: int, what: str) -> None:
+        block = self._block(tensor, stream)
+        for access in block.accesses():
+            self._check(stream, access, f"write by {what}")
+        block.wrote = (stream.number, ticks, what)
+        block.reads.clear()
+
+    def _notice_frees(self) -> None:
+        for key, block in list(self._blocks.items()):
+            if torch.UntypedStorage._expired(block.weak):
+                torch.UntypedStorage._free_weak_ref(block.weak)
+                self._freed.append(self._blocks.pop(key))
+
+    def _allocated(self, tensor: torch.Tensor, stream: Stream, what: str) -> None:
+        self._notice_frees()
+        mine = [block for block in self._freed if block.allocated_on == stream.number]
+        for block in mine:
+            self._freed.remove(block)
+            for access in block.accesses():
+                self._check(stream, access, f"reuse of memory by {what}")
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]
+
+
+def _touched(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return what an operator reads and what it writes, by its schema."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    is_collective = func.namespace == "c10d"
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        tensors = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        # The schemas of collectives do not say what they write: take every operand for both.
+        if is_write or is_collective:
+            writes += tensors
+        if not is_write or is_collective:
+            reads += tensors
+    return reads, writes

@@ -1,0 +1,137 @@
+"""Is every read ordered after its write, and every reuse of memory after its last use?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+import meshard.build_unit
+from meshard import GradientSync, MixedPrecisionPolicy
+from meshard._comm import streams
+from meshard._comm.streams import StreamCommunicator
+from tests.support.fake import fake_group
+from tests.support.fake_device import FakeDevice, Recorder, Stream
+
+
+def make_model():
+    blocks = [nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(5, 6), *blocks, nn.Linear(6, 1))
+
+
+def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, **kwargs):
+    """Train three windows of three microbatches; return the device with what it found."""
+    device = device or FakeDevice()
+    monkeypatch.setattr(
+        meshard.build_unit, "make_communicator", lambda _: StreamCommunicator(device)
+    )
+    world_size = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
+    with fake_group(world_size):
+        mesh = init_device_mesh("cpu", mesh_shape)
+        model = make_model()
+        if prepare is not None:
+            prepare(model)
+        for block in model[1:4]:
+            meshard.fully_shard(block, mesh, **kwargs)
+        meshard.fully_shard(model, mesh, **kwargs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(device) as recorder:
+            for schedule in ("FFF", "NNF", "RNF"):
+                for sync in schedule:
+                    model.set_gradient_sync(
+                        {
+                            "N": GradientSync.NONE,
+                            "R": GradientSync.REDUCE_SCATTER,
+                            "F": GradientSync.FULL,
+                        }[sync]
+                    )
+                    model(torch.ones(2, 5)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return device, recorder
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (1,), (4, 1)])
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED, HALF])
+def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy):
+    device, recorder = run_steps(monkeypatch, mesh_shape, mp_policy=mp_policy)
+    assert device.races == []
+    assert recorder.num_checked > 1000
+    assert len(recorder.streams_used) == (4 if len(mesh_shape) == 2 else 3)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+def test_every_way_of_resharding_has_no_race(monkeypatch, reshard_after_forward):
+    device, _ = run_steps(monkeypatch, (4,), reshard_after_forward=reshard_after_forward)
+    assert device.races == []
+
+
+def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
+    """The gather of block 3 waits for nothing that block 2 computes."""
+    device, log = FakeDevice(), []
+    start = StreamCommunicator.all_gather
+
+    def all_gather(self, output, source, *, group, label):
+        log.append(("gather", label, device.current_stream().clock[device.compute.number]))
+        return start(self, output, source, group=group, label=label)
+
+    monkeypatch.setattr(StreamCommunicator, "all_gather", all_gather)
+
+    def watch(model):
+        model[2][0].register_forward_pre_hook(
+            lambda *_: log.append(("compute", "2", device.compute.clock[device.compute.number]))
+        )
+
+    run_steps(monkeypatch, (4,), device, prepare=watch)
+    last = max(place for place, entry in enumerate(log) if entry[0] == "compute")
+    gathers = [entry for entry in log[:last] if entry[:2] == ("gather", "3")]
+    assert gathers[-1] in log[last - 2 : last]  # issued between block 1 and block 2
+    assert gathers[-1][2] <= log[last][2]
+
+
+class NeverWaits(Stream):
+    """A stream on which waiting has no effect."""
+
+    def wait_event(self, event):
+        pass
+
+
+def test_a_lane_that_does_not_wait_for_compute_is_found_out(monkeypatch):
+    device = FakeDevice()
+    device.Stream = lambda priority=0: (
+        device.streams.append(NeverWaits(device, len(device.streams))) or device.streams[-1]
+    )
+    run_steps(monkeypatch, (4,), device)
+    assert any("read by" in race for race in device.races)
+
+
+def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
+    monkeypatch.setattr(streams._EventPending, "wait", lambda self: None)
+    device, _ = run_steps(monkeypatch, (2, 2))
+    assert device.races
+
+
+def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
+    from meshard._comm import foreach_reduce
+
+    finish = foreach_reduce.Reduction._start_scatter
+
+    def drop_early(self):
+        pending = finish(self)
+        self._request.buffer = torch.empty_like(self._request.buffer[:, :1])
+        return pending
+
+    monkeypatch.setattr(foreach_reduce.Reduction, "_start_scatter", drop_early)
+    monkeypatch.setattr(
+        streams.StreamCommunicator,
+        "queued",
+        lambda self, *keep: streams._EventPending(
+            self._device_module, self._device_module.current_stream().record_event(), ()
+        ),
+    )
+    device, _ = run_steps(monkeypatch, (4,))
+    assert any("reuse of memory" in race for race in device.races)
