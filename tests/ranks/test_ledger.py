@@ -1,0 +1,190 @@
+"""Is exactly that communicated which the mathematics asks for?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CommLedger, GradientSync
+from tests.support.fake import fake_group
+
+MODES = {
+    "N": GradientSync.NONE,
+    "R": GradientSync.REDUCE_SCATTER,
+    "F": GradientSync.FULL,
+}
+ROWS = 256  # divisible by every shard count used here: no padding
+WIDTH = 4
+
+
+class Stack(nn.Module):
+    """A root with parameters of its own around equal blocks."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2 * ROWS, WIDTH))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, ROWS, bias=False) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)[:, :WIDTH]
+        return x @ self.own.t()
+
+
+def build(num_units, mesh, **kwargs):
+    model = Stack(num_units - 1)
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh, **kwargs)
+    return meshard.fully_shard(model, mesh, **kwargs)
+
+
+def measure(mesh_shape, num_units, schedule, warm_up=1, **kwargs):
+    """Return the ledger of one window, after ``warm_up`` steps and a forward without backward."""
+    model = build(num_units, init_device_mesh("cpu", mesh_shape), **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(1, WIDTH)
+    for window in range(warm_up + 1):
+        model.zero_grad()
+        with CommLedger(model) as ledger:
+            for sync in schedule:
+                model.set_gradient_sync(MODES[sync])
+                model(x).sum().backward()
+        if window < warm_up:
+            model(x)
+            optimizer.step()
+    return ledger
+
+
+def expected_counts(mesh_shape, num_units, schedule, *, reshards):
+    gathers = (2 * num_units - 1 if reshards else num_units) * len(schedule)
+    counts = {"all_gather": gathers}
+    is_hybrid = len(mesh_shape) == 2
+    reduced = [sync for sync in schedule if sync != "N"]
+    counts["reduce_scatter"] = num_units * len(reduced)
+    if is_hybrid:
+        counts["all_reduce"] = num_units * schedule.count("F")
+    group_sizes = {
+        "all_gather": mesh_shape[-1],
+        "reduce_scatter": mesh_shape[-1],
+        "all_reduce": mesh_shape[0] if is_hybrid else 1,
+    }
+    return {op: n for op, n in counts.items() if n and group_sizes[op] > 1}
+
+
+def expected_bytes(mesh_shape, num_units, schedule, *, reshards):
+    root = 2 * ROWS * WIDTH * 4
+    blocks = (num_units - 1) * ROWS * WIDTH * 4
+    whole = root + blocks
+    shard_count = mesh_shape[-1]
+    totals = {
+        "all_gather": (root + blocks * (2 if reshards else 1)) * len(schedule),
+        "reduce_scatter": whole * sum(sync != "N" for sync in schedule),
+        "all_reduce": whole // shard_count * schedule.count("F"),
+    }
+    counts = expected_counts(mesh_shape, num_units, schedule, reshards=reshards)
+    return {op: totals[op] for op in counts}
+
+
+def check(ledger, mesh_shape, num_units, schedule, reshards):
+    assert ledger.counts == expected_counts(mesh_shape, num_units, schedule, reshards=reshards)
+    totals = expected_bytes(mesh_shape, num_units, schedule, reshards=reshards)
+    assert ledger.bytes == totals
+    shards, replicas = mesh_shape[-1], mesh_shape[0] if len(mesh_shape) == 2 else 1
+    ring = {
+        "all_gather": (shards - 1) / shards,
+        "reduce_scatter": (shards - 1) / shards,
+        "all_reduce": 2 * (replicas - 1) / replicas,
+    }
+    assert ledger.wire_bytes == sum(total * ring[op] for op, total in totals.items())
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("num_units", [1, 3, 8])
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (8,), (256,), (2, 2), (4, 64), (256, 1)])
+@pytest.mark.parametrize("schedule", ["F", "FFF", "RRF", "NNF"])
+def test_counts_and_bytes_are_exact(mesh_shape, num_units, schedule, reshards):
+    world_size = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) == 2 else 1)
+    with fake_group(world_size):
+        ledger = measure(
+            mesh_shape, num_units, schedule, reshard_after_forward=None if reshards else False
+        )
+    check(ledger, mesh_shape, num_units, schedule, reshards)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("reshards", [True, False])
+def test_real_ranks_issue_the_same_in_the_same_order(run_ranks, mesh_shape, reshards):
+    num_ranks = 2 * len(mesh_shape)
+    ledgers = run_ranks(
+        ledger_events,
+        num_ranks,
+        mesh_shape,
+        3,
+        "RNF",
+        reshard_after_forward=None if reshards else False,
+    )
+    for events, counts, totals, wire in ledgers:
+        assert events == ledgers[0][0]
+        assert counts == expected_counts(mesh_shape, 3, "RNF", reshards=reshards)
+        assert totals == expected_bytes(mesh_shape, 3, "RNF", reshards=reshards)
+        assert wire == ledgers[0][3]
+
+
+def ledger_events(*args, **kwargs):
+    ledger = measure(*args, **kwargs)
+    events = [(event.op, event.unit, event.group_size) for event in ledger.events]
+    return events, ledger.counts, ledger.bytes, ledger.wire_bytes
+
+
+def test_resharding_moves_one_and_a_half_times_the_bytes_of_data_parallelism():
+    """8 ranks, root as small as the rest is large: 2.625 P and 1.750 P as in the ring formula."""
+    with fake_group(8):
+        kept = measure((8,), 3, "F", reshard_after_forward=False)
+        resharded = measure((8,), 3, "F", reshard_after_forward=True)
+    whole = 4 * ROWS * WIDTH * 4
+    assert kept.wire_bytes == 1.750 * whole
+    assert resharded.wire_bytes == 2.625 * whole
+
+
+def test_bytes_halve_with_the_dtype_on_the_wire():
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with fake_group(4):
+        full = measure((4,), 3, "F")
+        half = measure((4,), 3, "F", mp_policy=policy)
+    assert half.bytes == {op: total // 2 for op, total in full.bytes.items()}
+
+
+def test_padding_is_counted():
+    with fake_group(256):
+        mesh = init_device_mesh("cpu", (256,))
+        layer = meshard.fully_shard(nn.Linear(4, 64, bias=False), mesh)
+        with CommLedger() as ledger:
+            layer(torch.ones(1, 4))
+    assert ledger.bytes == {"all_gather": 4 * 64 * 4 * 4}
+
+
+def test_frozen_parameters_are_not_reduced():
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        layer = nn.Linear(4, 8)
+        layer.weight.requires_grad_(False)
+        meshard.fully_shard(layer, mesh)
+        with CommLedger() as ledger:
+            layer(torch.ones(1, 4)).sum().backward()
+    assert ledger.bytes == {"all_gather": (32 + 8) * 4, "reduce_scatter": 8 * 4}
+
+
+def test_a_ledger_of_one_module_does_not_count_another():
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        ours, other = (meshard.fully_shard(nn.Linear(4, 4), mesh) for _ in range(2))
+        with CommLedger(ours) as ledger:
+            other(torch.ones(1, 4))
+            assert ledger.counts == {}
+            ours(torch.ones(1, 4))
+        ours(torch.ones(1, 4))
+        assert ledger.counts == {"all_gather": 1}
+        assert [(e.op, e.unit, e.group_size, e.dtype) for e in ledger.events] == [
+            ("all_gather", "(root)", 2, torch.float32)
+        ]
