@@ -11,7 +11,11 @@ import torch.distributed as dist
 
 from tests.support.rendezvous import RankStoppedError, Rendezvous
 from tests.support.thread_group import BACKEND, enter_thread
-from tests.support.torch_testing import ThreadLocalWorld, swap_world
+from tests.support.torch_testing import (
+    ThreadLocalWorld,
+    meshes_of_other_threads_differ,
+    swap_world,
+)
 
 
 class ThreadRankError(RuntimeError):
@@ -105,7 +109,8 @@ def _one_world_per_thread() -> Iterator[None]:
     # (DTensor) look their group up in. There is no public name for it.
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        yield
+        with meshes_of_other_threads_differ():
+            yield
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         sys.excepthook = old_hook

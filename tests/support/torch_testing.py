@@ -6,13 +6,19 @@ need one table each. The fields of that table differ between torch versions, and
 has the fields of the torch that is installed, which a class of ours would not.
 """
 
-from torch.distributed import distributed_c10d
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ThreadLocalWorld,
 )
 
-__all__ = ["FakeStore", "ThreadLocalWorld", "swap_world"]
+__all__ = ["FakeStore", "ThreadLocalWorld", "meshes_of_other_threads_differ", "swap_world"]
 
 
 def swap_world(world: object) -> object:
@@ -20,3 +26,33 @@ def swap_world(world: object) -> object:
     old = distributed_c10d._world
     distributed_c10d._world = world
     return old
+
+
+class _Threading:
+    """The threading module, but for idents that no two threads share, not even one by one."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._mine = threading.local()
+
+    def get_ident(self) -> int:
+        if not hasattr(self._mine, "number"):
+            self._mine.number = next(self._numbers)
+        return self._mine.number
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(threading, name)
+
+
+_threading = _Threading()
+
+
+@contextmanager
+def meshes_of_other_threads_differ() -> Iterator[None]:
+    """Keep meshes of threads that have ended from being equal to new ones.
+
+    A mesh holds its thread's ident, which Python gives again to later threads. DTensor's caches
+    would then answer with the mesh of an earlier rank, with its coordinates and groups.
+    """
+    with mock.patch.object(device_mesh, "threading", _threading):
+        yield

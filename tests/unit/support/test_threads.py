@@ -192,6 +192,16 @@ def test_dtensors_come_back_whole_from_any_mesh(shape, rows):
     assert all(run_threads(step, shape[0] * shape[1]))
 
 
+def test_meshes_of_different_runs_are_never_equal():
+    def step():
+        mesh = init_device_mesh("cpu", (2,))
+        assert mesh == init_device_mesh("cpu", (2,))
+        return mesh
+
+    meshes = [mesh for _ in range(4) for mesh in run_threads(step, 2)]
+    assert len(set(meshes)) == len(meshes)
+
+
 def test_backward_runs_on_the_thread_of_its_rank():
     def step():
         seen = []

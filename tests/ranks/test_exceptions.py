@@ -1,0 +1,140 @@
+"""Is a step that failed forgotten, without a trace?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshard
+from meshard import CommLedger, GradientSync
+from tests.support.cases import CASES
+from tests.support.parity import assert_same, full_grads
+
+
+class Boom(Exception):
+    """What the failing steps raise."""
+
+
+def raise_boom(*args):
+    raise Boom
+
+
+def raise_in_backward(module, args, output):
+    output.register_hook(raise_boom)
+
+
+def build(case, mesh_shape=(2,), depth=4):
+    model = case.build() if depth is None else type(case.build())(depth=depth)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh)
+    return model
+
+
+def storages_in_use(model):
+    """Bytes of whole parameters and of hidden gradients that the units hold."""
+    total = 0
+    for module in model.modules():
+        unit = vars(module).get("_meshard_unit")
+        if unit is not None:
+            total += sum(storage.nbytes() for storage, _ in unit.group._whole._storages)
+            total += sum(p.unsharded.grad is not None for p in unit.group.params)
+            assert not unit.gradients.is_pending
+    return total
+
+
+def fail_then_step(where, mesh_shape=(2,)):
+    case = CASES["mlp_stack"]
+    model, untouched = build(case, mesh_shape), build(case, mesh_shape)
+    rank = torch.distributed.get_rank()
+    batch = case.batch(0, rank)
+    for _ in range(2):  # in the very first step, and in one that has a recorded order
+        if where == "forward":
+            handle = model.blocks[3].down.register_forward_pre_hook(raise_boom)
+        else:
+            handle = model.blocks[1].register_forward_hook(raise_in_backward)
+        with pytest.raises(Boom):
+            case.loss(model(batch)).backward()
+        handle.remove()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        if where == "forward":
+            assert storages_in_use(model) == 0
+        model.zero_grad()
+        untouched.zero_grad()
+        with CommLedger(model) as after_failure:
+            case.loss(model(batch)).backward()
+        with CommLedger(untouched) as ordinary:
+            case.loss(untouched(batch)).backward()
+        assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+        assert storages_in_use(model) == storages_in_use(untouched) == 0
+    assert after_failure.counts == ordinary.counts
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_a_failure_is_as_if_it_had_not_been(run_ranks, where):
+    run_ranks(fail_then_step, 2, where)
+
+
+def test_a_failure_under_hsdp_is_forgotten_too(run_ranks):
+    run_ranks(fail_then_step, 4, "forward", (2, 2))
+
+
+def fail_in_window():
+    case = CASES["mlp_stack"]
+    model, untouched = build(case), build(case)
+    rank = torch.distributed.get_rank()
+    for sync in (GradientSync.NONE, GradientSync.FULL):
+        model.set_gradient_sync(sync)
+        handle = None
+        if sync is GradientSync.FULL:
+            handle = model.blocks[2].register_forward_pre_hook(raise_boom)
+            with pytest.raises(Boom):
+                model(case.batch(1, rank))
+            handle.remove()
+        else:
+            case.loss(model(case.batch(0, rank))).backward()
+    assert storages_in_use(model) == 0
+    for each in (model, untouched):
+        case.loss(each(case.batch(2, rank))).backward()
+    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+
+
+def test_an_exception_voids_the_open_window(run_ranks):
+    """Half a window is not a gradient: what it had accumulated does not leak into the next."""
+    run_ranks(fail_in_window, 2)
+
+
+def fail_in_evaluation():
+    case = CASES["mlp_stack"]
+    model = build(case)
+    rank = torch.distributed.get_rank()
+    case.loss(model(case.batch(0, rank))).backward()
+    before = full_grads(model)
+    handle = model.blocks[2].register_forward_pre_hook(raise_boom)
+    with torch.no_grad(), pytest.raises(Boom):
+        model(case.batch(1, rank))
+    handle.remove()
+    assert_same(full_grads(model), before, bitwise=True)
+
+
+def test_a_failing_evaluation_leaves_finished_gradients_alone(run_ranks):
+    run_ranks(fail_in_evaluation, 2)
+
+
+def test_a_forward_inside_an_except_block_is_not_taken_for_a_failure():
+    try:
+        layer = meshard.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+        with pytest.raises(ZeroDivisionError):
+            1 / 0  # noqa: B018
+        try:
+            raise ValueError
+        except ValueError:
+            layer(torch.ones(1, 3)).sum().backward()
+        assert layer[0].weight.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,110 @@
+"""Is memory given back when it should be?"""
+
+import gc
+import weakref
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from tests.support.cases import CASES
+
+
+def live_tensor_bytes():
+    seen, total = set(), 0
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not thing.is_meta:
+            local = getattr(thing, "_local_tensor", thing)
+            storage = local.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
+    return total
+
+
+def train_and_delete(case_name, **kwargs):
+    case = CASES[case_name]
+    mesh = init_device_mesh("cpu", (2,))
+    rank = torch.distributed.get_rank()
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensor_bytes()
+        model = case.build()
+        for unit in case.units(model):
+            meshard.fully_shard(unit, mesh, **kwargs)
+        watched = [weakref.ref(model)]
+        for module in model.modules():
+            unit = vars(module).get("_meshard_unit")
+            if unit is not None:
+                watched += [weakref.ref(unit), weakref.ref(unit.lifecycle)]
+                watched += [weakref.ref(unit.group), weakref.ref(unit.group.storage)]
+                watched += [weakref.ref(param) for param in unit.group.params]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            case.loss(model(case.batch(step, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert live_tensor_bytes() > before
+        del unit, model, module, optimizer
+        survivors = [type(ref()).__name__ for ref in watched if ref() is not None]
+        assert survivors == []
+        assert live_tensor_bytes() == before
+    finally:
+        gc.enable()
+
+
+def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(run_ranks):
+    run_ranks(train_and_delete, 2, "mlp_stack")
+    run_ranks(train_and_delete, 2, "transformer_tied", reshard_after_forward=False)
+
+
+def whole_bytes(unit):
+    return sum(storage.nbytes() for storage, _ in unit.group._whole._storages)
+
+
+def watch_residence():
+    case = CASES["mlp_stack"]
+    mesh = init_device_mesh("cpu", (2,))
+    model = case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh)
+    seen = []
+
+    def look(module, args, output):
+        units = [vars(block)["_meshard_unit"] for block in model.blocks]
+        seen.append([whole_bytes(unit) > 0 for unit in units])
+
+    for block in model.blocks:
+        block.down.register_forward_hook(look)
+    with torch.no_grad():
+        model(case.batch(0, 0))
+        model(case.batch(0, 0))
+    # While block i computes, it alone is whole; the next is on its way, not yet laid out.
+    assert seen == [[i == j for j in range(3)] for i in range(3)] * 2
+    after = [whole_bytes(vars(module)["_meshard_unit"]) for module in case.units(model)]
+    assert after == [0] * 4
+
+
+def test_only_the_unit_that_computes_is_whole(run_ranks):
+    run_ranks(watch_residence, 2)
+
+
+def gradients_die_with_zero_grad():
+    case = CASES["mlp_stack"]
+    mesh = init_device_mesh("cpu", (2,))
+    model = case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh)
+    rank = torch.distributed.get_rank()
+    gc.collect()
+    case.loss(model(case.batch(0, rank))).backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(case.batch(1, rank))
+    held = [vars(module)["_meshard_unit"].gradients._deposit for module in case.units(model)]
+    assert held == [None] * 4
+
+
+def test_cleared_gradients_are_not_kept_for_later(run_ranks):
+    run_ranks(gradients_die_with_zero_grad, 2)
