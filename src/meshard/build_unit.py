@@ -32,9 +32,6 @@ from meshard.policies import MixedPrecisionPolicy, accumulate_dtype_of
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
-# Original parameters that a unit has replaced, while somebody still holds them.
-_REPLACED: weakref.WeakKeyDictionary[torch.Tensor, str] = weakref.WeakKeyDictionary()
-
 
 class Collected(NamedTuple):
     """A parameter that a unit will manage."""
@@ -86,9 +83,10 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _check_free(fqn: str, param: nn.Parameter) -> None:
-    if param in _REPLACED:
+    replaced_by = getattr(param, "_meshard_replaced_by", None)
+    if replaced_by is not None:
         raise ValueError(
-            f"parameter {fqn!r} is tied to {_REPLACED[param]!r}, which an inner fully_shard has "
+            f"parameter {fqn!r} is tied to {replaced_by!r}, which an inner fully_shard has "
             "already sharded, so the tie would be cut silently; shard both in one call "
             "(apply fully_shard to their common parent only, or pass both modules as a list)."
         )
@@ -203,7 +201,8 @@ def commit(
     """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside."""
     if unit.group is not None:
         for sharded, (fqn, param, _) in zip(unit.group.params, found, strict=True):
-            _REPLACED[param] = fqn
+            # Whoever still holds the original holds a tie that the unit does not know of.
+            param._meshard_replaced_by = fqn  # type: ignore[attr-defined]
             sharded.show(sharded.sharded)
             sharded.sharded._meshard_unit = fqn  # type: ignore[attr-defined]
     for module in modules:

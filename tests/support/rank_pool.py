@@ -57,7 +57,7 @@ class RankPool:
         Args:
             fn: A function at the top of a module. Like ``args`` and the results, it is pickled.
             num_ranks: World size, 1 to ``NUM_WORKERS``.
-            timeout: Seconds for the call, and for each collective in it.
+            timeout: Seconds for the call.
             seed: For torch's default generator.
 
         Raises:

@@ -83,7 +83,8 @@ def _answer(rank: int, call: Call, store: Any) -> Reply:
             store=dist.PrefixStore(f"call{call.number}", store),
             rank=rank,
             world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout),
+            # Later than the pool gives up: its stacks say more than a collective that timed out.
+            timeout=timedelta(seconds=call.timeout + 30),
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from tests.support import thread_math as math
 from tests.support.rendezvous import Compute, Part, Rendezvous, Slot
+from tests.support.torch_testing import take_threaded_backend
 
-BACKEND = "threads"
+BACKEND = "threaded"
 
 _here = threading.local()  # .rendezvous, .rank: set by run_threads in each thread
 
@@ -254,4 +255,4 @@ def _create(options: object, _backend_options: object) -> ThreadGroup:
     return ThreadGroup(options.group_id, ranks, options.group_rank)  # type: ignore[attr-defined]
 
 
-dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+take_threaded_backend(_create)

@@ -8,17 +8,24 @@ has the fields of the torch that is installed, which a class of ours would not.
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ThreadLocalWorld,
 )
 
-__all__ = ["FakeStore", "ThreadLocalWorld", "meshes_of_other_threads_differ", "swap_world"]
+__all__ = [
+    "FakeStore",
+    "ThreadLocalWorld",
+    "meshes_of_other_threads_differ",
+    "swap_world",
+    "take_threaded_backend",
+]
 
 
 def swap_world(world: object) -> object:
@@ -26,6 +33,14 @@ def swap_world(world: object) -> object:
     old = distributed_c10d._world
     distributed_c10d._world = world
     return old
+
+
+def take_threaded_backend(create: Callable[..., dist.ProcessGroup]) -> None:
+    """Let ``create`` make the groups of the backend ``threaded``, which torch's module registered.
+
+    The name matters: meshes of two threads are different only if the backend is called that.
+    """
+    dist.Backend._plugins["THREADED"] = dist.Backend._BackendPlugin(create, True)
 
 
 class _Threading:

@@ -107,7 +107,9 @@ class GradientLayout:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
             offsets = {i: slot.offset for i, slot in self.slots.items() if slot.numel}
-            self._marks[used] = UsageMarks(offsets, used, self.device)
+            # An empty slot cannot be marked: count it as used, so that all ranks agree.
+            empty = {index for index, slot in self.slots.items() if not slot.numel}
+            self._marks[used] = UsageMarks(offsets, used | empty, self.device)
         return self._marks[used]
 
     def move(self, buffer: torch.Tensor, to: GradientLayout, held: frozenset[int]) -> torch.Tensor:

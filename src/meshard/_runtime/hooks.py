@@ -54,7 +54,7 @@ def register_hooks(unit: Unit) -> None:
         hooks = _ModuleHooks(unit, place)
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: an exception in forward must leave the unit sharded.
-        module.register_forward_hook(hooks.post_forward, always_call=True)
+        module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
 
 
 class _ModuleHooks:
@@ -78,7 +78,9 @@ class _ModuleHooks:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def post_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         unit = self._unit()
         if unit is None:
             return None
@@ -92,8 +94,30 @@ class _ModuleHooks:
         if unit.casts.outputs is not None:
             result = cast_floats(output, unit.casts.outputs)
         if unit.group is not None and torch.is_grad_enabled():
+            result = _detached_from_inputs(result, args, kwargs)
             _watch(result, self._unit, of, call)
         return None if result is output else result
+
+
+def _detached_from_inputs(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``output`` with every input in it replaced by a view.
+
+    A module may hand an input on (a layer that is dropped). Its hook would then be on the tensor
+    of the module before it, and their backwards could not be told apart.
+    """
+    inputs = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+
+    def view(leaf: Any) -> Any:
+        return leaf.view_as(leaf) if id(leaf) in inputs and leaf.requires_grad else leaf
+
+    if isinstance(output, torch.Tensor):
+        return view(output)
+    if not inputs or isinstance(output, _PLAIN):
+        return output
+    leaves, tree = pytree.tree_flatten(output)
+    if not any(id(leaf) in inputs for leaf in leaves):
+        return output
+    return pytree.tree_unflatten([view(leaf) for leaf in leaves], tree)
 
 
 def _watch(output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall) -> None:
