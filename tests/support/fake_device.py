@@ -71,7 +71,7 @@ class FakeDevice:
         self._current = threading.local()
         self.races: list[str] = []
 
-    def Stream(self, priority: int = 0) -> Stream:  # noqa: N802 (torch's name)
+    def Stream(self, priority: int = 0) -> Stream:
         self.streams.append(Stream(self, len(self.streams)))
         return self.streams[-1]
 

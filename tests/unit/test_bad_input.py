@@ -194,7 +194,7 @@ def test_a_failure_while_sharding_leaves_the_module_as_it_was(monkeypatch):
 
 
 def test_policies_check_their_dtypes():
-    with pytest.raises(TypeError, match="param_dtype must be a torch.dtype or None, got 'bf16'"):
+    with pytest.raises(TypeError, match=r"param_dtype must be a torch\.dtype or None, got 'bf16'"):
         MixedPrecisionPolicy(param_dtype="bf16")
     with pytest.raises(ValueError, match="reduce_dtype must be a floating-point dtype"):
         MixedPrecisionPolicy(reduce_dtype=torch.int32)

@@ -1,5 +1,6 @@
 """Is every reduction divided by the divide factor, exactly once?"""
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -19,12 +20,7 @@ wire_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 def test_the_product_is_the_divide_factor(shards, replicas, factor, dtype):
     divisors = resolve_divisors(shards, replicas, factor, dtype)
     total = Fraction(shards * replicas if factor is None else factor)
-    product = Fraction(1)
-    for divisor in divisors:
-        product *= Fraction(divisor)
-    if factor is None or dtype != torch.float16:
-        assert abs(product / total - 1) < Fraction(1, 2**50)
-    assert abs(product / total - 1) < Fraction(1, 2**48)
+    assert math.prod(divisors) == total
 
 
 @given(shards=st.integers(1, 64), replicas=st.integers(1, 64), factor=factors)
@@ -45,9 +41,19 @@ def test_float16_splits_each_groups_share_around_its_own_collective():
     assert divisors == (4.0, 4.0, 8.0, 8.0)
 
 
-def test_division_rounds_once():
+@pytest.mark.parametrize("divisor", [Fraction(3), Fraction(1, 7), Fraction(4, 7), Fraction(3, 2)])
+def test_division_rounds_once(divisor):
     values = torch.arange(1.0, 1000.0)
     divided = values.clone()
-    divide_(divided, 3.0)
-    for value, quotient in zip(values.tolist(), divided, strict=True):
-        assert quotient == torch.tensor(value / 3.0, dtype=torch.float64).float()
+    divide_(divided, divisor)
+    exact = [float(Fraction(value) / divisor) for value in values.tolist()]
+    assert torch.equal(divided, torch.tensor(exact, dtype=torch.float64).float())
+
+
+@pytest.mark.parametrize("replicas", range(1, 9))
+def test_a_dyadic_factor_is_exact_with_any_number_of_replicas(replicas):
+    total = torch.arange(-50.0, 50.0)
+    divisors = resolve_divisors(1, replicas, 1.0, torch.float32)
+    for divisor in divisors:
+        divide_(total, divisor)
+    assert torch.equal(total, torch.arange(-50.0, 50.0))

@@ -10,8 +10,10 @@ microbatches and ranks over ``c``.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -22,19 +24,17 @@ from meshard._comm.usage_marks import UsageMarks
 
 
 class Divisors(NamedTuple):
-    """What to divide by before and after each of the two collectives."""
+    """What to divide by before and after each of the two collectives, exactly."""
 
-    before_scatter: float
-    after_scatter: float
-    before_all_reduce: float
-    after_all_reduce: float
+    before_scatter: Fraction
+    after_scatter: Fraction
+    before_all_reduce: Fraction
+    after_all_reduce: Fraction
 
 
+@functools.lru_cache
 def resolve_divisors(
-    shard_count: int,
-    replicate_count: int,
-    divide_factor: float | None,
-    wire_dtype: torch.dtype,
+    shard_count: int, replicate_count: int, divide_factor: float | None, wire_dtype: torch.dtype
 ) -> Divisors:
     """Return the divisors of one reduction.
 
@@ -48,28 +48,33 @@ def resolve_divisors(
         divide_factor: The divisor of the whole reduction; None: the number of ranks.
         wire_dtype: The dtype in which gradients travel.
 
-    >>> resolve_divisors(8, 4, None, torch.float32)
-    Divisors(before_scatter=1.0, after_scatter=8.0, before_all_reduce=1.0, after_all_reduce=4.0)
-    >>> resolve_divisors(255, 1, None, torch.float16).before_scatter
+    >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
+    [1.0, 8.0, 1.0, 4.0]
+    >>> float(resolve_divisors(255, 1, None, torch.float16).before_scatter)
     16.0
     """
-    total = float(shard_count * replicate_count) if divide_factor is None else float(divide_factor)
-    scatter, across = total / replicate_count, float(replicate_count)
+    total = shard_count * replicate_count if divide_factor is None else divide_factor
+    scatter, across = Fraction(total) / replicate_count, Fraction(replicate_count)
     if wire_dtype != torch.float16:
-        return Divisors(1.0, scatter, 1.0, across)
+        return Divisors(Fraction(1), scatter, Fraction(1), across)
     scatter_first, across_first = _near_root(scatter), _near_root(across)
     return Divisors(scatter_first, scatter / scatter_first, across_first, across / across_first)
 
 
-def _near_root(divisor: float) -> float:
-    return float(2.0 ** round(math.log2(divisor) / 2))
+def _near_root(divisor: Fraction) -> Fraction:
+    return Fraction(2) ** round(math.log2(divisor) / 2)
 
 
-def divide_(tensor: torch.Tensor, divisor: float) -> None:
-    """Divide in place; exact for powers of two, correctly rounded for the rest."""
-    if divisor != 1.0:
-        # Division, not multiplication with the reciprocal: that would round twice.
-        tensor.div_(divisor)
+def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
+    """Divide in place; rounds once where the divisor or its reciprocal is a float."""
+    numerator, denominator = divisor.numerator, divisor.denominator
+    if divisor == 1:
+        return
+    if numerator & (numerator - 1) == 0 and denominator < 2**24:
+        tensor.mul_(denominator / numerator)  # as for 1 / 7, whose reciprocal alone is exact
+    else:
+        # Not by multiplication with the reciprocal, which would round twice.
+        tensor.div_(numerator / denominator)
 
 
 @dataclass(slots=True, kw_only=True)

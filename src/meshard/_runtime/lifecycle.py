@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
 
 from meshard._comm.communicator import Communicator
-from meshard._runtime.gradient_state import ReductionInFlight
 from meshard._runtime.param_group import Residence
+from meshard._runtime.reductions import Reductions
 from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._runtime.unit import Unit
 from meshard.policies import GradientSync
@@ -52,7 +51,7 @@ class EndOfBackward:
     def __del__(self) -> None:
         lifecycle = self._lifecycle()
         if lifecycle is not None and not self._was_called:
-            lifecycle.has_failed = True
+            lifecycle.note_failure()
 
 
 class Lifecycle:
@@ -68,17 +67,16 @@ class Lifecycle:
     ) -> None:
         self.phase = Phase.RESTING
         self.is_last_backward = True
-        self.max_reductions_in_flight = 1
         self.has_failed = False  # a backward ended in an exception
         self.schedule = StepSchedule()
         self._queue_callback = queue_callback
-        self._comm = comm
+        self._comm = comm  # given to every unit
         self._units: list[weakref.ref[Unit]] = []
         self._open: list[tuple[Unit, ForwardCall]] = []
         self._resume = Phase.RESTING  # the phase around a backward
         self._in_backward: list[Unit] = []
         self._prefetched: list[Unit] = []
-        self._reductions: deque[tuple[Unit, ReductionInFlight]] = deque()
+        self._reductions = Reductions(comm)
 
     # --- the units -------------------------------------------------------------------------
 
@@ -156,7 +154,7 @@ class Lifecycle:
     def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
         """A module of ``unit`` has run, or raised. Return the call that this was."""
         group = unit.group
-        if group is not None:
+        if group is not None and not unit.step.is_in_backward:
             group.show_sharded()
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
@@ -215,6 +213,7 @@ class Lifecycle:
                 unit.set_awaits_gradients(True)
         if unit.settings.unshard_in_backward:
             self._unshard(unit, self._backward_candidates(unit, of, call), in_backward=True)
+            unit.group.show_unsharded()  # checkpointing may run parts of forward again
 
     def _backward_candidates(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
         chosen = unit.settings.backward_prefetch
@@ -244,8 +243,10 @@ class Lifecycle:
         if unit.step.is_in_backward:
             unit.step.is_in_backward = False
             self._in_backward.remove(unit)
-        if unit.group is not None and unit.settings.reshard_after_backward:
-            unit.group.reshard()
+        if unit.group is not None:
+            unit.group.show_sharded()
+            if unit.settings.reshard_after_backward:
+                unit.group.reshard()
         if unit.step.awaits_gradients:
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
@@ -262,54 +263,12 @@ class Lifecycle:
         if parent is not None:
             self._reduce_if_ready(parent)
 
-    # --- reductions ------------------------------------------------------------------------
-
     def _take_gradients(self, unit: Unit) -> None:
-        if unit.gradients is None:
-            return
         sync = unit.settings.sync
-        if sync is GradientSync.NONE:
+        if sync is not GradientSync.NONE:
+            self._reductions.start(unit, over_replicas=sync is GradientSync.FULL)
+        elif unit.gradients is not None:
             unit.gradients.accumulate()
-            return
-        self._finish_reductions_of(unit)
-        in_flight = unit.gradients.start_reduce(
-            over_replicas=sync is GradientSync.FULL,
-            divide_factor=unit.settings.divide_factor,
-        )
-        if in_flight is None:
-            return
-        self._advance_reductions()
-        self._reductions.append((unit, in_flight))
-        if not self._comm.waits_block_host:
-            while in_flight.reduction.has_more:
-                in_flight.reduction.advance()
-
-    def _advance_reductions(self) -> None:
-        """Move those on their way on by one stage; at most so many stay on their way."""
-        while len(self._reductions) > self.max_reductions_in_flight:
-            self._finish_oldest_reduction()
-        for _, in_flight in self._reductions:
-            if in_flight.reduction.has_more:
-                in_flight.reduction.advance()
-        while self._reductions and not self._reductions[0][1].reduction.has_more:
-            self._finish_oldest_reduction()
-
-    def _finish_oldest_reduction(self) -> None:
-        unit, in_flight = self._reductions.popleft()
-        assert unit.gradients is not None
-        unit.gradients.finish_reduce(in_flight)
-        if in_flight.is_full:
-            for subscriber in tuple(unit.on_reduced):
-                subscriber(unit)
-
-    def _finish_reductions_of(self, unit: Unit) -> None:
-        while any(other is unit for other, _ in self._reductions):
-            self._finish_oldest_reduction()
-
-    def finish_reductions(self) -> None:
-        """Have every reduction that was started in ``.grad``, or in its partial."""
-        while self._reductions:
-            self._finish_oldest_reduction()
 
     def finish_backward(self) -> None:
         """Autograd is done: sweep up what never came, and finish what was started."""
@@ -318,11 +277,11 @@ class Lifecycle:
             self._complete(unit)
         for unit in reversed(units):
             if unit.settings.sync is GradientSync.FULL and unit.gradients is not None:
-                self._finish_reductions_of(unit)
+                self._reductions.finish_of(unit)
                 if unit.gradients.is_pending:
                     self._take_gradients(unit)  # it got nothing today, but holds something
         if self.is_last_backward:
-            self.finish_reductions()
+            self._reductions.finish_all()
         for unit in self._prefetched:
             if unit.group is not None and unit.group.residence is Residence.GATHERING:
                 unit.group.reshard()
@@ -330,6 +289,13 @@ class Lifecycle:
         self.phase = self._resume
 
     # --- when something went wrong ---------------------------------------------------------
+
+    def note_failure(self) -> None:
+        """A backward has raised. Called while the exception is on its way: do not communicate."""
+        self.has_failed = True  # the next step begins with abort()
+        for unit in self.units():
+            if unit.group is not None:
+                unit.group.show_sharded()
 
     def abort(self) -> None:
         """Be as before a step: nothing whole, nothing on its way, no window open.
@@ -343,10 +309,10 @@ class Lifecycle:
         self._in_backward.clear()
         self._prefetched.clear()
         self.schedule.forget()
-        is_window_open = bool(self._reductions) or any(
+        is_window_open = not self._reductions.is_idle or any(
             unit.gradients.is_pending for unit in self.units() if unit.gradients is not None
         )
-        self.finish_reductions()
+        self._reductions.finish_all()
         for unit in self.units():
             unit.reset_step()
             if unit.group is not None:

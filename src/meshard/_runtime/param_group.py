@@ -23,7 +23,7 @@ from meshard._params.dtensors import local_of, set_local
 from meshard._params.shard_storage import ShardStorage
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unsharded_storage import UnshardedStorage
-from meshard._runtime.optimizer_steps import num_optimizer_steps, watch_optimizer_steps
+from meshard._runtime.optimizer_steps import watch_steps
 
 GradientHook = Callable[[torch.Tensor], None]
 
@@ -80,13 +80,13 @@ class ParamGroup:
         self.comm: Communicator  # shared by all units of a root
         self.residence = Residence.SHARDED
         self.num_trainable = 0
+        self.num_steps = 0  # that optimizers have taken: see optimizer_steps
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
         self._whole_version = -1
         self._is_showing_unsharded = False
-        watch_optimizer_steps()
         self._make_storage(shards)
         for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
             param.make_sharded(local, place.roles, requires_grad=flag)
@@ -121,6 +121,7 @@ class ParamGroup:
                 face.register_post_accumulate_grad_hook(self._gradient_hook(index))
                 face.requires_grad_(flags[index])
         self._whole_version = -1
+        watch_steps(self, [param.sharded for param in self.params])
 
     # --- edits made from outside -----------------------------------------------------------
 
@@ -183,7 +184,7 @@ class ParamGroup:
     @property
     def version(self) -> int:
         """Grows with every edit of a shard, and with every step of an optimizer."""
-        return num_optimizer_steps() + sum(param.version for param in self.params)
+        return self.num_steps + sum(param.version for param in self.params)
 
     def _check_materialised(self) -> None:
         if self.storage.buffer.device.type != "meta":
@@ -255,7 +256,10 @@ class ParamGroup:
     def forget_stale(self) -> None:
         """Reshard if the whole copy (or what was kept of it) is older than the shards."""
         self._kept = None
-        if self.residence is not Residence.SHARDED and self._whole_version != self.version:
+        if self.residence is Residence.SHARDED:
+            return
+        self.adopt_edits()
+        if self._whole_version != self.version:
             self.reshard()
 
     def reshard(self, *, keep: bool = False) -> None:

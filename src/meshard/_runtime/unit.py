@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,30 @@ from torch import nn
 
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard.policies import GradientSync
 
-if TYPE_CHECKING:
-    from meshard._runtime.lifecycle import Lifecycle
+
+class StepEvents(Protocol):
+    """What a unit tells of the moments of its step: see ``lifecycle``."""
+
+    schedule: StepSchedule
+    is_last_backward: bool
+
+    def pre_forward(self, unit: Unit) -> None:
+        """A module of the unit is about to run."""
+
+    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+        """A module of the unit has run, or raised."""
+
+    def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+        """The first gradient of an output is there."""
+
+    def gradient_arrived(self, unit: Unit, index: int) -> None:
+        """The whole gradient of one parameter is complete."""
+
+    def abort(self) -> None:
+        """Be as before a step."""
 
 
 @dataclass(slots=True)
@@ -79,7 +99,7 @@ class Unit:
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.group: ParamGroup | None = None  # None: no parameters of its own
         self.gradients: GradientState | None = None
-        self.lifecycle: Lifecycle
+        self.lifecycle: StepEvents
 
     @property
     def label(self) -> str:
