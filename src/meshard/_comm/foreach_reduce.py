@@ -62,7 +62,8 @@ def resolve_divisors(
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    return Fraction(2) ** round(math.log2(divisor) / 2)
+    # Halves round up: overflow destroys a step, underflow loses what hardly mattered.
+    return Fraction(2) ** math.floor(math.log2(divisor) / 2 + 0.5)
 
 
 def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:

@@ -1,0 +1,180 @@
+"""Is each dtype used where the policy says, and nowhere else?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.threads import run_threads
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+MODES = {
+    "N": GradientSync.NONE,
+    "R": GradientSync.REDUCE_SCATTER,
+    "F": GradientSync.FULL,
+}
+
+
+def shard(model, mesh, policy):
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh, mp_policy=policy)
+    return meshard.fully_shard(model, mesh, mp_policy=policy)
+
+
+def batches(count):
+    return torch.randn(count, 3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def train_in_bf16(reduce_dtype):
+    """Two ranks against one process that computes each half in bfloat16 and adds in float32."""
+    mesh = init_device_mesh("cpu", (2,))
+    master = seeded(MlpStack())
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    model = shard(copy.deepcopy(master), mesh, policy)
+    xs = batches(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    oracle = torch.optim.SGD(master.parameters(), lr=0.1)
+    for _ in range(5):
+        out = model(xs[dist.get_rank()])
+        assert out.dtype == BF16
+        out.float().square().mean().backward()
+        halves = []
+        for x in xs:
+            half = copy.deepcopy(master).bfloat16()
+            half(x.bfloat16()).float().square().mean().backward()
+            halves.append(
+                [param.grad.to(reduce_dtype or BF16).float() for param in half.parameters()]
+            )
+        for param, a, b in zip(master.parameters(), *halves, strict=True):
+            param.grad = (a + b) / 2
+        for param in model.parameters():
+            assert param.dtype == param.grad.dtype == FP32
+        assert_same(full_grads(model), full_grads(master), bitwise=True)
+        for each in (optimizer, oracle):
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, FP32])
+def test_bfloat16_compute_with_float32_masters_is_exact(run_ranks, reduce_dtype):
+    run_ranks(train_in_bf16, 2, reduce_dtype)
+
+
+def dtypes_on_the_wire():
+    mesh = init_device_mesh("cpu", (2, 2))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP16)
+    model = shard(seeded(MlpStack()), mesh, policy)
+    with CommLedger(model) as ledger:
+        model(batches(1)[0]).sum().backward()
+    return {event.op: event.dtype for event in ledger.events}
+
+
+def test_each_collective_travels_in_its_dtype(run_ranks):
+    expected = {"all_gather": BF16, "reduce_scatter": FP16, "all_reduce": FP16}
+    assert run_ranks(dtypes_on_the_wire, 4) == [expected] * 4
+
+
+class Ones(nn.Module):
+    """Every backward gives gradients of one."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+
+def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
+    model = meshard.fully_shard(
+        Ones(6).to(param_dtype), init_device_mesh("cpu", mesh_shape), mp_policy=policy
+    )
+    for number in range(count):
+        model.set_gradient_sync(MODES["F"] if number == count - 1 else MODES[mode])
+        model(torch.zeros(())).backward()
+    return full_grads(model)["weight"]
+
+
+@pytest.mark.parametrize("mode", ["N", "R", "F"])
+def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, mode):
+    policy = MixedPrecisionPolicy(reduce_dtype=BF16)
+    for grad in run_ranks(add_ones, 4, (2, 2), mode, 512, policy):
+        assert grad.tolist() == [512.0] * 6
+
+
+@pytest.mark.parametrize("mode", ["N", "R", "F"])
+def test_bfloat16_parameters_accumulate_in_float32_too(mode):
+    grads = run_threads(add_ones, 4, (2, 2), mode, 512, MixedPrecisionPolicy(), BF16)
+    assert [grad.tolist() for grad in grads] == [[512.0] * 6] * 4
+    assert grads[0].dtype == BF16
+
+
+def test_the_accumulate_dtype_is_the_users_choice():
+    policy = MixedPrecisionPolicy(accumulate_dtype=BF16)
+    grads = run_threads(add_ones, 2, (2,), "F", 300, policy, BF16)
+    assert grads[0].tolist() == [256.0] * 6  # where bfloat16 stops counting
+
+
+def large_gradients(mesh_shape, value):
+    policy = MixedPrecisionPolicy(reduce_dtype=FP16)
+    model = meshard.fully_shard(Ones(6), init_device_mesh("cpu", mesh_shape), mp_policy=policy)
+    (model(torch.zeros(())) * value).backward()
+    return full_grads(model)["weight"]
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (4, 1), (8,)])
+def test_float16_neither_overflows_nor_loses_what_it_could_keep(mesh_shape):
+    """Four ranks of 20000 sum to 80000, which float16 has not; the mean is 20000 all the same."""
+    num_ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) == 2 else 1)
+    for value in (20000.0, 2.0**-14):
+        for grad in run_threads(large_gradients, num_ranks, mesh_shape, value):
+            assert grad.tolist() == [value] * 6
+
+
+def test_float64_parameters_accumulate_in_float64():
+    grads = run_threads(add_ones, 2, (2,), "R", 3, MixedPrecisionPolicy(), FP64)
+    assert grads[0].dtype == FP64
+
+
+def outputs_and_inputs():
+    seen = []
+
+    class Look(nn.Linear):
+        def forward(self, x, *, scale, extra):
+            seen.append((x.dtype, scale.dtype, extra["ids"].dtype, self.weight.dtype))
+            return {"out": super().forward(x) * scale, "ids": extra["ids"]}
+
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64)
+    layer = meshard.fully_shard(Look(3, 3), mp_policy=policy)
+    extra = {"ids": torch.arange(3)}
+    out = layer(torch.ones(1, 3), scale=torch.ones(1), extra=extra)
+    assert seen == [(BF16, BF16, torch.int64, BF16)]
+    assert (out["out"].dtype, out["ids"].dtype) == (FP64, torch.int64)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
+    layer = meshard.fully_shard(nn.Linear(3, 3), mp_policy=policy)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(torch.ones(1, 3))
+    assert layer(torch.ones(1, 3, dtype=BF16)).dtype == BF16
+
+
+def test_inputs_and_outputs_are_cast_wherever_they_are(run_ranks):
+    run_ranks(outputs_and_inputs, 1)
+
+
+def torchs_own_policy():
+    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+
+    layer = meshard.fully_shard(nn.Linear(3, 3), mp_policy=TorchPolicy(param_dtype=BF16))
+    assert layer(torch.ones(1, 3)).dtype == BF16
+    assert isinstance(MixedPrecisionPolicy(), TorchPolicy)
+
+
+def test_torchs_own_policy_is_accepted(run_ranks):
+    run_ranks(torchs_own_policy, 1)
