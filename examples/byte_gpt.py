@@ -70,15 +70,12 @@ class GPT(nn.Module):
 
     def _initialise(self, config: GPTConfig) -> None:
         for name, weight in self.named_parameters():
-            if name.startswith("embed_"):
-                nn.init.normal_(weight, std=0.1 if name.startswith("embed_byte") else 0.02)
-            elif name.endswith(("mix_heads.weight", "narrow.weight")):
-                # What is added to the residual stream starts small, the more so in a deep model.
-                nn.init.normal_(weight, std=0.02 / config.depth**0.5)
+            if name.endswith(("mix_heads.weight", "narrow.weight", "head.weight")):
+                nn.init.zeros_(weight)  # each block starts as the identity, each byte as likely
+            elif name.startswith("embed_"):
+                nn.init.normal_(weight, std=0.5 if name.startswith("embed_byte") else 0.05)
             elif weight.dim() == 2:
-                nn.init.zeros_(weight) if name == "head.weight" else nn.init.normal_(
-                    weight, std=0.8 * config.width**-0.5
-                )
+                nn.init.normal_(weight, std=0.8 * config.width**-0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map ``tokens`` [batch, time] to logits [batch, time, 256] of the byte after each."""

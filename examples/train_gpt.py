@@ -41,8 +41,8 @@ def train(args: Namespace, device: torch.device) -> None:
     first_step = load(args.resume, model, optimizer) if args.resume else 0
     last_step = min(args.steps, args.stop_at or args.steps)
 
+    ledger = CommLedger()  # stays empty if there is no step left
     history = History(held_out=[(first_step, held_out_loss(model, held_out[:QUICK_LOOK]))])
-    ledger = CommLedger()
     train_seconds = 0.0
     progress = tqdm(range(first_step, last_step), unit="step", disable=dist.get_rank() > 0)
     for step in progress:
@@ -51,7 +51,8 @@ def train(args: Namespace, device: torch.device) -> None:
             step, num_windows=args.batch, context=args.context, seed=args.seed
         ).to(device)
         set_learning_rate(optimizer, step, args)
-        with CommLedger() as ledger:
+        ledger = CommLedger()  # a fresh one each time: the last step speaks for all
+        with ledger:
             loss = train_step(model, optimizer, microbatches(windows, args.microbatches))
         history.train.append((step + 1, loss))
         train_seconds += time.perf_counter() - started
@@ -163,9 +164,7 @@ def load(folder: Path, model: GPT, optimizer: Optimizer) -> int:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-    )
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state["step"]
 
 
@@ -204,7 +203,7 @@ def parse_arguments() -> Namespace:
     add("--replicas", type=int, default=1, help="groups of ranks that hold the whole model (HSDP)")
     add("--microbatches", type=int, default=1, help="backward passes per step")
     add("--batch", type=int, default=8, help="windows per step, of all ranks and microbatches")
-    add("--steps", type=int, default=400, help="steps of the whole run, for the learning rate too")
+    add("--steps", type=int, default=380, help="steps of the whole run, for the learning rate too")
     add("--stop-at", type=int, help="end after this step, as if interrupted")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic")
     add("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
@@ -213,8 +212,8 @@ def parse_arguments() -> Namespace:
     add("--json", type=Path, help="write the numbers of the run here")
     add("--plot", type=Path, default=Path("loss.png"), help="draw the losses here")
     add("--sample", type=int, default=160, help="bytes of text to generate at the end")
-    add("--eval-every", type=int, default=100, help="steps between looks at held-out text")
-    add("--lr", type=float, default=1e-3, help="highest learning rate")
+    add("--eval-every", type=int, default=95, help="steps between looks at held-out text")
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
     add("--warmup", type=int, default=40, help="steps until the learning rate is highest")
     add("--width", type=int, default=shape.width, help="of the model")
     add("--depth", type=int, default=shape.depth, help="blocks of the model")

@@ -1,5 +1,11 @@
 """meshard: shard a PyTorch model over a device mesh, one call per layer."""
 
+from meshard.accumulation import PendingGradients as PendingGradients
+from meshard.accumulation import finalize_gradients as finalize_gradients
+from meshard.accumulation import gradient_sync as gradient_sync
+from meshard.accumulation import microbatches as microbatches
+from meshard.accumulation import no_sync as no_sync
+from meshard.accumulation import pending_gradients as pending_gradients
 from meshard.api import fully_shard as fully_shard
 from meshard.diagnostics import CommLedger as CommLedger
 from meshard.fsdp_module import FSDPModule as FSDPModule
@@ -19,7 +25,13 @@ __all__ = [
     "GradientSync",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PendingGradients",
     "ShardPlacementResult",
     "UnshardHandle",
+    "finalize_gradients",
     "fully_shard",
+    "gradient_sync",
+    "microbatches",
+    "no_sync",
+    "pending_gradients",
 ]

@@ -199,8 +199,10 @@ def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         _init_default_group(device_type)
     mesh = _last_default_mesh() if _last_default_mesh is not None else None
-    if mesh is None or mesh.get_group(0) is not dist.group.WORLD:
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    # A mesh finds its group by name, and the default group of a later job has the same name.
+    world_size = dist.get_world_size()
+    if mesh is None or mesh.get_group(0) is not dist.group.WORLD or mesh.size() != world_size:
+        mesh = init_device_mesh(device_type, (world_size,))
         _last_default_mesh = weakref.ref(mesh)
     return mesh
 

@@ -192,6 +192,7 @@ def make_unit(
         reduce_dtype=policy.reduce_dtype,
         accumulate_dtype=accumulate_dtype_of(policy, {shard.dtype for shard in shards}),
     )
+    unit.group.accumulated = weakref.ref(unit.gradients)
     return unit
 
 

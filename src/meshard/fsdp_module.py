@@ -127,6 +127,13 @@ class FSDPModule(TorchFSDPModule):
         """Forget a step that was interrupted: nothing whole, nothing on its way."""
         _unit(self).lifecycle.abort()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad``, and what is accumulated but not in it yet."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in units_in(_module(self)):
+            if unit.gradients is not None:
+                unit.gradients.clear()
+
     # --- gradients -------------------------------------------------------------------------
 
     def set_gradient_sync(self, mode: GradientSync, *, recurse: bool = True) -> None:

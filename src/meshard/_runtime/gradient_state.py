@@ -14,19 +14,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import local_of, wrap_like
+from meshard._params.dtensors import make_dtensor
 from meshard._runtime.param_group import ParamGroup
-
-
-class _Held(NamedTuple):
-    """An accumulator: gradients of some parameters in one flat tensor."""
-
-    layout: GradientLayout
-    flat: torch.Tensor  # U: [shard_count, shard_numel]; Q and A: [shard_numel]
-    used: frozenset[int]
+from meshard._runtime.sharded_grads import Held, ShardedGrads, local_views
 
 
 class ReductionInFlight(NamedTuple):
@@ -57,34 +51,53 @@ class GradientState:
         self._reduce_dtype = reduce_dtype
         self._accumulate_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
-        self._unreduced: _Held | None = None  # U
-        self._partial: _Held | None = None  # Q
-        self._deposit: _Held | None = None  # A, as long as .grad is what we put there
-        # The .grad objects over it, by id and address: a weakref would forbid Module.to to swap
-        # them, and a reference would keep their memory.
-        self._deposited: list[tuple[int, int]] = []
-        self._deposit_version = 0
+        self._unreduced: Held | None = None  # U
+        self._partial: Held | None = None  # Q
+        self._in_flight = 0
+        self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
+        self.sharded = ShardedGrads(group)  # A
 
     @property
     def is_pending(self) -> bool:
         """Whether anything is accumulated that is not in ``.grad`` yet."""
         return self._unreduced is not None or self._partial is not None
 
-    def clear(self) -> None:
-        """Forget what is accumulated but not in ``.grad``."""
-        self._unreduced = self._partial = None
+    @property
+    def pending(self) -> str:
+        """What has not been done yet to what is accumulated, in words; empty if nothing is."""
+        if self._unreduced is not None:
+            return "not reduced yet (GradientSync.NONE)"
+        if self._partial is not None:
+            return "not reduced across the replicas yet (GradientSync.REDUCE_SCATTER)"
+        return "still on their way (set_is_last_backward(False))" if self._in_flight else ""
+
+    def pending_of_params(self) -> dict[int, DTensor | None]:
+        """Return the partial of each parameter that has one; None if it is not reduced at all."""
+        roles, found = self._group.place.roles, dict[int, DTensor | None]()
+        if self._partial is not None:
+            for index, local in local_views(self._partial, roles.shard_rank):
+                layout = self._group.params[index].layout
+                # Only a 2D mesh has partials.
+                placements = (Partial("avg"), Shard(layout.shard_dim))
+                found[index] = make_dtensor(local, roles.mesh, placements, layout.shape)
+        if self._unreduced is not None:
+            found.update(dict.fromkeys(self._unreduced.used))
+        return found
+
+    def clear(self, indices: frozenset[int] | None = None) -> None:
+        """Forget what is accumulated but not in ``.grad``, of all or of some parameters."""
+        gone = frozenset(range(len(self._group.params))) if indices is None else indices
+        if self._unreduced is not None:
+            self._unreduced = self._unreduced.without(gone)
+        if self._partial is not None:
+            self._partial = self._partial.without(gone)
+        if self._in_flight:
+            self._dropped |= gone
 
     def clear_window(self) -> None:
         """Forget everything, ``.grad`` included."""
-        for param in self._group.params:
-            param.sharded.grad = None
         self.clear()
-        self._deposit = None
-
-    def release_cleared(self) -> None:
-        """Give the memory of ``A`` back once the user has dropped the gradients that show it."""
-        if self._deposit is not None and not self._grads(self._deposit):
-            self._deposit = None
+        self.sharded.clear()
 
     def drop_arrived(self) -> None:
         """Forget whole gradients that have arrived but were not taken."""
@@ -129,7 +142,7 @@ class GradientState:
         return widest
 
     @staticmethod
-    def _laid_out(held: _Held, layout: GradientLayout) -> torch.Tensor:
+    def _laid_out(held: Held, layout: GradientLayout) -> torch.Tensor:
         if held.layout is layout:
             return held.flat
         return held.layout.move(held.flat, layout, held.used)
@@ -149,7 +162,7 @@ class GradientState:
             flat = self._laid_out(self._unreduced, layout)
             layout.add(flat, gradients)
             used |= self._unreduced.used
-        self._unreduced = _Held(layout, flat, used)
+        self._unreduced = Held(layout, flat, used)
 
     @torch.no_grad()
     def start_reduce(
@@ -179,6 +192,7 @@ class GradientState:
             label=self._group.label,
         )
         reduction = Reduction(request, self._group.comm)
+        self._in_flight += 1
         is_full = over_replicas or roles.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 
@@ -199,81 +213,13 @@ class GradientState:
     def finish_reduce(self, in_flight: ReductionInFlight) -> None:
         """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``."""
         reduced = in_flight.reduction.finish()
-        if not in_flight.is_full:
-            self._partial = _Held(in_flight.layout, reduced.shard, reduced.used)
-        elif reduced.used:
-            self._add_to_grad(_Held(in_flight.layout, reduced.shard, reduced.used))
-
-    def _add_to_grad(self, new: _Held) -> None:
-        if self._is_deposit_valid(new):
-            assert self._deposit is not None
-            self._deposit.flat.add_(new.flat)
-            self._write_grads(self._deposit)
-        elif all(self._group.params[index].sharded.grad is None for index in new.used):
-            self._deposit = new
-            self._write_grads(new)
-            self._deposited = self._identities(new)
+        self._in_flight -= 1
+        result = Held(in_flight.layout, reduced.shard, reduced.used)
+        kept = result.without(self._dropped) if self._dropped else result
+        self._dropped = frozenset()
+        if kept is None or not kept.used:
+            return
+        if in_flight.is_full:
+            self.sharded.add(kept)
         else:
-            self._deposit = None
-            self._add_one_by_one(new)
-        if self._deposit is not None:
-            self._deposit_version = self._version_of(self._deposit)
-        self._run_hooks(new)
-
-    def _grads(self, held: _Held) -> list[torch.Tensor]:
-        """Return the ``.grad`` of what ``held`` is about, without those that are None."""
-        grads = [self._group.params[index].sharded.grad for index in held.layout.indices]
-        return [gradient for gradient in grads if gradient is not None]
-
-    def _version_of(self, held: _Held) -> int:
-        grads = self._grads(held)
-        own = sum(gradient._version + local_of(gradient)._version for gradient in grads)
-        return int(held.flat._version + own)
-
-    def _is_deposit_valid(self, new: _Held) -> bool:
-        """Whether every ``.grad`` is still what we put there, for the same parameters."""
-        old = self._deposit
-        if old is None or old.layout is not new.layout or old.used != new.used:
-            return False
-        is_same = self._deposited == self._identities(old)
-        return is_same and self._deposit_version == self._version_of(old)
-
-    def _identities(self, held: _Held) -> list[tuple[int, int]]:
-        return [(id(gradient), local_of(gradient).data_ptr()) for gradient in self._grads(held)]
-
-    def _local_grads(self, held: _Held) -> list[tuple[int, torch.Tensor]]:
-        shard_rank = self._group.place.roles.shard_rank
-        views = []
-        for index in held.layout.indices:
-            if index in held.used:
-                shape = held.layout.params[index].local_shape(shard_rank)
-                offset = held.layout.slots[index].offset
-                owned = held.flat.narrow(0, offset, shape.numel())
-                views.append((index, owned.view(shape)))
-        return views
-
-    def _write_grads(self, held: _Held) -> None:
-        """Make ``.grad`` show ``held``: as views, or as copies in the parameter's own dtype."""
-        for index, local in self._local_grads(held):
-            sharded = self._group.params[index].sharded
-            if sharded.grad is None:
-                sharded.grad = wrap_like(sharded, local.to(sharded.dtype))
-            elif local.dtype != sharded.dtype:
-                local_of(sharded.grad).copy_(local)
-
-    def _add_one_by_one(self, new: _Held) -> None:
-        for index, local in self._local_grads(new):
-            sharded = self._group.params[index].sharded
-            if sharded.grad is None:
-                sharded.grad = wrap_like(sharded, local.to(sharded.dtype))
-            else:
-                old = local_of(sharded.grad)
-                old.copy_(local + old)
-
-    def _run_hooks(self, new: _Held) -> None:
-        for index in new.used:
-            sharded = self._group.params[index].sharded
-            hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-            if hooks:
-                for hook in tuple(hooks.values()):
-                    hook(sharded)
+            self._partial = kept

@@ -115,7 +115,7 @@ class Lifecycle:
         if group is None:
             return
         if unit.gradients is not None:
-            unit.gradients.release_cleared()
+            unit.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
             group.forget_stale()
         self._unshard(unit, self._forward_candidates(unit))
@@ -276,10 +276,8 @@ class Lifecycle:
         for unit in reversed(units):  # what is inside comes before what is around it
             self._complete(unit)
         for unit in reversed(units):
-            if unit.settings.sync is GradientSync.FULL and unit.gradients is not None:
-                self._reductions.finish_of(unit)
-                if unit.gradients.is_pending:
-                    self._take_gradients(unit)  # it got nothing today, but holds something
+            if unit.settings.sync is GradientSync.FULL:
+                self.flush(unit)  # it may have got nothing today, but hold something
         if self.is_last_backward:
             self._reductions.finish_all()
         for unit in self._prefetched:
@@ -287,6 +285,17 @@ class Lifecycle:
                 unit.group.reshard()
         self._prefetched.clear()
         self.phase = self._resume
+
+    def flush(self, unit: Unit) -> None:
+        """Reduce fully what a unit has accumulated, if anything."""
+        if unit.gradients is not None:
+            self._reductions.finish_partials_of(unit)
+            if unit.gradients.is_pending:
+                self._reductions.start(unit, over_replicas=True)
+
+    def finish_reductions(self) -> None:
+        """Have every reduction that was started in ``.grad``, or in its partial."""
+        self._reductions.finish_all()
 
     # --- when something went wrong ---------------------------------------------------------
 

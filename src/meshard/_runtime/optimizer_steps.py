@@ -1,51 +1,96 @@
-"""Has an optimizer stepped these parameters since?
+"""How does an optimizer that holds our parameters tell us what it does?
 
-torch's foreach kernels on DTensors raise no version counter, so the versions of the shards alone
-do not tell that a whole copy is stale.
+It must not step while gradients are accumulated that are not in ``.grad``; its ``zero_grad`` must
+clear those too; and whole copies are stale once it has stepped. The user wires nothing. torch's
+foreach kernels on DTensors raise no version counter, so the versions of the shards alone do not
+tell that a whole copy is stale.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class Stepped(Protocol):
-    """What wants to know of the steps of its parameters."""
+    """What holds parameters that an optimizer may step."""
 
     num_steps: int
 
+    def check_may_step(self) -> None:
+        """Raise if gradients are pending."""
+
+    def clear_pending(self, ids: set[int]) -> None:
+        """Forget pending gradients of the parameters with these ids."""
+
 
 # Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
-# it. An id that is used again costs a needless gather, no more.
+# it. An id that is used again by a stranger costs a needless gather, no more.
 _owners: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Stepped]]]]
 _stepped_by = weakref.WeakKeyDictionary()
 _is_watching = False
 
 
-def watch_steps(owner: Stepped, params: list[torch.Tensor]) -> None:
-    """Have ``owner.num_steps`` grow when any ``torch.optim.Optimizer`` steps one of ``params``."""
+def watch_optimizers(owner: Stepped, params: list[torch.Tensor]) -> None:
+    """Have ``owner`` hear of every ``torch.optim.Optimizer`` that holds one of ``params``."""
     global _is_watching
     for param in params:
         _owners[id(param)] = owner
     _stepped_by.clear()
     if not _is_watching:
-        register_optimizer_step_post_hook(_count_step)
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        # There is no hook for zero_grad.
+        Optimizer.zero_grad = _clearing(Optimizer.zero_grad)  # type: ignore[method-assign]
         _is_watching = True
 
 
-def _count_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _owners_in(optimizer: Optimizer) -> list[Stepped]:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     known = _stepped_by.get(optimizer)
     if known is None or known[0] != sizes:
-        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        owners = {id(owner): owner for i in ids if (owner := _owners.get(i)) is not None}
+        owners = {
+            id(owner): owner
+            for param in _params_of(optimizer)
+            if (owner := _owners.get(id(param))) is not None
+        }
         known = _stepped_by[optimizer] = (sizes, [weakref.ref(each) for each in owners.values()])
-    for ref in known[1]:
-        owner = ref()
-        if owner is not None:
-            owner.num_steps += 1
+    return [owner for ref in known[1] if (owner := ref()) is not None]
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    for owner in _owners_in(optimizer):
+        owner.check_may_step()
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    for owner in _owners_in(optimizer):
+        owner.num_steps += 1
+
+
+def _clearing(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(zero_grad)
+    def zero_grad_and_clear(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        zero_grad(self, *args, **kwargs)
+        owners = _owners_in(self)
+        if owners:
+            ids = {id(param) for param in _params_of(self)}
+            for owner in owners:
+                owner.clear_pending(ids)
+
+    return zero_grad_and_clear

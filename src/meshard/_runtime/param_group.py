@@ -7,8 +7,10 @@ happens is decided elsewhere. Gradients are in ``gradient_state``.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from meshard._params.dtensors import local_of, set_local
 from meshard._params.shard_storage import ShardStorage
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unsharded_storage import UnshardedStorage
-from meshard._runtime.optimizer_steps import watch_steps
+from meshard._runtime.optimizer_steps import watch_optimizers
 
 GradientHook = Callable[[torch.Tensor], None]
 
@@ -42,6 +44,17 @@ class Place:
 
     roles: MeshRoles
     device: torch.device
+
+
+class Accumulated(Protocol):
+    """Gradients on their way into ``.grad``: see ``gradient_state``."""
+
+    @property
+    def pending(self) -> str:
+        """What has not been done to them yet, in words; empty if nothing is pending."""
+
+    def clear(self, indices: frozenset[int]) -> None:
+        """Forget those of some parameters."""
 
 
 @dataclass(slots=True)
@@ -78,6 +91,7 @@ class ParamGroup:
         self.place = place
         self.label = ""  # the unit's name; known once its root is sharded
         self.comm: Communicator  # shared by all units of a root
+        self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
         self.residence = Residence.SHARDED
         self.num_trainable = 0
         self.num_steps = 0  # that optimizers have taken: see optimizer_steps
@@ -121,7 +135,7 @@ class ParamGroup:
                 face.register_post_accumulate_grad_hook(self._gradient_hook(index))
                 face.requires_grad_(flags[index])
         self._whole_version = -1
-        watch_steps(self, [param.sharded for param in self.params])
+        watch_optimizers(self, [param.sharded for param in self.params])
 
     # --- edits made from outside -----------------------------------------------------------
 
@@ -196,6 +210,24 @@ class ParamGroup:
                     "call to_empty(device=...) on the root module and initialise its parameters "
                     "(reset_parameters, or load_state_dict) before the first forward."
                 )
+
+    def check_may_step(self) -> None:
+        """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""
+        accumulated = self.accumulated() if self.accumulated is not None else None
+        if accumulated is not None and accumulated.pending:
+            raise RuntimeError(
+                f"unit {self.label!r} holds gradients that are {accumulated.pending}, so a step "
+                "would miss them; end the window with a backward under GradientSync.FULL (the last "
+                "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
+                "drop them with zero_grad()."
+            )
+
+    def clear_pending(self, ids: set[int]) -> None:
+        """Forget pending gradients of the sharded parameters with these ids."""
+        accumulated = self.accumulated() if self.accumulated is not None else None
+        if accumulated is not None and accumulated.pending:
+            cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
+            accumulated.clear(frozenset(cleared))
 
     # --- gather and let go -----------------------------------------------------------------
 

@@ -75,6 +75,11 @@ class Reductions:
         while any(other is unit for other, _ in self._in_flight):
             self._finish_oldest()
 
+    def finish_partials_of(self, unit: Unit) -> None:
+        """Finish all up to the last one of ``unit`` that stops before the replicas."""
+        while any(other is unit and not each.is_full for other, each in self._in_flight):
+            self._finish_oldest()
+
     def finish_all(self) -> None:
         """Have every result in ``.grad``, or in its partial."""
         while self._in_flight:

@@ -40,6 +40,12 @@ class StepEvents(Protocol):
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
 
+    def flush(self, unit: Unit) -> None:
+        """Reduce fully what the unit has accumulated, without a backward."""
+
+    def finish_reductions(self) -> None:
+        """Have every reduction that was started in ``.grad``, or in its partial."""
+
     def abort(self) -> None:
         """Be as before a step."""
 

@@ -1,0 +1,135 @@
+"""How does ``.grad`` show what has been reduced?
+
+What a reduction yields is one flat tensor per unit in the accumulate dtype. The gradients of
+parameters of that dtype are views of it, so that the next reduction is added in one kernel. Those
+of narrower parameters are copies; the wide sums stay, or microbatches would round each other away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._params.dtensors import local_of, wrap_like
+from meshard._runtime.param_group import ParamGroup
+
+
+class Held(NamedTuple):
+    """Gradients of some parameters in one flat tensor."""
+
+    layout: GradientLayout
+    flat: torch.Tensor  # [shard_numel], or [shard_count, shard_numel] before any reduction
+    used: frozenset[int]  # the parameters that have a gradient
+
+    def without(self, indices: frozenset[int]) -> Held | None:
+        """Forget some parameters; None if that is all of them, whichever this rank used."""
+        if indices.issuperset(self.layout.indices):
+            return None
+        for index in self.used & indices:
+            slot = self.layout.slots[index]
+            self.flat.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
+        return self._replace(used=self.used - indices)
+
+
+def local_views(held: Held, shard_rank: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Iterate over the parameters in ``held.flat [shard_numel]``, each as this rank's shard."""
+    for index in held.layout.indices:
+        if index in held.used:
+            shape = held.layout.params[index].local_shape(shard_rank)
+            offset = held.layout.slots[index].offset
+            yield index, held.flat.narrow(0, offset, shape.numel()).view(shape)
+
+
+class ShardedGrads:
+    """The ``.grad`` of a group's sharded parameters.
+
+    Args:
+        group: Whose gradients.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+        self._shown: Held | None = None  # as long as every .grad is what we put there
+        # Where each .grad is. A weakref would forbid Module.to to swap it, a reference would keep
+        # its memory.
+        self._addresses: list[int] = []
+
+    def add(self, new: Held) -> None:
+        """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
+        shown = self._shown
+        if shown is not None and self._is_shown(shown, new):
+            self._take_edits(shown)
+            shown.flat.add_(new.flat)
+            for grad, wide in self._copies(shown):
+                grad.copy_(wide)
+        elif all(self._grad(index) is None for index in new.used):
+            for index, local in self._locals(new):
+                self._set(index, local)
+            self._shown = new
+            self._addresses = self._addresses_of(new)
+        else:
+            self._shown = None
+            for index, local in self._locals(new):
+                old = self._grad(index)
+                if old is None:
+                    self._set(index, local)
+                else:
+                    old.copy_(local + old)
+        self._run_hooks(new)
+
+    def release_cleared(self) -> None:
+        """Give the memory back once the user has dropped the gradients."""
+        if self._shown is not None and not self._addresses_of(self._shown):
+            self._shown = None
+
+    def clear(self) -> None:
+        """Drop every ``.grad``."""
+        for param in self._group.params:
+            param.sharded.grad = None
+        self._shown = None
+
+    def _grad(self, index: int) -> torch.Tensor | None:
+        gradient = self._group.params[index].sharded.grad
+        return None if gradient is None else local_of(gradient)
+
+    def _set(self, index: int, local: torch.Tensor) -> None:
+        sharded = self._group.params[index].sharded
+        sharded.grad = wrap_like(sharded, local.to(sharded.dtype))
+
+    def _locals(self, held: Held) -> Iterator[tuple[int, torch.Tensor]]:
+        return local_views(held, self._group.place.roles.shard_rank)
+
+    def _copies(self, held: Held) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Iterate over gradients that are no views of ``held``, with what they are copies of."""
+        for index, wide in self._locals(held):
+            grad = self._grad(index)
+            if grad is not None and grad.dtype != wide.dtype:
+                yield grad, wide
+
+    def _take_edits(self, shown: Held) -> None:
+        """Let the wide sums follow what the user did to the copies (clip, unscale, zero)."""
+        for grad, wide in self._copies(shown):
+            # By value, because torch's foreach kernels on DTensors raise no version counter.
+            wide.copy_(torch.where(grad == wide.to(grad.dtype), wide, grad.to(wide.dtype)))
+
+    def _addresses_of(self, held: Held) -> list[int]:
+        grads = (self._grad(index) for index in sorted(held.used))
+        return [grad.data_ptr() for grad in grads if grad is not None]
+
+    def _is_shown(self, shown: Held, new: Held) -> bool:
+        return (
+            shown.layout is new.layout
+            and shown.used == new.used
+            and self._addresses == self._addresses_of(shown)
+        )
+
+    def _run_hooks(self, new: Held) -> None:
+        for index in sorted(new.used):
+            sharded = self._group.params[index].sharded
+            # Registered by the user: torch would run them, had autograd set this gradient.
+            hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
+            for hook in tuple(hooks.values()) if hooks else ():
+                hook(sharded)

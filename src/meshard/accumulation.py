@@ -1,0 +1,199 @@
+"""Which microbatches reduce, and how far?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshard._runtime.unit import Unit
+from meshard.fsdp_module import units_in
+from meshard.policies import GradientSync
+
+Batch = TypeVar("Batch")
+
+
+@contextlib.contextmanager
+def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
+    """Reduce gradients only as far as ``mode`` inside, for all units in ``module``.
+
+    On exit every unit is as before, whatever its own mode was.
+
+    Args:
+        module: A module with units in it.
+        mode: NONE, REDUCE_SCATTER or FULL.
+
+    Raises:
+        TypeError: ``mode`` is not a ``GradientSync``.
+        ValueError: There is no unit in ``module``.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> with meshard.gradient_sync(layer, meshard.GradientSync.NONE):
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    >>> layer.weight.grad is None
+    True
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> layer.weight.grad.full_tensor()
+    tensor([[2., 2.],
+            [2., 2.]])
+    """
+    if not isinstance(mode, GradientSync):
+        raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
+    units = _units(module)
+    before = [(unit.settings.sync, unit.settings.sync_when_on) for unit in units]
+    for unit in units:
+        unit.settings.sync = mode
+    try:
+        yield
+    finally:
+        for unit, (sync, sync_when_on) in zip(units, before, strict=True):
+            unit.settings.sync, unit.settings.sync_when_on = sync, sync_when_on
+
+
+def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Add gradients up whole, without any collective: ``gradient_sync`` with NONE.
+
+    Keeps one whole copy of the gradients per rank; ``GradientSync.REDUCE_SCATTER`` keeps a shard.
+
+    Args:
+        module: A module with units in it.
+    """
+    return gradient_sync(module, GradientSync.NONE)
+
+
+def microbatches(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    until_last: GradientSync = GradientSync.REDUCE_SCATTER,
+) -> Iterator[Batch]:
+    """Iterate over the microbatches of one step, reducing fully after the last only.
+
+    For each batch, the sync mode and ``set_is_last_backward`` are set before it is yielded; when
+    the loop ends, in whatever way, the modes are what they were.
+
+    Args:
+        module: The root, with units in it.
+        batches: A list or another sized iterable; others are read into a list first.
+        until_last: How far to reduce before the last microbatch.
+
+    Yields:
+        Each batch, unchanged.
+
+    Raises:
+        TypeError: ``until_last`` is not a ``GradientSync``.
+        ValueError: There is no unit in ``module``.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 1, bias=False))
+    >>> for batch in meshard.microbatches(layer, torch.ones(3, 1, 2)):
+    ...     layer(batch).sum().backward()
+    >>> layer.weight.grad.full_tensor()
+    tensor([[3., 3.]])
+    """
+    if not isinstance(until_last, GradientSync):
+        raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
+    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in _units(module)}.values()
+    sized = batches if isinstance(batches, (Collection, torch.Tensor)) else list(batches)
+    try:
+        for number, batch in enumerate(sized):
+            is_last = number == len(sized) - 1
+            for lifecycle in lifecycles:
+                lifecycle.is_last_backward = is_last
+            if is_last:
+                yield batch
+            else:
+                with gradient_sync(module, until_last):
+                    yield batch
+    finally:
+        for lifecycle in lifecycles:
+            lifecycle.is_last_backward = True
+
+
+class PendingGradients(Mapping[str, DTensor | None]):
+    """What has been accumulated but is not in ``.grad``, by parameter name; falsy if nothing.
+
+    The value of a parameter is its partial, a DTensor ``(Partial("avg"), Shard(dim))`` that is
+    reduced over the shard group; None if its gradients have not been reduced at all.
+
+    Args:
+        partials: By dotted name.
+    """
+
+    def __init__(self, partials: dict[str, DTensor | None]) -> None:
+        self._partials = partials
+
+    def __getitem__(self, fqn: str) -> DTensor | None:
+        return self._partials[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._partials)
+
+    def __len__(self) -> int:
+        return len(self._partials)
+
+    def __repr__(self) -> str:
+        return f"PendingGradients({', '.join(self._partials) or 'nothing'})"
+
+
+def pending_gradients(module: nn.Module) -> PendingGradients:
+    """Return what the units in ``module`` have accumulated and not fully reduced.
+
+    Reductions on their way are finished first. **Collective:** only if
+    ``set_is_last_backward(False)`` left some.
+
+    Args:
+        module: A module with units in it.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> with meshard.no_sync(layer):
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    >>> sorted(meshard.pending_gradients(layer))
+    ['bias', 'weight']
+    """
+    names = {id(param): name for name, param in module.named_parameters()}
+    partials: dict[str, DTensor | None] = {}
+    for unit in _units(module):
+        unit.lifecycle.finish_reductions()
+        if unit.gradients is not None and unit.group is not None:
+            for index, partial in unit.gradients.pending_of_params().items():
+                partials[names[id(unit.group.params[index].sharded)]] = partial
+    return PendingGradients(partials)
+
+
+def finalize_gradients(module: nn.Module) -> None:
+    """Reduce whatever is pending fully, without another backward.
+
+    **Collective:** every rank of the mesh. Afterwards ``.grad`` is as if the last backward had run
+    under ``GradientSync.FULL``, and ``pending_gradients`` is empty.
+
+    Args:
+        module: A module with units in it.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> with meshard.no_sync(layer):
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    >>> meshard.finalize_gradients(layer)
+    >>> bool(meshard.pending_gradients(layer)), layer.bias.grad.full_tensor()
+    (False, tensor([1., 1.]))
+    """
+    for unit in reversed(_units(module)):
+        unit.lifecycle.flush(unit)
+    for unit in _units(module):
+        unit.lifecycle.finish_reductions()
+
+
+def _units(module: nn.Module) -> list[Unit]:
+    units = list(units_in(module))
+    if not units:
+        raise ValueError(
+            f"there is no unit in this {type(module).__name__}; apply fully_shard first."
+        )
+    return units

@@ -1,0 +1,263 @@
+"""Is nothing forgotten, doubled or stepped too early, whichever way microbatches are run?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Shard
+
+import meshard
+from meshard import GradientSync, MixedPrecisionPolicy
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.threads import run_threads
+
+MODES = {
+    "N": GradientSync.NONE,
+    "R": GradientSync.REDUCE_SCATTER,
+    "F": GradientSync.FULL,
+}
+
+
+class Ones(nn.Module):
+    """Two parameters; ``forward(a, b)`` gives each a gradient of that value, or none."""
+
+    def __init__(self, numel=4, dtype=None):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(numel, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, a, b=None):
+        out = torch.zeros((), requires_grad=True) * 1.0
+        if a is not None:
+            out = out + a * self.a.sum()
+        return out if b is None else out + b * self.b.sum()
+
+
+def make(mesh_shape=(2, 2), dtype=None, **kwargs):
+    return meshard.fully_shard(Ones(dtype=dtype), init_device_mesh("cpu", mesh_shape), **kwargs)
+
+
+def values(model):
+    grads = full_grads(model)
+    return {name: None if g is None else g[0].item() for name, g in grads.items()}
+
+
+def run(model, mode, *args):
+    model.set_gradient_sync(MODES[mode])
+    model(*args).backward()
+
+
+def grow_and_shrink():
+    rank = dist.get_rank()
+    found = []
+    for script in (
+        [("R", 10.0 * rank, None), ("F", None, 25.0)],
+        [("R", 10.0, None), ("F", 10.0, 1.0)],
+        [("R", 10.0, 1.0), ("F", 10.0, None)],
+        [("R", 2.5, None), ("F", None, None)],
+        [("N", 2.5, None), ("R", None, 1.0), ("F", None, None)],
+        [("N", None, None), ("F", None, 3.0)],
+    ):
+        model = make()
+        for mode, a, b in script:
+            run(model, mode, a, b)
+        found.append(tuple(values(model).values()))
+    return found
+
+
+def test_the_set_of_used_parameters_may_change_in_a_window():
+    expected = [(15, 25), (20, 1), (20, 1), (2.5, None), (2.5, 1), (None, 3)]
+    assert run_threads(grow_and_shrink, 4) == [expected] * 4
+
+
+def zero_in_window(how, schedule):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for mode in schedule:
+        run(model, mode, 100.0, 7.0)
+    if how == "module":
+        model.zero_grad()
+    else:
+        optimizer.zero_grad(set_to_none=how == "none")
+    assert not meshard.pending_gradients(model)
+    run(model, "F", 2.5, None)
+    return values(model)
+
+
+@pytest.mark.parametrize("how", ["module", "none", "zeros"])
+@pytest.mark.parametrize("schedule", ["R", "N", "NR", "F"])
+def test_zero_grad_clears_what_is_hidden(how, schedule):
+    for found in run_threads(zero_in_window, 4, how, schedule):
+        assert found["a"] == 2.5
+        assert found["b"] == (0.0 if (how, schedule) == ("zeros", "F") else None)
+
+
+def zero_one_parameter():
+    model = make()
+    optimizer = torch.optim.SGD([model.a], lr=1.0)
+    run(model, "R", 100.0, 7.0)
+    optimizer.zero_grad()
+    run(model, "F", 2.5, 1.0)
+    return values(model)
+
+
+def test_an_optimizer_clears_its_own_parameters_only():
+    assert run_threads(zero_one_parameter, 4) == [{"a": 2.5, "b": 8.0}] * 4
+
+
+def step_too_early(schedule, is_last=True):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for mode in schedule:
+        model.set_is_last_backward(is_last)
+        run(model, mode, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"unit '\(root\)' holds gradients that are") as error:
+        optimizer.step()
+    model.set_is_last_backward(True)
+    meshard.finalize_gradients(model)
+    optimizer.step()
+    return str(error.value), values(model)["a"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "is_last", "text"),
+    [
+        ("N", True, "not reduced yet"),
+        ("FR", True, "not reduced across the replicas yet"),
+        ("F", False, "still on their way"),
+    ],
+)
+def test_a_step_in_an_open_window_is_refused(schedule, is_last, text):
+    for message, value in run_threads(step_too_early, 4, schedule, is_last):
+        assert text in message
+        assert "finalize_gradients" in message
+        assert value == len(schedule)
+
+
+def look_at_partials():
+    model = make()
+    rank = dist.get_rank()
+    assert not meshard.pending_gradients(model)
+    run(model, "R", float(rank), None)
+    pending = meshard.pending_gradients(model)
+    assert list(pending) == ["a"]
+    assert pending["a"].placements == (Partial("avg"), Shard(0))
+    assert model.a.grad is None
+    mean_of_shard_group = {0: 0.5, 1: 0.5, 2: 2.5, 3: 2.5}[rank]
+    assert pending["a"].to_local().tolist() == [mean_of_shard_group] * 2
+    assert pending["a"].full_tensor().tolist() == [1.5] * 4
+    run(model, "N", None, 1.0)
+    assert dict(meshard.pending_gradients(model).items()).keys() == {"a", "b"}
+    assert meshard.pending_gradients(model)["b"] is None
+    meshard.finalize_gradients(model)
+    assert not meshard.pending_gradients(model)
+    return values(model)
+
+
+def test_a_partial_is_the_mean_over_the_shard_group():
+    assert run_threads(look_at_partials, 4) == [{"a": 1.5, "b": 1.0}] * 4
+
+
+def thirty_two_ranks():
+    mesh = init_device_mesh("cpu", (4, 8))
+    model = meshard.fully_shard(Ones(8), mesh)
+    run(model, "R", float(dist.get_rank()))
+    run(model, "F", 0.0)
+    return model.a.grad.to_local().item()
+
+
+def test_thirty_two_ranks_average_to_15_5_on_every_replica():
+    assert run_threads(thirty_two_ranks, 32) == [15.5] * 32
+
+
+def with_microbatches(mesh_shape, until_last, num_batches):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = seeded(MlpStack())
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh)
+    meshard.fully_shard(model, mesh)
+    generator = torch.Generator().manual_seed(0)
+    xs = torch.randn(dist.get_world_size(), num_batches, 3, 6, generator=generator)
+    with meshard.CommLedger(model) as ledger:
+        for x in meshard.microbatches(model, xs[dist.get_rank()], until_last=until_last):
+            (model(x).square().mean() / num_batches).backward()
+    plain(xs.reshape(-1, 6)).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+    return ledger.counts
+
+
+@pytest.mark.parametrize("until_last", list(GradientSync))
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_microbatches_sets_the_modes(run_ranks, until_last, num_batches):
+    counts = run_ranks(with_microbatches, 4, (2, 2), until_last, num_batches)[0]
+    early = num_batches - 1
+    assert counts["reduce_scatter"] == 4 * (1 + early * (until_last is not GradientSync.NONE))
+    assert counts["all_reduce"] == 4 * (1 + early * (until_last is GradientSync.FULL))
+
+
+def modes_of(model):
+    return [vars(each)["_meshard_unit"].settings.sync for each in model.modules()]
+
+
+def test_a_loop_that_is_left_restores_the_modes():
+    try:
+        model = meshard.fully_shard(Ones())
+        model.set_gradient_sync(GradientSync.REDUCE_SCATTER)
+        with meshard.no_sync(model):
+            assert modes_of(model) == [GradientSync.NONE]
+            with meshard.gradient_sync(model, GradientSync.FULL):
+                assert modes_of(model) == [GradientSync.FULL]
+            assert modes_of(model) == [GradientSync.NONE]
+        assert modes_of(model) == [GradientSync.REDUCE_SCATTER]
+        for _ in meshard.microbatches(model, iter("abc"), until_last=GradientSync.NONE):
+            assert modes_of(model) == [GradientSync.NONE]
+            break
+        assert modes_of(model) == [GradientSync.REDUCE_SCATTER]
+        assert vars(model)["_meshard_unit"].lifecycle.is_last_backward
+        assert list(meshard.microbatches(model, [])) == []
+        with pytest.raises(TypeError, match=r"must be a meshard.GradientSync, got 'none'"):
+            next(meshard.microbatches(model, [1], until_last="none"))
+        with pytest.raises(ValueError, match="no unit in this Linear"):
+            meshard.pending_gradients(nn.Linear(2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def edit_between(dtype, edit):
+    model = make((2,), dtype=dtype, mp_policy=MixedPrecisionPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+    run(model, "F", 3.0, 1.0)
+    if edit == "mul":
+        model.a.grad.mul_(0.5)
+    elif edit == "foreach":
+        torch._foreach_mul_([model.a.grad, model.b.grad], 0.5)
+    elif edit == "replace":
+        model.a.grad = model.a.grad * 0.5
+    elif edit == "none":
+        model.a.grad = None
+    elif edit == "zero":
+        optimizer.zero_grad(set_to_none=False)
+    run(model, "F", 1.0, 1.0)
+    run(model, "F", 1.0, 1.0)
+    return values(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("edit", "a", "b"),
+    [
+        ("nothing", 5, 3),
+        ("mul", 3.5, 3),
+        ("foreach", 3.5, 2.5),
+        ("replace", 3.5, 3),
+        ("none", 2, 3),
+        ("zero", 2, 2),
+    ],
+)
+def test_edits_of_grad_between_microbatches_hold(dtype, edit, a, b):
+    assert run_threads(edit_between, 2, dtype, edit) == [{"a": a, "b": b}] * 2
