@@ -10,6 +10,9 @@ from meshard.api import fully_shard as fully_shard
 from meshard.diagnostics import CommLedger as CommLedger
 from meshard.fsdp_module import FSDPModule as FSDPModule
 from meshard.fsdp_module import UnshardHandle as UnshardHandle
+from meshard.gradients import ShardedGradScaler as ShardedGradScaler
+from meshard.gradients import clip_grad_norm_ as clip_grad_norm_
+from meshard.gradients import get_total_norm as get_total_norm
 from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from meshard.policies import DataParallelMeshDims as DataParallelMeshDims
 from meshard.policies import GradientSync as GradientSync
@@ -27,9 +30,12 @@ __all__ = [
     "OffloadPolicy",
     "PendingGradients",
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "UnshardHandle",
+    "clip_grad_norm_",
     "finalize_gradients",
     "fully_shard",
+    "get_total_norm",
     "gradient_sync",
     "microbatches",
     "no_sync",

@@ -162,8 +162,7 @@ class BaseCommunicator:
                 payload.numel() * payload.itemsize,
                 payload.dtype,
             )
-            for observer in tuple(_observers):
-                observer(event, self)
+            _tell(event, self)
 
 
 class WorkCommunicator(BaseCommunicator):
@@ -250,6 +249,37 @@ def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
 def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a typed function
     with torch.profiler.record_function(name):
         yield
+
+
+def gather_values(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the scalar ``value`` of every rank of ``group``, ``[ranks]``. Blocks a CPU host.
+
+    **Collective:** all ranks of ``group``. **Stream:** the current one.
+    """
+    if group.size() == 1:
+        return value.view(1)
+    values = value.new_empty(group.size())
+    _tell(CommEvent("all_gather", "(norm)", group.size(), values.nbytes, values.dtype))
+    all_gather_single(values, value.view(1), group=group)
+    return values
+
+
+def agree_on_max(value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Replace ``value`` by its maximum over ``group`` (None: the default group).
+
+    **Collective:** all ranks of ``group``. **Stream:** the current one.
+    """
+    if not dist.is_initialized():
+        return
+    group = group if group is not None else dist.group.WORLD
+    if group is not None and group.size() > 1:
+        _tell(CommEvent("all_reduce", "(scaler)", group.size(), value.nbytes, value.dtype))
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+
+
+def _tell(event: CommEvent, communicator: object = None) -> None:
+    for observer in tuple(_observers):
+        observer(event, communicator)
 
 
 _NOTHING = contextlib.nullcontext()

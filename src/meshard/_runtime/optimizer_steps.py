@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +71,17 @@ def _owners_in(optimizer: Optimizer) -> list[Stepped]:
         }
         known = _stepped_by[optimizer] = (sizes, [weakref.ref(each) for each in owners.values()])
     return [owner for ref in known[1] if (owner := ref()) is not None]
+
+
+def check_may_step(params: Iterable[torch.Tensor]) -> None:
+    """Raise if gradients of one of ``params`` are accumulated that are not in ``.grad``.
+
+    Raises:
+        RuntimeError: Naming the unit and what to do.
+    """
+    owners = {id(owner): owner for p in params if (owner := _owners.get(id(p))) is not None}
+    for owner in owners.values():
+        owner.check_may_step()
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:

@@ -216,8 +216,8 @@ class ParamGroup:
         accumulated = self.accumulated() if self.accumulated is not None else None
         if accumulated is not None and accumulated.pending:
             raise RuntimeError(
-                f"unit {self.label!r} holds gradients that are {accumulated.pending}, so a step "
-                "would miss them; end the window with a backward under GradientSync.FULL (the last "
+                f"unit {self.label!r} holds gradients that are {accumulated.pending}, so they "
+                "would be missed; end the window with a backward under GradientSync.FULL (the last "
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )

@@ -1,0 +1,230 @@
+"""How is a global norm clipped, and a loss scaled, when gradients are shards?
+
+Everything here works on local tensors: an operator on a DTensor costs more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from meshard._comm.communicator import agree_on_max, gather_values
+from meshard._params.dtensors import local_of
+from meshard._runtime.optimizer_steps import check_may_step
+
+Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
+
+
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Return the norm of all tensors together, as if each were whole and on one device.
+
+    **Collective:** every rank of the meshes of the DTensors among them, with the same tensors in
+    the same order; at most one all-gather of one number per distinct mesh and sharded axis.
+
+    Args:
+        tensors: Plain tensors count once; DTensors may be sharded over different meshes.
+        norm_type: ``p`` of the p-norm, positive; ``inf`` for the largest magnitude.
+        error_if_nonfinite: Raise if the norm is not finite.
+        foreach: Passed on to ``torch.nn.utils.get_total_norm`` for the local part.
+
+    Returns:
+        A plain scalar, the same on all ranks.
+
+    Raises:
+        RuntimeError: The norm is not finite, with ``error_if_nonfinite``.
+        ValueError: ``norm_type`` is not positive, or a DTensor is a pending partial sum.
+
+    >>> import torch
+    >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}.")
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for tensor in listed:
+        groups.setdefault(_sharded_over(tensor), []).append(tensor)
+    if not groups:
+        return torch.tensor(0.0)
+    norms = []
+    for axes, members in groups.items():
+        local = [local_of(t) if isinstance(t, DTensor) else t for t in members]
+        norm = _local_norm(local, norm_type, foreach)
+        for mesh, axis in axes:
+            norm = _combine(gather_values(norm, mesh.get_group(axis)), norm_type)
+        norms.append(norm)
+    total = norms[0]
+    if len(norms) > 1:
+        total = _combine(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the {norm_type}-norm of the gradients is {total.item()}; "
+            "pass error_if_nonfinite=False to scale by it all the same."
+        )
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm together is at most ``max_norm``.
+
+    **Collective:** as ``get_total_norm``.
+
+    Args:
+        parameters: Parameters, sharded or plain, or the module that holds them.
+        max_norm: What the norm is at most afterwards.
+        norm_type: ``p`` of the p-norm, positive, or ``inf``.
+        error_if_nonfinite: Raise if the norm is not finite, and change nothing.
+        foreach: Use the fused kernels of torch for the norm. None: where they are faster.
+
+    Returns:
+        The norm before clipping: a plain scalar, the same on all ranks.
+
+    Raises:
+        RuntimeError: Gradients of some unit are not fully reduced yet, or the norm is not finite.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
+    >>> layer(torch.tensor([[3.0]])).sum().backward()
+    >>> norm = clip_grad_norm_(layer, 1.0)
+    >>> round(norm.item() ** 2), round(layer.weight.grad.full_tensor().item(), 2)
+    (10, 0.95)
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    check_may_step(listed)
+    grads = [param.grad for param in listed if param.grad is not None]
+    total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    # As torch does: a norm of zero must not divide, and 1.0 multiplies without a host wait.
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    with torch.no_grad():
+        for grad in grads:
+            local = local_of(grad) if isinstance(grad, DTensor) else grad
+            local.mul_(coefficient.to(local.device))
+    return total
+
+
+def _sharded_over(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the ``(mesh, axis)`` pairs over which a tensor is spread."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    axes = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Partial):
+            raise ValueError(f"cannot take the norm of a partial sum (placements {placement}).")
+        if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1:
+            axes.append((tensor.device_mesh, axis))
+    return tuple(axes)
+
+
+def _local_norm(
+    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    device = tensors[0].device
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in filled]
+    return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach)
+
+
+def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of a whole from the norms of its parts."""
+    combined: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return combined
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
+
+    An inf or NaN in one shard on one rank skips the step on every rank, and lowers the scale once.
+
+    Args:
+        device: Type of the device on which gradients are.
+        init_scale: The first scale.
+        growth_factor: What the scale grows by after ``growth_interval`` good steps.
+        backoff_factor: What it shrinks by after a skipped step.
+        growth_interval: Good steps before it grows.
+        enabled: False makes every method do nothing special.
+        process_group: All ranks that step together. None: the default group.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    >>> scaler.scale(layer(torch.ones(1, 1)).sum() * float("inf")).backward()
+    >>> _ = scaler.step(optimizer)  # skipped
+    >>> scaler.update()
+    >>> scaler.get_scale()
+    4.0
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._process_group = process_group
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale the shards, and let all ranks know what any rank has found.
+
+        **Collective:** every rank of the process group, also those without a gradient.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        check_may_step(params)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for param in params:
+            if param.grad is None:
+                continue
+            local = local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            if local.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("cannot unscale float16 gradients; keep float32 parameters.")
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+        found = {found_inf.device: found_inf}
+        scales = {inv_scale.device: inv_scale}
+        with torch.no_grad():
+            for (device, _), grads in by_kind.items():
+                if device not in found:
+                    found[device], scales[device] = found_inf.to(device), inv_scale.to(device)
+                # The kernel behind torch's own scaler, on plain tensors.
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    grads, found[device], scales[device]
+                )
+            for other in found.values():
+                found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
+            agree_on_max(found_inf, self._process_group)
+            for other in found.values():
+                other.copy_(found_inf)
+        return found

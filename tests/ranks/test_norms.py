@@ -1,0 +1,140 @@
+"""Are norms, clipping and loss scaling those of whole gradients?"""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CommLedger, GradientSync
+from tests.support.models import MlpStack, UnevenMlp, seeded
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.threads import run_threads
+
+NORMS = [0.5, 1, 2, 3, math.inf]
+
+
+class Mixed(nn.Module):
+    """Units on two meshes, a parameter that stays plain, and shards that are empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = MlpStack()
+        self.uneven = UnevenMlp()
+        self.plain = nn.Parameter(torch.empty(3))
+
+    def forward(self, x, y):
+        return self.stack(x).square().mean() + self.uneven(y).mean() + self.plain.sum()
+
+
+def make():
+    model = seeded(Mixed())
+    flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    plain = copy.deepcopy(model)
+    for block in model.stack.blocks:
+        meshard.fully_shard(block, hybrid)
+    meshard.fully_shard(model.stack, hybrid)
+    meshard.fully_shard(model.uneven, flat, ignored_params={model.plain})
+    xs = torch.ones(3, 6), torch.ones(3, 7)  # the same on all ranks: no mean to take
+    model(*xs).backward()
+    plain(*xs).backward()
+    return model, plain
+
+
+def norms_agree():
+    model, plain = make()
+    for norm_type in NORMS:
+        expected = torch.nn.utils.get_total_norm(
+            [param.grad for param in plain.parameters()], norm_type
+        )
+        with CommLedger() as ledger:
+            found = meshard.get_total_norm([p.grad for p in model.parameters()], norm_type)
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected)
+        if dist.get_backend() != "threaded":  # there, a ledger sees all ranks
+            assert ledger.counts == {"all_gather": 2}  # one per distinct mesh
+
+
+def test_norms_over_mixed_meshes_equal_those_of_whole_gradients(run_ranks):
+    run_ranks(norms_agree, 4)
+
+
+def clip(norm_type, max_norm):
+    model, plain = make()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    found = meshard.clip_grad_norm_(model, max_norm, norm_type)
+    torch.testing.assert_close(found, expected)
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_scales_every_shard_alike(norm_type, max_norm):
+    run_threads(clip, 4, norm_type, max_norm)
+
+
+def bad_norms():
+    model, _ = make()
+    with pytest.raises(ValueError, match="norm_type must be positive, got -1"):
+        meshard.get_total_norm([model.plain.grad], -1)
+    assert meshard.get_total_norm([]).item() == 0
+    before = full_grads(model)
+    if dist.get_rank() == 0:
+        model.uneven.layers[0].weight.grad.to_local().fill_(math.inf)
+    with pytest.raises(RuntimeError, match=r"2.0-norm of the gradients is inf"):
+        meshard.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert_same(model.plain.grad, before["plain"], bitwise=True)
+    model.stack.set_gradient_sync(GradientSync.NONE)
+    model(torch.ones(3, 6), torch.ones(3, 7)).backward()
+    with pytest.raises(RuntimeError, match=r"holds gradients that are not reduced yet"):
+        meshard.clip_grad_norm_(model, 1.0)
+
+
+def test_bad_norms_are_refused():
+    run_threads(bad_norms, 4)
+
+
+def scale(infinite_on):
+    model, _ = make()
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**10)
+    before = full_state(model)
+    loss = scaler.scale(model(torch.ones(3, 6), torch.ones(3, 7)))
+    loss.backward()
+    if dist.get_rank() == infinite_on:
+        model.stack.blocks[0].up.weight.grad.to_local()[0, 0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    if infinite_on is not None:
+        assert_same(full_state(model), before, bitwise=True)
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("infinite_on", [0, 3])
+def test_an_inf_on_one_rank_skips_the_step_everywhere_and_backs_off_once(infinite_on):
+    assert run_threads(scale, 4, infinite_on) == [2.0**9] * 4
+
+
+def scaled_training(scale):
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=scale, enabled=scale != 1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 6), torch.ones(3, 7))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return full_state(model)
+
+
+def test_a_power_of_two_as_scale_changes_no_bit():
+    plain = run_threads(scaled_training, 4, 1)
+    scaled = run_threads(scaled_training, 4, 2.0**10)
+    for one, other in zip(plain, scaled, strict=True):
+        assert_same(one, other, bitwise=True)
