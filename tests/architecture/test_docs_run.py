@@ -22,6 +22,7 @@ def _run_page(page, folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if not page.exists() or blocks(page)],

@@ -3,6 +3,7 @@
 import statistics
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -104,6 +105,7 @@ def test_gathers_that_take_20_ms_hide_behind_20_ms_of_compute(run_ranks):
         assert delayed <= 1.3 * plain
 
 
+@pytest.mark.slow
 def test_reductions_that_take_20_ms_hide_behind_compute_too(run_ranks):
     for plain, delayed in run_ranks(step_times, 4, DelayedReductions, (2, 2)):
         assert delayed <= 1.3 * plain
