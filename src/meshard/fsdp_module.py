@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._runtime.param_group import Residence
-from meshard._runtime.unit import Unit
+from meshard._runtime.unit import DivideFactor, Unit, check_divide_factor
 from meshard.policies import GradientSync
 
 _CLASSES: dict[type, type] = {}
@@ -187,20 +187,37 @@ class FSDPModule(TorchFSDPModule):
         _check_bool("is_last_backward", is_last_backward)
         _unit(self).lifecycle.is_last_backward = is_last_backward
 
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = True) -> None:
+    def set_gradient_divide_factor(self, factor: DivideFactor, *, recurse: bool = True) -> None:
         """Divide gradients by ``factor`` in all, instead of by the number of ranks.
 
-        Raises:
-            ValueError: ``factor`` is not a positive, finite number.
-        """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise TypeError(f"factor must be a number, got {factor!r}.")
-        if not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"factor must be positive and finite, got {factor}.")
-        for unit in _units(self, recurse):
-            unit.settings.divide_factor = float(factor)
+        Args:
+            factor: A positive number; or a callable or a 0-d tensor that gives one each time
+                gradients are reduced, as for a count of tokens over all ranks. It must be the
+                same on every rank, and for all microbatches of a window.
+            recurse: Also for the units inside.
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        Raises:
+            TypeError: ``factor`` is none of these.
+            ValueError: ``factor`` is not positive and finite.
+            RuntimeError: A window is open: part of it was divided by the old factor.
+        """
+        if callable(factor) and not isinstance(factor, torch.Tensor):
+            chosen: DivideFactor = factor
+        elif isinstance(factor, torch.Tensor) and factor.dim() == 0:
+            chosen = factor
+        else:
+            chosen = check_divide_factor(factor)
+        units = list(_units(self, recurse))
+        for unit in units:
+            if unit.gradients is not None and unit.gradients.is_pending:
+                raise RuntimeError(
+                    f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
+                    "be divided by the same factor; set it before the first microbatch."
+                )
+        for unit in units:
+            unit.settings.divide_factor = chosen
+
+    def set_reduce_scatter_divide_factor(self, factor: DivideFactor) -> None:
         """Do what ``set_gradient_divide_factor`` does; FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
 

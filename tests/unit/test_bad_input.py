@@ -215,7 +215,7 @@ def test_a_parameter_replaced_by_something_else_is_named_at_the_next_use():
         (lambda m: m.set_gradient_divide_factor(0), ValueError, "positive and finite, got 0"),
         (lambda m: m.set_gradient_divide_factor(-1.0), ValueError, "positive and finite"),
         (lambda m: m.set_gradient_divide_factor(float("nan")), ValueError, "positive and finite"),
-        (lambda m: m.set_gradient_divide_factor("8"), TypeError, "must be a number"),
+        (lambda m: m.set_gradient_divide_factor("8"), TypeError, "must be a number, a callable"),
         (lambda m: m.set_gradient_sync("full"), TypeError, "must be a meshard.GradientSync"),
         (lambda m: m.set_requires_gradient_sync(1), TypeError, "must be a bool, got 1"),
         (lambda m: m.set_is_last_backward(None), TypeError, "must be a bool, got None"),

@@ -42,7 +42,7 @@ class Reductions:
             return
         self.finish_of(unit)  # what it holds is added to what comes now
         started = unit.gradients.start_reduce(
-            over_replicas=over_replicas, divide_factor=unit.settings.divide_factor
+            over_replicas=over_replicas, divide_factor=unit.settings.resolve_divide_factor()
         )
         if started is None:
             return

@@ -7,6 +7,7 @@ model frees its memory without the garbage collector.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,25 @@ class StepEvents(Protocol):
         """Be as before a step."""
 
 
+DivideFactor = float | torch.Tensor | Callable[[], float]
+
+
+def check_divide_factor(factor: object) -> float:
+    """Return a divide factor as a number.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is not positive and finite.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(
+            f"factor must be a number, a callable or a 0-d tensor, got {type(factor).__name__}."
+        )
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"factor must be positive and finite, got {factor}.")
+    return float(factor)
+
+
 @dataclass(slots=True)
 class UnitSettings:
     """What may change from step to step. Written by the setters of ``FSDPModule``."""
@@ -60,9 +80,17 @@ class UnitSettings:
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
     sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
-    divide_factor: float | None = None
+    divide_factor: DivideFactor | None = None  # None: the number of ranks
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
+
+    def resolve_divide_factor(self) -> float | None:
+        """Return the factor of a reduction that starts now. A tensor is read, and waited for."""
+        factor = self.divide_factor
+        if factor is None or isinstance(factor, (int, float)):
+            return factor
+        value = factor.item() if isinstance(factor, torch.Tensor) else factor()
+        return check_divide_factor(value)
 
 
 @dataclass(frozen=True, slots=True)
