@@ -62,7 +62,8 @@ class Model:
                 value = gradient(seed, rank, param, used and param not in self.frozen)
                 if value is not None:
                     self.pending[param] = (self.pending[param] or 0) + value
-        self.is_open = True
+        # Under N no rank knows whether another had a gradient; a reduction tells.
+        self.is_open = mode == "N" or any(value is not None for value in self.pending)
         if mode == "F" or (mode == "R" and self.is_flat):
             divisor = self.factor or self.num_ranks
             for param, value in enumerate(self.pending):
