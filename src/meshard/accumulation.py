@@ -116,17 +116,23 @@ def microbatches(
 
 
 class PendingGradients(Mapping[str, DTensor | None]):
-    """What has been accumulated but is not in ``.grad``, by parameter name; falsy if nothing.
+    """What has been accumulated but is not in ``.grad``, by parameter name.
 
     The value of a parameter is its partial, a DTensor ``(Partial("avg"), Shard(dim))`` that is
-    reduced over the shard group; None if its gradients have not been reduced at all.
+    reduced over the shard group; None if its gradients have not been reduced at all. Falsy if
+    nothing is pending; true on all ranks alike, also on one that has no gradient itself.
 
     Args:
         partials: By dotted name.
+        is_open: Whether any unit is in the middle of a window.
     """
 
-    def __init__(self, partials: dict[str, DTensor | None]) -> None:
+    def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
         self._partials = partials
+        self._is_open = is_open
+
+    def __bool__(self) -> bool:
+        return self._is_open
 
     def __getitem__(self, fqn: str) -> DTensor | None:
         return self._partials[fqn]
@@ -138,7 +144,7 @@ class PendingGradients(Mapping[str, DTensor | None]):
         return len(self._partials)
 
     def __repr__(self) -> str:
-        return f"PendingGradients({', '.join(self._partials) or 'nothing'})"
+        return f"PendingGradients({', '.join(self._partials)}, is_open={self._is_open})"
 
 
 def pending_gradients(module: nn.Module) -> PendingGradients:
@@ -159,12 +165,14 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     """
     names = {id(param): name for name, param in module.named_parameters()}
     partials: dict[str, DTensor | None] = {}
+    is_open = False
     for unit in _units(module):
         unit.lifecycle.finish_reductions()
         if unit.gradients is not None and unit.group is not None:
+            is_open = is_open or unit.gradients.is_pending
             for index, partial in unit.gradients.pending_of_params().items():
                 partials[names[id(unit.group.params[index].sharded)]] = partial
-    return PendingGradients(partials)
+    return PendingGradients(partials, is_open=is_open)
 
 
 def finalize_gradients(module: nn.Module) -> None:

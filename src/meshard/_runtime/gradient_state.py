@@ -217,9 +217,10 @@ class GradientState:
         result = Held(in_flight.layout, reduced.shard, reduced.used)
         kept = result.without(self._dropped) if self._dropped else result
         self._dropped = frozenset()
-        if kept is None or not kept.used:
+        if kept is None:
             return
-        if in_flight.is_full:
-            self.sharded.add(kept)
-        else:
+        if not in_flight.is_full:
+            # Also when nobody in this shard group had a gradient: another replica may have had.
             self._partial = kept
+        elif kept.used:
+            self.sharded.add(kept)

@@ -1,0 +1,199 @@
+"""Where torch's own fully_shard is wrong about gradients, are we right?
+
+The peer runs beside us, on the same ranks, and is expected to be wrong as it was measured with
+torch 2.13. When a test says that the peer has changed, the documentation must change too.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+
+NAMES = ("replicate", "shard")
+
+
+class Two(nn.Module):
+    """``forward(a, b)`` gives each of two parameters a gradient of that value, or none."""
+
+    def __init__(self, numel_b=64, dtype=torch.float32):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(64, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(numel_b, dtype=dtype))
+
+    def forward(self, a, b=None):
+        out = torch.zeros((), dtype=self.a.dtype, requires_grad=True) * 1.0
+        if a is not None:
+            out = out + (a * self.a).sum()
+        return out if b is None else out + (b * self.b).sum()
+
+
+class Both:
+    """One model under both libraries' rules: the calls that both have."""
+
+    def __init__(self, lib, mesh_shape=(2, 2), model=None, policy=None):
+        policy_class = lib.MixedPrecisionPolicy
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=NAMES)
+        self.net = lib.fully_shard(
+            model or Two(), mesh=mesh, mp_policy=policy_class(**(policy or {}))
+        )
+
+    def reduce(self, *args, is_last=True, sync=True):
+        if sync:
+            self.net.set_requires_gradient_sync(True)
+            self.net.set_requires_all_reduce(is_last)
+        else:
+            self.net.set_requires_gradient_sync(False)
+        self.net(*args).backward()
+
+    def values(self):
+        grads = [param.grad for param in self.net.parameters()]
+        return tuple(None if g is None else g.full_tensor()[0].item() for g in grads)
+
+
+def other_parameter_of_same_size(lib):
+    both = Both(lib)
+    both.reduce(2.5, None, is_last=False)
+    both.reduce(None, 25.0)
+    return both.values()
+
+
+def set_grows(lib):
+    both = Both(lib, model=Two(numel_b=32))
+    both.reduce(2.5, None, is_last=False)
+    both.reduce(2.5, 25.0)
+    return both.values()
+
+
+def nothing_at_the_end(lib):
+    both = Both(lib)
+    both.reduce(2.5, 1.0, is_last=False)
+    both.reduce(None, None)
+    first = both.values()
+    both.net.zero_grad()
+    both.reduce(1.0, 1.0)
+    return first, both.values()
+
+
+def zero_grad_in_window(lib):
+    both = Both(lib)
+    both.reduce(2.5, is_last=False)
+    both.net.zero_grad()
+    both.reduce(2.5)
+    return both.values()[0]
+
+
+def many_ones(lib):
+    both = Both(lib, policy={"reduce_dtype": torch.bfloat16})
+    for k in range(512):
+        both.reduce(1.0, 1.0, is_last=k == 511)
+    return both.values()[0]
+
+
+def one_shard_float16(lib):
+    both = Both(lib, (4, 1), policy={"reduce_dtype": torch.float16})
+    both.net.set_gradient_divide_factor(4.0)
+    both.reduce(2.5, 2.5)
+    return both.values()[0]
+
+
+def divide_by_three(lib):
+    both = Both(lib)
+    both.net.set_gradient_divide_factor(3.0)
+    both.reduce(2.5, 2.5)
+    return round(both.values()[0], 2)
+
+
+def first_used_at_the_end(lib):
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    both = Both(lib, policy=policy)
+    both.reduce(1.0, None, sync=False)
+    both.reduce(1.0, 3.0)
+    return both.values()
+
+
+def step_in_an_open_window(lib):
+    both = Both(lib)
+    optimizer = torch.optim.SGD(both.net.parameters(), lr=1.0)
+    both.reduce(1.0, 1.0, is_last=False)
+    optimizer.step()
+    return both.net.a.full_tensor()[0].item()
+
+
+def factor_of_zero(lib):
+    both = Both(lib)
+    both.net.set_gradient_divide_factor(0)
+    both.reduce(1.0, 1.0)
+    return "no error until here"
+
+
+def factor_of_nan(lib):
+    both = Both(lib, (4, 1))
+    both.net.set_force_sum_reduction_for_comms(True)
+    both.net.set_gradient_divide_factor(float("nan"))
+    both.reduce(1.0, 1.0)
+    return str(both.values()[0])
+
+
+def ranks_use_different_parameters(lib):
+    both = Both(lib)
+    both.reduce(*((4.0, None) if dist.get_rank() % 2 else (None, 8.0)))
+    return both.values()
+
+
+def two_setters(lib):
+    both = Both(lib)
+    both.net.set_requires_all_reduce(False)
+    both.net.set_requires_gradient_sync(True)
+    rank = float(dist.get_rank())
+    both.net(rank, rank).backward()
+    return both.net.a.grad is not None
+
+
+# what is done, what torch 2.13 gives, what we give
+ROWS = [
+    (other_parameter_of_same_size, (None, 27.5), (2.5, 25.0)),
+    (set_grows, "RuntimeError", (5.0, 25.0)),
+    (nothing_at_the_end, ((None, None), (3.5, 2.0)), ((2.5, 1.0), (1.0, 1.0))),
+    (zero_grad_in_window, 5.0, 2.5),
+    (many_ones, 256.0, 512.0),
+    (one_shard_float16, 0.625, 2.5),
+    (divide_by_three, "RuntimeError", 3.33),
+    (first_used_at_the_end, "AssertionError", (2.0, 3.0)),
+    (step_in_an_open_window, 0.0, "RuntimeError"),
+    (factor_of_zero, "ZeroDivisionError", "ValueError"),
+    (factor_of_nan, "nan", "ValueError"),
+    (two_setters, True, False),
+]
+
+
+def run_both(name):
+    found = []
+    for lib in (torch_fsdp, meshard):
+        try:
+            found.append(globals()[name](lib))
+        except Exception as error:
+            found.append(type(error).__name__)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "peer", "ours"), ROWS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_peer_is_wrong_and_we_are_right(run_ranks, row, peer, ours):
+    for found_peer, found_ours in run_ranks(run_both, 4, row.__name__):
+        assert found_ours == ours
+        assert found_peer == peer, "the peer has changed: update the row, and the documentation"
+
+
+def run_ours_only():
+    return ranks_use_different_parameters(meshard)
+
+
+def test_ranks_that_use_different_parameters(run_ranks):
+    """The peer mixes them up or aborts the process, and cannot run in a pool of ranks."""
+    assert run_ranks(run_ours_only, 4) == [(2.0, 4.0)] * 4
