@@ -49,7 +49,7 @@ class History:
         axes.annotate(
             f"{losses[-1]:.2f}",
             (steps[-1], losses[-1]),
-            xytext=(0, 10),
+            xytext=(0, -16),
             textcoords="offset points",
             ha="center",
             color=HELD_OUT_COLOUR,

@@ -37,7 +37,7 @@ class CommLedger:
         self._communicators: set[int] | None = None
         if module is not None:
             self._communicators = {
-                id(unit.group.comm) for unit in units_in(module) if unit.group is not None
+                id(unit.group.comm.identity) for unit in units_in(module) if unit.group is not None
             }
 
     def _observe(self, event: CommEvent, communicator: object) -> None:

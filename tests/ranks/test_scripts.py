@@ -122,6 +122,8 @@ class Player:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=LEARNING_RATE)
         self.params = [self.net.units[u].params[p] for u, p in PARAMS]
         self.model = Model(dist.get_world_size(), len(mesh_shape) == 1)
+        if dist.get_world_size() == 3:  # a third is not exact: no script without a factor
+            self.do_factor(-1, 4.0)
 
     def gradients(self, seed, mask):
         rank, grads = dist.get_rank(), []

@@ -71,6 +71,10 @@ class Communicator(Protocol):
     waits_block_host: bool
     """Whether ``Pending.wait`` blocks the calling thread (and not a device stream)."""
 
+    @property
+    def identity(self) -> object:
+        """What observers are told issued a collective."""
+
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``lane``, after all that the caller has queued so far."""
 
@@ -151,6 +155,11 @@ class _WorkPending:
 
 class BaseCommunicator:
     """What both implementations share: telling observers, and groups of one rank."""
+
+    @property
+    def identity(self) -> object:
+        """See ``Communicator.identity``."""
+        return self
 
     def observe(self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
         """Tell every observer of a collective about to be issued."""

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshard._comm.checked import CheckedCommunicator, is_debugging
 from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
@@ -142,7 +143,8 @@ class StreamCommunicator(BaseCommunicator):
 
 
 def make_communicator(device: torch.device) -> Communicator:
-    """Return a communicator for tensors on ``device``."""
-    if device.type == "cpu":
-        return WorkCommunicator()
-    return StreamCommunicator(torch.get_device_module(device))
+    """Return a communicator for tensors on ``device``; a checked one under ``MESHARD_DEBUG=1``."""
+    communicator: Communicator = WorkCommunicator()
+    if device.type != "cpu":
+        communicator = StreamCommunicator(torch.get_device_module(device))
+    return CheckedCommunicator(communicator) if is_debugging() else communicator

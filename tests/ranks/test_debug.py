@@ -1,0 +1,95 @@
+"""Does a job whose ranks diverge end in an error that names unit and ranks?"""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CommLedger, GradientSync
+from tests.support.models import MlpBlock, MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+
+
+class Choosing(nn.Module):
+    """Runs the blocks it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
+
+    def forward(self, x, chosen):
+        for number in chosen:
+            x = self.blocks[number](x)
+        return x
+
+
+def make(model):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh)
+    return meshard.fully_shard(model, mesh)
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setenv("MESHARD_DEBUG", "1")
+    monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", "2")
+
+
+def diverge(choices):
+    model = make(seeded(Choosing()))
+    chosen = choices[dist.get_rank()]
+    with pytest.raises(RuntimeError, match="about to issue different collectives") as error:
+        model(torch.ones(1, 6), chosen).sum().backward()
+    return str(error.value)
+
+
+def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
+    for message in run_ranks(diverge, 2, [(0, 1), (0, 2)]):
+        assert "rank 0: all_gather of unit 'blocks.1' (" in message
+        assert "rank 1: all_gather of unit 'blocks.2'" in message
+        assert "Every rank must run the same units" in message
+
+
+def run_less():
+    model = make(seeded(Choosing()))
+    chosen = (0, 1, 2) if dist.get_rank() == 0 else (0, 1)
+    start = time.monotonic()
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            model(torch.ones(1, 6), chosen)
+            time.sleep(4)
+            return "", 0.0
+        with pytest.raises(RuntimeError, match="different collectives") as error:
+            model(torch.ones(1, 6), chosen)
+    return str(error.value), time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
+    message, seconds = run_ranks(run_less, 2)[0]
+    assert "rank 1: nothing within 2 s" in message
+    assert seconds < 10
+
+
+def train():
+    model = make(seeded(MlpStack()))
+    with CommLedger(model) as ledger:
+        for sync in (GradientSync.NONE, GradientSync.FULL):
+            model.set_gradient_sync(sync)
+            model(torch.ones(1, 6) * dist.get_rank()).sum().backward()
+    return full_grads(model), ledger.counts
+
+
+def test_checks_change_neither_numbers_nor_counts(run_ranks, monkeypatch):
+    plain = run_ranks(train, 3)
+    monkeypatch.setenv("MESHARD_DEBUG", "1")
+    for (grads, counts), (expected, expected_counts) in zip(
+        run_ranks(train, 3), plain, strict=True
+    ):
+        assert_same(grads, expected, bitwise=True)
+        assert counts == expected_counts
