@@ -3,10 +3,12 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
+from meshard import GradientSync
 from tests.support.cases import CASES
 
 
@@ -57,6 +59,40 @@ def train_and_delete(case_name, **kwargs):
 def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(run_ranks):
     run_ranks(train_and_delete, 2, "mlp_stack")
     run_ranks(train_and_delete, 2, "transformer_tied", reshard_after_forward=False)
+
+
+def retained_after_a_microbatch(mode, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(3)])
+    for layer in model[:2]:
+        meshard.fully_shard(layer, mesh)
+    meshard.fully_shard(model, mesh)
+    model(torch.ones(1, 16)).sum().backward()  # whatever is made once is made now
+    model.zero_grad()
+    model(torch.ones(1, 16)).detach_()
+    gc.collect()
+    before = live_tensor_bytes()
+    model.set_gradient_sync(mode)
+    model(torch.ones(1, 16)).sum().backward()
+    gc.collect()
+    after = live_tensor_bytes()
+    meshard.finalize_gradients(model)
+    values = [param.grad.full_tensor() for param in model.parameters()]
+    assert all(value.shape == (16, 16) and value.isfinite().all() for value in values)
+    return (after - before) / (3 * 16 * 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_whole"),
+    [
+        (GradientSync.NONE, 1.0),
+        (GradientSync.REDUCE_SCATTER, 0.5),
+        (GradientSync.FULL, 0.5),
+    ],
+)
+def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole):
+    assert run_ranks(retained_after_a_microbatch, 2, mode, (2,)) == [of_whole] * 2
+    assert run_ranks(retained_after_a_microbatch, 4, mode, (2, 2)) == [of_whole] * 4
 
 
 def whole_bytes(unit):
