@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -99,17 +98,14 @@ def microbatches(
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in _units(module)}.values()
-    sized = batches if isinstance(batches, (Collection, torch.Tensor)) else list(batches)
+    sized = batches if isinstance(batches, Sized) else list(batches)
     try:
         for number, batch in enumerate(sized):
             is_last = number == len(sized) - 1
             for lifecycle in lifecycles:
                 lifecycle.is_last_backward = is_last
-            if is_last:
+            with gradient_sync(module, GradientSync.FULL if is_last else until_last):
                 yield batch
-            else:
-                with gradient_sync(module, until_last):
-                    yield batch
     finally:
         for lifecycle in lifecycles:
             lifecycle.is_last_backward = True
@@ -163,7 +159,7 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     >>> sorted(meshard.pending_gradients(layer))
     ['bias', 'weight']
     """
-    names = {id(param): name for name, param in module.named_parameters()}
+    names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
     partials: dict[str, DTensor | None] = {}
     is_open = False
     for unit in _units(module):
@@ -171,7 +167,9 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
         if unit.gradients is not None and unit.group is not None:
             is_open = is_open or unit.gradients.is_pending
             for index, partial in unit.gradients.pending_of_params().items():
-                partials[names[id(unit.group.params[index].sharded)]] = partial
+                param = unit.group.params[index]  # shows one of its two faces
+                name = names.get(id(param.sharded)) or names[id(param.unsharded)]
+                partials[name] = partial
     return PendingGradients(partials, is_open=is_open)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Callable
@@ -96,8 +97,7 @@ def fully_shard(
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
     found = collect(modules, ignored_params or set())
-    for fqn, param, _ in found:
-        shard_dim_of(fqn, param, shard_placement_fn)
+    shard_dims = [shard_dim_of(fqn, param, shard_placement_fn) for fqn, param, _ in found]
     roles = MeshRoles.of(mesh if mesh is not None else _default_mesh())
     device = _device_of(roles.mesh)
     check_parameters(found, device)
@@ -110,7 +110,7 @@ def fully_shard(
         roles=roles,
         policy=policy,
         settings=settings,
-        placement_fn=shard_placement_fn,
+        shard_dims=shard_dims,
         device=device,
     )
     commit(unit, modules, found, device)
@@ -138,6 +138,14 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
             )
     if len(set(modules)) != len(modules):
         raise ValueError("fully_shard got the same module twice in one list.")
+    for each in modules:
+        inside = set(each.modules()) - {each}
+        for other in modules:
+            if other in inside:
+                raise ValueError(
+                    f"in the list, a {type(other).__name__} is inside a {type(each).__name__}; "
+                    "leave it out of the list, its parameters belong to the unit already."
+                )
     return modules
 
 
@@ -221,9 +229,16 @@ def _init_default_group(device_type: str) -> None:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             torch.get_device_module(device_type).set_device(local_rank)
         dist.init_process_group()
+        # gloo's threads abort the process if they are alive when the interpreter ends.
+        atexit.register(_destroy_group, dist.group.WORLD)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's stubs
         dist.init_process_group(store=store, rank=0, world_size=1)
+
+
+def _destroy_group(ours: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized() and ours is dist.group.WORLD:
+        dist.destroy_process_group()
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -28,7 +28,7 @@ from meshard._runtime.lifecycle import Lifecycle
 from meshard._runtime.param_group import ParamGroup, Place
 from meshard._runtime.unit import Casts, Unit, UnitSettings
 from meshard.fsdp_module import FSDPModule, unit_of
-from meshard.policies import MixedPrecisionPolicy, accumulate_dtype_of
+from meshard.policies import MixedPrecisionPolicy
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
@@ -163,7 +163,7 @@ def make_unit(
     roles: MeshRoles,
     policy: MixedPrecisionPolicy,
     settings: UnitSettings,
-    placement_fn: PlacementFn | None,
+    shard_dims: list[int],
     device: torch.device,
 ) -> Unit:
     """Return a unit for ``modules`` that nothing refers to yet."""
@@ -175,8 +175,8 @@ def make_unit(
     if not found:
         return unit
     params, shards = [], []
-    for fqn, param, owners in found:
-        layout = ParamLayout(param.shape, shard_dim_of(fqn, param, placement_fn), roles.shard_count)
+    for (fqn, param, owners), shard_dim in zip(found, shard_dims, strict=True):
+        layout = ParamLayout(param.shape, shard_dim, roles.shard_count)
         params.append(ShardedParam(fqn, owners, layout))
         shards.append(_local_shard(param, layout, roles.shard_rank))
     unit.group = ParamGroup(
@@ -190,7 +190,7 @@ def make_unit(
     unit.gradients = GradientState(
         unit.group,
         reduce_dtype=policy.reduce_dtype,
-        accumulate_dtype=accumulate_dtype_of(policy, {shard.dtype for shard in shards}),
+        accumulate_dtype=policy.accumulate_dtype,
     )
     unit.group.accumulated = weakref.ref(unit.gradients)
     return unit
@@ -222,6 +222,8 @@ def _adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.devic
                 continue
             units.append(inner)
             inner.fqn = f"{place}.{fqn}" if len(modules) > 1 else fqn
+            inner.reset_step()  # it may have run by itself
             if inner.parent is None:
                 inner.parent = weakref.ref(unit)
+                unit.children.append(weakref.ref(inner))
     Lifecycle(queue_backward_callback, make_communicator(device)).set_units(units)

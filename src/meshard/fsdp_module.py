@@ -110,7 +110,7 @@ class FSDPModule(TorchFSDPModule):
         unit = _unit(self)
         if unit.group is None:
             return UnshardHandle(None) if async_op else None
-        unit.group.forget_stale()
+        unit.group.forget_stale(leftover=True)
         unit.group.start_unshard()
         if async_op:
             return UnshardHandle(unit)
@@ -127,12 +127,12 @@ class FSDPModule(TorchFSDPModule):
         """Forget a step that was interrupted: nothing whole, nothing on its way."""
         _unit(self).lifecycle.abort()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad``, and what is accumulated but not in it yet."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in units_in(_module(self)):
-            if unit.gradients is not None:
-                unit.gradients.clear()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Not built yet: say so, instead of failing deep inside torch."""
+        raise NotImplementedError(
+            "copy.deepcopy of a sharded module is not built yet; build a second module, shard it, "
+            "and load the state_dict of the first."
+        )
 
     # --- gradients -------------------------------------------------------------------------
 

@@ -137,12 +137,15 @@ def _sharded_over(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _local_norm(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    device = tensors[0].device
+    # Also for a rank whose shards are all empty: ranks must gather the same dtype.
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=dtype, device=tensors[0].device)
     wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in filled]
-    return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach)
+    return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach).to(dtype)
 
 
 def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:

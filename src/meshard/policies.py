@@ -8,7 +8,7 @@ working; torch's own policy objects are accepted wherever ours are.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,14 +61,14 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     accumulate_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            dtype = getattr(self, field.name)
-            if field.name == "cast_forward_inputs" or dtype is None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{field.name} must be a torch.dtype or None, got {dtype!r}.")
+                raise TypeError(f"{name} must be a torch.dtype or None, got {dtype!r}.")
             if not dtype.is_floating_point:
-                raise ValueError(f"{field.name} must be a floating-point dtype, got {dtype}.")
+                raise ValueError(f"{name} must be a floating-point dtype, got {dtype}.")
 
 
 @dataclass  # torch's is not frozen, and a frozen dataclass cannot inherit from it
@@ -119,21 +119,3 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims needs shard=, replicate=, or both.")
-
-
-def accumulate_dtype_of(
-    policy: TorchMixedPrecisionPolicy, param_dtypes: set[torch.dtype]
-) -> torch.dtype:
-    """Return the dtype in which a unit with these parameter dtypes adds gradients up.
-
-    >>> accumulate_dtype_of(MixedPrecisionPolicy(), {torch.bfloat16})
-    torch.float32
-    """
-    chosen = getattr(policy, "accumulate_dtype", None)
-    if chosen is not None:
-        return chosen  # type: ignore[no-any-return]  # torch's own policy has no such field
-    widest = torch.float32
-    for dtype in param_dtypes:
-        if dtype.is_floating_point:
-            widest = torch.promote_types(widest, dtype)
-    return widest

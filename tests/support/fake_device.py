@@ -54,6 +54,7 @@ class _Block:
 
     weak: int
     allocated_on: int
+    memory: range
     wrote: tuple[int, int, str] | None = None
     reads: dict[int, tuple[int, str]] = field(default_factory=dict)
 
@@ -122,11 +123,15 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _block(self, tensor: torch.Tensor, stream: Stream) -> _Block:
-        key = _key(tensor)
-        if key not in self._blocks:
-            weak = tensor.untyped_storage()._weak_ref()
-            self._blocks[key] = _Block(weak, stream.number)
-        return self._blocks[key]
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            start = storage.data_ptr()
+            for block in self._blocks.values():
+                if start in block.memory:  # a storage inside another: the same memory
+                    return block
+            memory = range(start, start + storage.nbytes())
+            self._blocks[storage._cdata] = _Block(storage._weak_ref(), stream.number, memory)
+        return self._blocks[storage._cdata]
 
     def _check(self, stream: Stream, access: tuple[int, int, str], what: str) -> None:
         number, ticks, before = access

@@ -83,22 +83,40 @@ def test_an_interrupted_pass_leaves_the_prediction_as_it_was():
     assert predicted == [A, B, C, None]
 
 
+def over(schedule, call, backward=0):
+    return StepSchedule.over_before(schedule.current, call, backward)
+
+
 def test_later_units_are_over_when_an_earlier_one_begins_backward():
     schedule = StepSchedule()
     _, (a, b, c, root) = run(schedule, TREE)
-    of = schedule.current
-    assert StepSchedule.is_over(of, C, b)
-    assert not StepSchedule.is_over(of, A, b)
-    assert not StepSchedule.is_over(of, A, root)
-    assert not StepSchedule.is_over(of, ROOT, a)
-    assert not StepSchedule.is_over(of, B, c)
+    assert over(schedule, root) == []
+    assert over(schedule, c) == []
+    assert over(schedule, b) == [C]
+    assert over(schedule, b) == []  # each is returned once
+    assert over(schedule, a) == [B]
+    assert over(schedule, a, backward=1) == [C, B]  # in each backward
+
+
+def test_a_unit_whose_output_was_not_used_is_over_too():
+    schedule = StepSchedule()
+    _, (a, _, _, root) = run(schedule, TREE)
+    assert over(schedule, root) == []
+    assert over(schedule, a) == [C, B]
+
+
+def test_what_is_inside_is_over_before_what_is_around_it():
+    schedule = StepSchedule()
+    _, calls = run(schedule, (ROOT, [(A, []), (B, [(C, [])])]))
+    a = next(call for call in calls if call.unit == A)
+    assert over(schedule, a) == [C, B]
 
 
 def test_a_unit_used_again_earlier_is_not_over():
     schedule = StepSchedule()
     _, calls = run(schedule, (ROOT, [(A, []), (B, []), (A, [])]))
     b = next(call for call in calls if call.unit == B)
-    assert not StepSchedule.is_over(schedule.current, A, b)
+    assert over(schedule, b) == []
 
 
 @given(entries=st.lists(st.lists(st.integers(1, 5), max_size=8), min_size=2, max_size=4))

@@ -63,7 +63,7 @@ def resolve_divisors(
 
 def _near_root(divisor: Fraction) -> Fraction:
     # Halves round up: overflow destroys a step, underflow loses what hardly mattered.
-    return Fraction(2) ** math.floor(math.log2(divisor) / 2 + 0.5)
+    return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
 def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
@@ -74,8 +74,10 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
         tensor.mul_(denominator / numerator)  # as for 1 / 7, whose reciprocal alone is exact
     else:
-        # Not by multiplication with the reciprocal, which would round twice.
-        tensor.div_(numerator / denominator)
+        # Not by multiplication with the reciprocal, which would round twice. CUDA kernels do just
+        # that with a Python number, but not with a tensor.
+        quotient = numerator / denominator
+        tensor.div_(quotient if tensor.device.type == "cpu" else tensor.new_full((), quotient))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +85,8 @@ class ReduceRequest:
     """What is to be reduced, over whom, and how.
 
     Attributes:
-        buffer: ``[shard_count, shard_numel]`` in the wire dtype; consumed.
+        buffer: ``[shard_count, shard_numel]``; consumed.
+        wire_dtype: The dtype in which it travels; narrowed to only after the first division.
         partial: ``[shard_numel]`` in ``accumulate_dtype``, reduced over the shard group earlier in
             the window, or None. Added after the reduce-scatter, before the all-reduce.
         shard_group: Ranks that each own a row of ``buffer``.
@@ -96,6 +99,7 @@ class ReduceRequest:
     """
 
     buffer: torch.Tensor
+    wire_dtype: torch.dtype
     partial: torch.Tensor | None
     shard_group: dist.ProcessGroup
     replicate_group: dist.ProcessGroup | None
@@ -130,7 +134,7 @@ class Reduction:
             request.shard_group.size(),
             request.replicate_count,
             request.divide_factor,
-            request.buffer.dtype,
+            request.wire_dtype,
         )
         self._unused: torch.Tensor | None = None
         self._ends: list[Pending] = []  # what follows the last work on each lane
@@ -140,6 +144,7 @@ class Reduction:
     def _start_scatter(self) -> Pending:
         request = self._request
         divide_(request.buffer, self._divisors.before_scatter)
+        request.buffer = request.buffer.to(request.wire_dtype)
         request.marks.mark_sent(request.buffer)
         with self._comm.lane(Lane.SCATTER):
             self._result = torch.empty(
@@ -177,7 +182,8 @@ class Reduction:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(request.partial)
                 self._result.add_(request.partial)
-            marks.write(self._result, self._unused)
+            if request.replicate_group is None:
+                marks.write(self._result, self._unused)  # it may become a partial
             self._pending = self._comm.queued(self._result)
             self._ends.append(self._pending)
         if request.replicate_group is not None:
@@ -187,8 +193,9 @@ class Reduction:
         request = self._request
         with self._comm.lane(Lane.ALL_REDUCE):
             self._pending.wait()
-            self._wire = self._result.to(request.buffer.dtype)
+            self._wire = self._result.clone()
             divide_(self._wire, self._divisors.before_all_reduce)
+            self._wire = self._wire.to(request.wire_dtype)
             request.marks.write(self._wire, self._unused)
             self._pending = self._comm.all_reduce(self._wire, group=group, label=request.label)
 
@@ -196,11 +203,10 @@ class Reduction:
         request = self._request
         with self._comm.lane(Lane.ALL_REDUCE):
             self._pending.wait()
-            self._unused = request.marks.read(self._wire)
-            # Not into the memory of self._result: the scatter lane allocated that one.
+            # Under a second name: the first was allocated on the scatter lane, and is read on this.
+            self._unused_anywhere = request.marks.read(self._wire)
             self._reduced = self._wire.to(request.accumulate_dtype)
             divide_(self._reduced, self._divisors.after_all_reduce)
-            request.marks.write(self._reduced, self._unused)
             self._ends.append(self._comm.queued(self._reduced))
 
     def finish(self) -> Reduced:
@@ -212,6 +218,13 @@ class Reduction:
         over_replicas = self._request.replicate_group is not None
         shard = self._reduced if over_replicas else self._result
         # Only now may the inputs go: the caller's stream is ordered after every use of them.
-        used = self._request.marks.used_after(self._unused)
+        unused = self._unused_anywhere if over_replicas else self._unused
+        used = self._request.marks.used_after(unused)
         del self._request
         return Reduced(shard, used)
+
+    def abandon(self) -> None:
+        """Wait for what was started, and queue nothing more."""
+        self._pending.wait()
+        for end in self._ends:
+            end.wait()

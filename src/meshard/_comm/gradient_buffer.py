@@ -17,6 +17,8 @@ from meshard._comm.slots import matching_parts
 from meshard._comm.usage_marks import UsageMarks
 from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
 
+_MAX_MARKS = 16
+
 
 class GradientLayout:
     """Where the gradients of some of a unit's parameters stand on the wire. Immutable.
@@ -106,6 +108,8 @@ class GradientLayout:
     def marks_for(self, used: frozenset[int]) -> UsageMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
+            if len(self._marks) >= _MAX_MARKS:  # experts make a new set at almost every step
+                self._marks.clear()
             offsets = {i: slot.offset for i, slot in self.slots.items() if slot.numel}
             # An empty slot cannot be marked: count it as used, so that all ranks agree.
             empty = {index for index, slot in self.slots.items() if not slot.numel}

@@ -17,7 +17,9 @@ Note: Stream rules.
        on a lane (a reduce-scatter's input) is dropped only after compute has waited for that
        lane. A tensor allocated on a lane and used on compute (gathered shards, reduced gradients)
        may be dropped at any time outside the lane, by rule 1.
-    4. *Nothing waits twice for the same thing, and no host thread waits at all.* Lanes do not
+    4. *What one lane allocated and another uses lives until ``finish``*, when compute has waited
+       for both.
+    5. *Nothing waits twice for the same thing, and no host thread waits at all.* Lanes do not
        wait for one another except through ``Pending.wait`` inside the later lane.
 """
 
@@ -58,6 +60,10 @@ class _EventPending:
         """Make the current stream wait for the collective; the host goes on."""
         self._device_module.current_stream().wait_event(self._event)
         self._keep = ()
+
+    def __del__(self) -> None:
+        if self._keep:
+            self.wait()  # dropped with the model, say: rule 3 holds all the same
 
 
 class StreamCommunicator(BaseCommunicator):

@@ -34,7 +34,8 @@ class UsageMarks:
         """Make ``-0.0`` at the start of used slots of ``buffer [shard_count, n]`` positive."""
         columns = self._used_columns
         if columns.numel():
-            buffer.index_add_(1, columns, buffer.new_zeros(buffer.size(0), columns.numel()))
+            # Not index_add_: CUDA adds narrow dtypes in pairs, and the neighbour may be a mark.
+            buffer.index_copy_(1, columns, buffer.index_select(1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
         """Return, for each slot of ``flat [n]``, whether it starts with ``-0.0``."""
@@ -49,11 +50,10 @@ class UsageMarks:
         """Restore the marks of ``flat [n]`` to what ``read`` said."""
         if not self._columns.numel():
             return
-        if unused is None:
-            flat.index_add_(0, self._columns, flat.new_zeros(self._columns.numel()))
-            return
         first = flat.index_select(0, self._columns) + 0.0
-        flat.index_copy_(0, self._columns, torch.where(unused, first.new_tensor(-0.0), first))
+        if unused is not None:
+            first.masked_fill_(unused, -0.0)
+        flat.index_copy_(0, self._columns, first)
 
     def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
         """Return the parameters that some rank used. Waits for the device if any is in doubt."""

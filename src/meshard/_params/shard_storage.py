@@ -13,6 +13,19 @@ import torch
 from meshard._geometry.layout import FlatLayout
 
 
+def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor whose storage begins with it.
+
+    ``torch.save`` and ``copy.deepcopy`` of a DTensor fail where the local tensor has a storage
+    offset, and would store the whole flat buffer with every parameter.
+    """
+    if view.is_meta or not view.numel():
+        return view.clone()
+    start = view.storage_offset() * view.itemsize
+    part = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(part, 0, view.shape, view.stride())
+
+
 class ShardStorage:
     """This rank's flat shard of a unit, and its view for every parameter.
 
@@ -31,7 +44,7 @@ class ShardStorage:
             for slot in segment.slots:
                 shape = layout.params[slot.index].local_shape(shard_rank)
                 owned = flat.narrow(0, slot.offset, shape.numel())
-                self.locals[slot.index] = owned.view(shape)
+                self.locals[slot.index] = _with_storage_of_its_own(owned).view(shape)
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:

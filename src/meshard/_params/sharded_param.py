@@ -45,12 +45,24 @@ class ShardedParam:
             if module is not None:
                 module._parameters[name] = face
 
-    def registered(self) -> nn.Parameter | None:
-        """Return what the first living owner holds at present."""
+    def stranger(self) -> nn.Parameter | None:
+        """Return what an owner holds instead of one of the two faces, if any does.
+
+        Raises:
+            RuntimeError: An owner holds nothing there any more.
+        """
         for module_ref, name in self.owners:
             module = module_ref()
-            if module is not None:
-                return module._parameters[name]
+            if module is None:
+                continue
+            held = module._parameters.get(name)
+            if held is None:
+                raise RuntimeError(
+                    f"parameter {self.fqn!r} was removed from its module after fully_shard; "
+                    "remove it before, or set requires_grad to False."
+                )
+            if held is not self.sharded and held is not self.unsharded:
+                return held
         return None
 
     @property

@@ -37,7 +37,7 @@ class GradientState:
     Args:
         group: Whose gradients.
         reduce_dtype: dtype on the wire; None: the widest dtype of the whole gradients.
-        accumulate_dtype: dtype of the accumulators.
+        accumulate_dtype: dtype of the accumulators; None: the wider of float32 and the parameters'.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class GradientState:
         group: ParamGroup,
         *,
         reduce_dtype: torch.dtype | None,
-        accumulate_dtype: torch.dtype,
+        accumulate_dtype: torch.dtype | None,
     ) -> None:
         self._group = group
         self._reduce_dtype = reduce_dtype
-        self._accumulate_dtype = accumulate_dtype
+        self._chosen_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
         self._unreduced: Held | None = None  # U
         self._partial: Held | None = None  # Q
@@ -99,6 +99,11 @@ class GradientState:
         self.clear()
         self.sharded.clear()
 
+    def abandoned(self) -> None:
+        """A reduction on its way was dropped."""
+        self._in_flight -= 1
+        self._dropped = frozenset()
+
     def drop_arrived(self) -> None:
         """Forget whole gradients that have arrived but were not taken."""
         for param in self._group.params:
@@ -131,6 +136,17 @@ class GradientState:
             device = self._group.place.device
             self._layouts[indices] = GradientLayout(layouts, indices, device)
         return self._layouts[indices]
+
+    @property
+    def _accumulate_dtype(self) -> torch.dtype:
+        if self._chosen_dtype is not None:
+            return self._chosen_dtype
+        # Of the parameters as they are now: Module.double may have been called since.
+        widest = torch.float32
+        for segment in self._group.storage.layout.segments:
+            if segment.dtype.is_floating_point:
+                widest = torch.promote_types(widest, segment.dtype)
+        return widest
 
     def _wire_dtype(self, layout: GradientLayout) -> torch.dtype:
         if self._reduce_dtype is not None:
@@ -182,6 +198,7 @@ class GradientState:
         self._unreduced = self._partial = None
         request = ReduceRequest(
             buffer=buffer,
+            wire_dtype=self._wire_dtype(layout),
             partial=partial,
             shard_group=roles.shard_group,
             replicate_group=roles.replicate_group if over_replicas else None,
@@ -202,12 +219,16 @@ class GradientState:
         used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
         wire_dtype = self._wire_dtype(layout)
         if self._unreduced is None:
-            buffer = layout.allocate(wire_dtype)
+            # float16 is divided before it is narrowed to, or sums would overflow that need not.
+            is_narrowing = wire_dtype == torch.float16 and any(
+                gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
+            )
+            buffer = layout.allocate(self._accumulate_dtype if is_narrowing else wire_dtype)
             layout.pack(buffer, gradients)
             return buffer, used
         flat = self._laid_out(self._unreduced, layout)
         layout.add(flat, gradients)
-        return flat.to(wire_dtype), used | self._unreduced.used
+        return flat, used | self._unreduced.used
 
     @torch.no_grad()
     def finish_reduce(self, in_flight: ReductionInFlight) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from meshard._runtime.param_group import GradientHook
 from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import Unit
 
+_MAX_DEPTH = 3  # of objects in objects that are searched for outputs
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
@@ -72,6 +73,9 @@ class _ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
+        if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
+            # Only Exceptions reach post_forward: a KeyboardInterrupt ended the last forward.
+            unit.lifecycle.abort()
         unit.lifecycle.pre_forward(unit)
         dtype = unit.casts.inputs
         if dtype is None:
@@ -132,9 +136,31 @@ def _watch(output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: Forw
         if output.requires_grad:
             output.register_hook(output_hook)
         return
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(output_hook)
+    for tensor in _tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(output_hook)
+
+
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in containers, and in the attributes of objects."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif not isinstance(leaf, _PLAIN) and depth < _MAX_DEPTH:
+            # torch's pytree does not know this class: a dataclass, say.
+            for attribute in getattr(leaf, "__dict__", {}).values():
+                yield from _tensors_in(attribute, depth + 1)
+
+
+def _is_inside_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is being made inside another call of it."""
+    num_calls, frame = 0, sys._getframe()
+    while frame is not None:
+        num_calls += frame.f_code is nn.Module._call_impl.__code__ and (
+            frame.f_locals.get("self") is module
+        )
+        frame = frame.f_back  # type: ignore[assignment]
+    return num_calls > 1
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -74,7 +74,7 @@ class Lifecycle:
         self._units: list[weakref.ref[Unit]] = []
         self._open: list[tuple[Unit, ForwardCall]] = []
         self._resume = Phase.RESTING  # the phase around a backward
-        self._in_backward: list[Unit] = []
+        self._num_backwards = 0
         self._prefetched: list[Unit] = []
         self._reductions = Reductions(comm)
 
@@ -117,11 +117,11 @@ class Lifecycle:
         if unit.gradients is not None:
             unit.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
-            group.forget_stale()
+            group.forget_stale(leftover=unit.settings.reshard_after_forward is None)
         self._unshard(unit, self._forward_candidates(unit))
         group.show_unsharded()
         if torch.is_grad_enabled() and group.num_trainable:
-            unit.set_awaits_gradients(True)
+            unit.step.awaits_gradients = True
 
     def _forward_candidates(self, unit: Unit) -> list[Unit]:
         chosen = unit.settings.forward_prefetch
@@ -148,27 +148,38 @@ class Lifecycle:
     def _prefetch(self, candidates: list[Unit]) -> None:
         for unit in candidates:
             if unit.group is not None and unit.group.residence is Residence.SHARDED:
+                if self.phase is Phase.FORWARD:
+                    unit.group.forget_stale(leftover=False)
                 unit.group.start_unshard()
                 self._prefetched.append(unit)
 
     def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
         """A module of ``unit`` has run, or raised. Return the call that this was."""
         group = unit.group
-        if group is not None and not unit.step.is_in_backward:
-            group.show_sharded()
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
+            if group is not None and not unit.step.is_in_backward:
+                group.show_sharded()
             return self.schedule.current.last_call.get(unit.number)
         call = None
         if self._open and self._open[-1][0] is unit:
             call = self._open.pop()[1]
             self.schedule.exit(call)
+        if self._is_open(unit):
+            return call  # a module that called itself
+        if group is not None:
+            group.show_sharded()
         unit.step.modules_run.add(module_place)
         if group is not None and (failed or self._may_reshard(unit)):
             group.reshard(keep=not failed)
+        elif group is not None and not self._open:
+            group.is_leftover = True
         if not self._open:
             self._end_forward(failed=failed)
         return call
+
+    def _is_open(self, unit: Unit) -> bool:
+        return any(other is unit for other, _ in self._open)
 
     @staticmethod
     def _may_reshard(unit: Unit) -> bool:
@@ -189,6 +200,10 @@ class Lifecycle:
                     unit.group.reshard(keep=True)  # of several modules, not all have run
                 unit.step.modules_run.clear()
 
+    def is_running(self, unit: Unit) -> bool:
+        """Whether the outermost forward that has begun and not ended is that of ``unit``."""
+        return bool(self._open) and self._open[0][0] is unit
+
     # --- backward --------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
@@ -196,21 +211,22 @@ class Lifecycle:
             self.abort()
         if self.phase is not Phase.BACKWARD:
             self._resume, self.phase = self.phase, Phase.BACKWARD
+            self._num_backwards += 1
             self._queue_callback(EndOfBackward(self))
 
     def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
         """The first gradient of an output of ``unit`` is there."""
         self._begin_backward()
-        for other in tuple(self._in_backward):
-            if other is not unit and StepSchedule.is_over(of, other.number, call):
+        for number in StepSchedule.over_before(of, call, self._num_backwards):
+            other = self._unit(number)
+            if other is not None and other is not unit:
                 self._complete(other)
         if unit.group is None:
             return
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
-            self._in_backward.append(unit)
             if unit.group.num_trainable:
-                unit.set_awaits_gradients(True)
+                unit.step.awaits_gradients = True
         if unit.settings.unshard_in_backward:
             self._unshard(unit, self._backward_candidates(unit, of, call), in_backward=True)
             unit.group.show_unsharded()  # checkpointing may run parts of forward again
@@ -229,20 +245,19 @@ class Lifecycle:
         self._begin_backward()
         step, group = unit.step, unit.group
         assert group is not None
-        unit.set_awaits_gradients(True)
+        unit.step.awaits_gradients = True
         step.arrived.add(index)
         if len(step.arrived) < group.num_trainable:
             return
-        if not unit.has_frozen and unit.settings.reshard_after_backward:
-            group.reshard()
+        # Not freed yet: a node may have saved a weight without contributing to its gradient.
         step.is_ready = True
         self._reduce_if_ready(unit)
 
     def _complete(self, unit: Unit) -> None:
         """Nothing of this unit is left to run in this backward."""
-        if unit.step.is_in_backward:
-            unit.step.is_in_backward = False
-            self._in_backward.remove(unit)
+        if self._is_open(unit):
+            return  # a backward inside the forward of this unit
+        unit.step.is_in_backward = False
         if unit.group is not None:
             unit.group.show_sharded()
             if unit.settings.reshard_after_backward:
@@ -253,11 +268,11 @@ class Lifecycle:
 
     def _reduce_if_ready(self, unit: Unit) -> None:
         step = unit.step
-        if not step.is_ready or step.num_open_children:
+        if not step.is_ready or unit.has_open_children:
             return
         step.is_ready = False
         step.arrived.clear()
-        unit.set_awaits_gradients(False)
+        step.awaits_gradients = False
         self._take_gradients(unit)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
@@ -302,6 +317,8 @@ class Lifecycle:
     def note_failure(self) -> None:
         """A backward has raised. Called while the exception is on its way: do not communicate."""
         self.has_failed = True  # the next step begins with abort()
+        self._prefetched.clear()
+        self._open.clear()
         for unit in self.units():
             if unit.group is not None:
                 unit.group.show_sharded()
@@ -315,13 +332,12 @@ class Lifecycle:
         self.has_failed = False
         self.phase = self._resume = Phase.RESTING
         self._open.clear()
-        self._in_backward.clear()
         self._prefetched.clear()
         self.schedule.forget()
         is_window_open = not self._reductions.is_idle or any(
             unit.gradients.is_pending for unit in self.units() if unit.gradients is not None
         )
-        self._reductions.finish_all()
+        self._reductions.abandon()
         for unit in self.units():
             unit.reset_step()
             if unit.group is not None:

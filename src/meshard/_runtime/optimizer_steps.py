@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -26,6 +27,9 @@ class Stepped(Protocol):
 
     num_steps: int
 
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether this very tensor is one of its parameters."""
+
     def check_may_step(self) -> None:
         """Raise if gradients are pending."""
 
@@ -34,9 +38,10 @@ class Stepped(Protocol):
 
 
 # Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
-# it. An id that is used again by a stranger costs a needless gather, no more.
+# it. A stranger may get the id later, so the owner is asked.
 _owners: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
-_stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Stepped]]]]
+_Shape = list[tuple[int, int]]  # of an optimizer: which lists of parameters, and how long
+_stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[_Shape, list[weakref.ref[Stepped]]]]
 _stepped_by = weakref.WeakKeyDictionary()
 _is_watching = False
 
@@ -51,7 +56,12 @@ def watch_optimizers(owner: Stepped, params: list[torch.Tensor]) -> None:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         # There is no hook for zero_grad.
-        Optimizer.zero_grad = _clearing(Optimizer.zero_grad)  # type: ignore[method-assign]
+        Optimizer.zero_grad = _clearing(  # type: ignore[method-assign]
+            Optimizer.zero_grad, _params_of
+        )
+        nn.Module.zero_grad = _clearing(  # type: ignore[method-assign]
+            nn.Module.zero_grad, nn.Module.parameters
+        )
         _is_watching = True
 
 
@@ -60,16 +70,21 @@ def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def _owners_of(params: Iterable[torch.Tensor]) -> list[Stepped]:
+    found: dict[int, Stepped] = {}
+    for param in params:
+        owner = _owners.get(id(param))
+        if owner is not None and id(owner) not in found and owner.owns(param):
+            found[id(owner)] = owner
+    return list(found.values())
+
+
 def _owners_in(optimizer: Optimizer) -> list[Stepped]:
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
     known = _stepped_by.get(optimizer)
     if known is None or known[0] != sizes:
-        owners = {
-            id(owner): owner
-            for param in _params_of(optimizer)
-            if (owner := _owners.get(id(param))) is not None
-        }
-        known = _stepped_by[optimizer] = (sizes, [weakref.ref(each) for each in owners.values()])
+        owners = _owners_of(_params_of(optimizer))
+        known = _stepped_by[optimizer] = (sizes, [weakref.ref(each) for each in owners])
     return [owner for ref in known[1] if (owner := ref()) is not None]
 
 
@@ -79,8 +94,7 @@ def check_may_step(params: Iterable[torch.Tensor]) -> None:
     Raises:
         RuntimeError: Naming the unit and what to do.
     """
-    owners = {id(owner): owner for p in params if (owner := _owners.get(id(p))) is not None}
-    for owner in owners.values():
+    for owner in _owners_of(params):
         owner.check_may_step()
 
 
@@ -94,13 +108,16 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
         owner.num_steps += 1
 
 
-def _clearing(zero_grad: Callable[..., None]) -> Callable[..., None]:
+def _clearing(
+    zero_grad: Callable[..., None], params_of: Callable[[Any], Iterable[torch.Tensor]]
+) -> Callable[..., None]:
     @functools.wraps(zero_grad)
-    def zero_grad_and_clear(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         zero_grad(self, *args, **kwargs)
-        owners = _owners_in(self)
+        params = list(params_of(self))
+        owners = _owners_of(params)
         if owners:
-            ids = {id(param) for param in _params_of(self)}
+            ids = {id(param) for param in params}
             for owner in owners:
                 owner.clear_pending(ids)
 

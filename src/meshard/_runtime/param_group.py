@@ -94,6 +94,7 @@ class ParamGroup:
         self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
         self.residence = Residence.SHARDED
         self.num_trainable = 0
+        self.is_leftover = False  # whole since an earlier forward
         self.num_steps = 0  # that optimizers have taken: see optimizer_steps
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
@@ -150,12 +151,10 @@ class ParamGroup:
         """
         replaced = False
         for param, own in zip(self.params, self.storage.locals, strict=True):
-            registered = param.registered()
-            if registered is not param.sharded and registered is not None:
-                if registered is param.unsharded:
-                    continue
-                self._check_replacement(param, registered)
-                param.sharded = registered
+            stranger = param.stranger()
+            if stranger is not None:
+                self._check_replacement(param, stranger)
+                param.sharded = stranger
                 replaced = True
             elif local_of(param.sharded) is not own:
                 replaced = True
@@ -210,6 +209,10 @@ class ParamGroup:
                     "call to_empty(device=...) on the root module and initialise its parameters "
                     "(reset_parameters, or load_state_dict) before the first forward."
                 )
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
+        return any(own.sharded is param for own in self.params)
 
     def check_may_step(self) -> None:
         """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""
@@ -283,12 +286,22 @@ class ParamGroup:
                 first = keep_in.rank() * count
                 self._kept = _Kept(gathered[first : first + count].clone(), keep_in)
         self._in_flight = None
+        self.is_leftover = False
         self.residence = Residence.UNSHARDED
 
-    def forget_stale(self) -> None:
-        """Reshard if the whole copy (or what was kept of it) is older than the shards."""
+    def forget_stale(self, *, leftover: bool) -> None:
+        """Reshard if the whole copy (or what was kept of it) is older than the shards.
+
+        Args:
+            leftover: Also if it only was left whole by an earlier forward for its backward. Edits
+                by ``.data`` or torch's foreach kernels raise no version, so a copy that nobody
+                asked to keep is not trusted.
+        """
         self._kept = None
         if self.residence is Residence.SHARDED:
+            return
+        if leftover and self.is_leftover:
+            self.reshard()
             return
         self.adopt_edits()
         if self._whole_version != self.version:

@@ -80,6 +80,14 @@ class Reductions:
         while any(other is unit and not each.is_full for other, each in self._in_flight):
             self._finish_oldest()
 
+    def abandon(self) -> None:
+        """Drop all of them. Waits for what was started, and starts nothing: ranks may differ."""
+        while self._in_flight:
+            unit, each = self._in_flight.popleft()
+            each.reduction.abandon()
+            if unit.gradients is not None:
+                unit.gradients.abandoned()
+
     def finish_all(self) -> None:
         """Have every result in ``.grad``, or in its partial."""
         while self._in_flight:

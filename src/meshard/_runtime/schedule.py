@@ -29,6 +29,8 @@ class ForwardPass:
     first_entry: dict[int, int] = field(default_factory=dict)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
     ticks: int = 0
+    swept: int = 0  # how many of first_entry have not been found to be over
+    swept_in: int = -1  # the backward that is about
 
 
 class StepSchedule:
@@ -92,10 +94,23 @@ class StepSchedule:
         return of.exits[call.exit_place - 1] if call.exit_place > 0 else None
 
     @staticmethod
-    def is_over(of: ForwardPass, unit: int, call: ForwardCall) -> bool:
-        """Whether a unit's backward is over once that of ``call`` begins.
+    def over_before(of: ForwardPass, call: ForwardCall, backward: int) -> list[int]:
+        """Return the units whose backward is over once that of ``call`` begins, last first.
 
         Autograd runs nodes that were made later first. So when the backward of one call begins,
-        every unit that was entered only after that call had ended has nothing left to run.
+        every unit that was entered only after that call had ended has nothing left to run,
+        whether or not any of its outputs was used.
+
+        Args:
+            of: The pass of the call.
+            call: The call whose backward begins.
+            backward: Number of the backward; each unit is returned once in each.
         """
-        return of.first_entry.get(unit, -1) > call.exited
+        if of.swept_in != backward:
+            of.swept_in, of.swept = backward, len(of.first_entry)
+        entries = list(of.first_entry.items()) if of.swept else []
+        over = []
+        while of.swept and entries[of.swept - 1][1] > call.exited:
+            of.swept -= 1
+            over.append(entries[of.swept][0])
+        return over

@@ -62,9 +62,14 @@ class ShardedGrads:
         shown = self._shown
         if shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
-            shown.flat.add_(new.flat)
+            shown.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             for grad, wide in self._copies(shown):
                 grad.copy_(wide)
+            self._shown = shown._replace(used=shown.used | new.used)
+            for index, local in self._locals(self._shown):
+                if index not in shown.used:
+                    self._set(index, local)
+            self._addresses = self._addresses_of(self._shown)
         elif all(self._grad(index) is None for index in new.used):
             for index, local in self._locals(new):
                 self._set(index, local)
@@ -122,8 +127,8 @@ class ShardedGrads:
     def _is_shown(self, shown: Held, new: Held) -> bool:
         return (
             shown.layout is new.layout
-            and shown.used == new.used
             and self._addresses == self._addresses_of(shown)
+            and all(self._grad(index) is None for index in new.used - shown.used)
         )
 
     def _run_hooks(self, new: Held) -> None:

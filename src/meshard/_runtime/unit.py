@@ -29,6 +29,9 @@ class StepEvents(Protocol):
     schedule: StepSchedule
     is_last_backward: bool
 
+    def is_running(self, unit: Unit) -> bool:
+        """Whether the outermost forward that has begun and not ended is that of the unit."""
+
     def pre_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run."""
 
@@ -109,7 +112,6 @@ class UnitStep:
     awaits_gradients: bool = False  # a forward has run whose gradients have not been taken
     is_in_backward: bool = False  # its backward has begun and is not over
     is_ready: bool = False  # its gradients are complete, and wait for units inside it
-    num_open_children: int = 0  # units directly inside that await gradients
     modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
 
 
@@ -130,6 +132,7 @@ class Unit:
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # place among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
+        self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.group: ParamGroup | None = None  # None: no parameters of its own
         self.gradients: GradientState | None = None
@@ -157,22 +160,14 @@ class Unit:
         return bool(chosen)
 
     @property
-    def has_frozen(self) -> bool:
-        """Whether backward may use whole parameters after the last gradient has arrived."""
-        return self.group is not None and self.group.num_trainable < len(self.group.params)
-
-    def set_awaits_gradients(self, flag: bool) -> None:
-        """Note whether gradients are to come, here and in the unit around this one."""
-        if self.step.awaits_gradients is flag:
-            return
-        self.step.awaits_gradients = flag
-        parent = self.parent() if self.parent is not None else None
-        if parent is not None:
-            parent.step.num_open_children += 1 if flag else -1
+    def has_open_children(self) -> bool:
+        """Whether gradients of a unit directly inside are still to come."""
+        children = (ref() for ref in self.children)
+        return any(child is not None and child.step.awaits_gradients for child in children)
 
     def reset_step(self) -> None:
         """Be as between two steps."""
-        self.set_awaits_gradients(False)
+        self.step.awaits_gradients = False
         self.step.arrived.clear()
         self.step.is_in_backward = self.step.is_ready = False
         self.step.modules_run.clear()
