@@ -96,6 +96,56 @@ def test_zero_grad_clears_what_is_hidden(how, schedule):
         assert found["b"] == (0.0 if (how, schedule) == ("zeros", "F") else None)
 
 
+def zero_in_a_plain_parent():
+    parent = nn.ModuleDict({"unit": make()})
+    run(parent["unit"], "N", 100.0, 7.0)
+    parent.zero_grad()
+    run(parent["unit"], "F", 2.5, None)
+    return values(parent["unit"])
+
+
+def test_a_plain_module_around_units_clears_them_too():
+    assert run_threads(zero_in_a_plain_parent, 4) == [{"a": 2.5, "b": None}] * 4
+
+
+def change_use_in_bf16():
+    model = make((2,), dtype=torch.bfloat16)
+    for number in range(300):
+        run(model, "F", 1.0, 1.0 if number in (0, 299) else None)
+    return values(model)
+
+
+def test_sums_stay_wide_when_the_set_of_used_parameters_changes():
+    assert run_threads(change_use_in_bf16, 2) == [{"a": 300.0, "b": 2.0}] * 2
+
+
+def drop_one_for_good():
+    model = make()
+    run(model, "R", 1.0, 7.0)
+    torch.optim.SGD([model.b], lr=1.0).zero_grad()
+    run(model, "R", 1.0, None)
+    run(model, "F", None, None)
+    return values(model)
+
+
+def test_a_parameter_that_was_cleared_and_not_used_again_has_no_gradient():
+    assert run_threads(drop_one_for_good, 4) == [{"a": 2.0, "b": None}] * 4
+
+
+def overlap_partials():
+    model = make()
+    model.set_is_last_backward(False)
+    for _ in range(3):
+        run(model, "R", 1.0, 1.0)
+    model.set_is_last_backward(True)
+    run(model, "F", 1.0, None)
+    return values(model)
+
+
+def test_partials_on_their_way_are_added_up():
+    assert run_threads(overlap_partials, 4) == [{"a": 4.0, "b": 3.0}] * 4
+
+
 def zero_one_parameter():
     model = make()
     optimizer = torch.optim.SGD([model.a], lr=1.0)
@@ -220,6 +270,15 @@ def test_a_loop_that_is_left_restores_the_modes():
         assert modes_of(model) == [GradientSync.REDUCE_SCATTER]
         assert vars(model)["_meshard_unit"].lifecycle.is_last_backward
         assert list(meshard.microbatches(model, [])) == []
+        model.set_gradient_sync(GradientSync.NONE)
+        modes = [modes_of(model)[0] for _ in meshard.microbatches(model, "ab")]
+        assert modes == [GradientSync.REDUCE_SCATTER, GradientSync.FULL]
+        assert modes_of(model) == [GradientSync.NONE]
+        with meshard.no_sync(model):
+            model(1.0).backward()
+        model.unshard()
+        assert list(meshard.pending_gradients(model)) == ["a"]
+        model.zero_grad()
         with pytest.raises(TypeError, match=r"must be a meshard.GradientSync, got 'none'"):
             next(meshard.microbatches(model, [1], until_last="none"))
         with pytest.raises(ValueError, match="no unit in this Linear"):

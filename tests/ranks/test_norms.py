@@ -63,6 +63,19 @@ def test_norms_over_mixed_meshes_equal_those_of_whole_gradients(run_ranks):
     run_ranks(norms_agree, 4)
 
 
+def norm_of_float64_with_empty_shards():
+    mesh = init_device_mesh("cpu", (4,))
+    layer = meshard.fully_shard(nn.Linear(3, 1, bias=False).double(), mesh)
+    layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    return meshard.clip_grad_norm_(layer, 100.0)
+
+
+def test_ranks_with_empty_shards_take_part_in_the_norm():
+    for norm in run_threads(norm_of_float64_with_empty_shards, 4):
+        assert norm.dtype == torch.float64
+        torch.testing.assert_close(norm.item(), 3**0.5)
+
+
 def clip(norm_type, max_norm):
     model, plain = make()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)

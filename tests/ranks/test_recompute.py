@@ -1,6 +1,7 @@
 """Are units right, and gathered no more than needed, when autograd is used in unusual ways?"""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -193,17 +194,212 @@ def test_training_follows_inference_mode(run_ranks):
     run_ranks(train_after_inference_mode, 2)
 
 
-def prefetch_two_ahead(forward):
+def order_around_compute(forward):
+    """Return what is gathered and computed, in order, with prefetch lists set against nature."""
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(MlpStack())
     shard(model, mesh)
-    blocks = list(model.blocks)
-    blocks[0].set_modules_to_forward_prefetch(blocks[1:] if forward else [blocks[1]])
-    with CommLedger(model) as ledger:
-        model(torch.ones(1, 6))
-    return [event.unit for event in ledger.events]
+    blocks, log = list(model.blocks), []
+    if forward:
+        blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
+    else:
+        blocks[2].set_modules_to_backward_prefetch([blocks[0], blocks[1]])
+
+    class Log(CommLedger):
+        def _observe(self, event, communicator):
+            log.append(event.unit)
+
+    def computes(*_):
+        log.append("compute")
+
+    blocks[0].up.register_forward_pre_hook(computes)
+    if forward:
+        with Log():
+            model(torch.ones(1, 6))
+    else:
+        out = model(torch.ones(1, 6))
+        with Log():
+            out.sum().backward()
+    return log
 
 
 def test_prefetch_lists_replace_the_prediction(run_ranks):
-    for order in run_ranks(prefetch_two_ahead, 2, True):
-        assert order == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    expected = ["(root)", "blocks.0", "blocks.2", "blocks.1", "compute"]
+    assert run_ranks(order_around_compute, 2, True) == [expected] * 2
+    for order in run_ranks(order_around_compute, 2, False):
+        gathers = [name for name in order if name.startswith("blocks")][:3]
+        assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
+
+
+class Detached(nn.Module):
+    """Reads its weight where the gradient does not flow to it: a straight-through estimator."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 6))
+
+    def forward(self, x):
+        rounded = self.weight + (self.weight.sign() - self.weight).detach()
+        return torch.tanh(x @ self.weight.detach()) * (x @ rounded) * self.weight.detach().sum()
+
+
+@dataclasses.dataclass
+class Output:
+    """A container that torch's pytree does not know."""
+
+    hidden: torch.Tensor
+    more: dict
+
+
+class Wrapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Output(torch.tanh(self.layer(x)), {"twice": [2 * x]})
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, depth=2):
+        return torch.tanh(self.layer(self(x, depth - 1) if depth else x))
+
+
+class Force(nn.Module):
+    """Differentiates a unit inside its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(6))
+        self.energy = nn.Linear(6, 1)
+
+    def forward(self, x):
+        inner = x.detach().requires_grad_()
+        with torch.enable_grad():
+            force = torch.autograd.grad(torch.tanh(self.energy(inner)).sum(), inner)[0]
+        return self.energy(x * self.scale) + force.sum(-1, keepdim=True)
+
+
+class Stack(nn.Module):
+    """Two units of a kind, in a root with parameters of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.second = kind(), kind()
+        self.own = nn.Parameter(torch.empty(6))
+
+    def forward(self, x):
+        for unit in (self.first, self.second):
+            x = unit(x * self.own)
+            x = x.hidden if isinstance(x, Output) else x
+            x = x.expand(-1, 6)
+        return x + self.own
+
+
+def train_kind(kind):
+    mesh = init_device_mesh("cpu", (2,))
+    model = seeded(Stack(kind))
+    plain = copy.deepcopy(model)
+    for unit in (model.first, model.second):
+        if kind is Force:
+            meshard.fully_shard(unit.energy, mesh)
+        meshard.fully_shard(unit, mesh)
+    meshard.fully_shard(model, mesh)
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(3):
+        model(xs[dist.get_rank()]).square().mean().backward()
+        plain(xs.flatten(0, 1)).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Detached, Wrapping, Recursive, Force])
+def test_unusual_modules_train_like_plain_ones(run_ranks, kind):
+    run_ranks(train_kind, 2, kind)
+
+
+def shard_after_running():
+    mesh = init_device_mesh("cpu", (2,))
+    model = seeded(MlpStack())
+    plain = copy.deepcopy(model)
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh)
+        block(xs[0])  # before there is a root
+    meshard.fully_shard(model, mesh)
+    model(xs[dist.get_rank()]).square().mean().backward()
+    plain(xs.flatten(0, 1)).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_units_may_run_before_their_root_is_sharded(run_ranks):
+    run_ranks(shard_after_running, 2)
+
+
+class Branches(nn.Module):
+    """Outputs of units in the middle may go unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6 + number) for number in range(4))
+
+    def forward(self, x, used):
+        outputs = [block(x).sum() for block in self.blocks]
+        return sum(out for number, out in enumerate(outputs) if number in used)
+
+
+def leave_outputs_unused(useds):
+    mesh = init_device_mesh("cpu", (2,))
+    model = seeded(Branches())
+    plain = copy.deepcopy(model)
+    shard(model, mesh)
+    # That ranks gather alike in backward is up to them; that they reduce alike is up to us.
+    model.set_reshard_after_forward(False)
+    x = torch.ones(2, 6)
+    for _ in range(2):
+        with CommLedger(model) as ledger:
+            model(x, useds[dist.get_rank()]).backward()
+        for used in useds:
+            (plain(x, used) / 2).backward()
+        assert_same(full_grads(model), full_grads(plain))
+    return [event.unit for event in ledger.events if event.op == "reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    "useds", [((0, 1, 2, 3), (0, 1, 3)), ((0, 2), (1, 3)), ((3,), (0,)), ((0, 3), (0, 1, 2))]
+)
+def test_ranks_may_leave_different_outputs_unused(run_ranks, useds):
+    orders = run_ranks(leave_outputs_unused, 2, useds)
+    assert orders[0] == orders[1]
+
+
+def interrupt():
+    mesh = init_device_mesh("cpu", (2,))
+    model = seeded(MlpStack())
+    plain = copy.deepcopy(model)
+    shard(model, mesh)
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].up.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(xs[0])
+    handle.remove()
+    for _ in range(3):
+        model(xs[dist.get_rank()]).square().mean().backward()
+        plain(xs.flatten(0, 1)).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+    assert len(vars(model)["_meshard_unit"].lifecycle.schedule.current.entries) == 4
+
+
+def test_a_keyboard_interrupt_is_forgotten_at_the_next_forward(run_ranks):
+    run_ranks(interrupt, 2)

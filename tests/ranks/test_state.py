@@ -1,5 +1,8 @@
 """Do parameters survive being made late, moved, cast, saved and loaded?"""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,6 +113,9 @@ def cast_in_place():
     model.zero_grad()
     case.loss(model(batch.double())).backward()
     assert all(param.grad.dtype == torch.float64 for param in model.parameters())
+    plain = case.build().double()
+    case.loss(plain(case.whole_batch(0, 2).double())).backward()
+    assert_same(full_grads(model), full_grads(plain), torch.float64)
 
 
 def test_a_model_is_cast_after_a_step(run_ranks):
@@ -142,6 +148,27 @@ def edit_behind_the_whole_copy():
 
 def test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters(run_ranks):
     run_ranks(edit_behind_the_whole_copy, 2)
+
+
+def save_with_torch():
+    case = CASES["transformer"]
+    model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    sharded_bytes = sum(value.to_local().nbytes for value in state.values())
+    assert file.tell() < 2 * sharded_bytes + 50_000  # not the whole buffer with every parameter
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=False), copy.deepcopy(state)):
+        for name, value in state.items():
+            assert torch.equal(loaded[name].to_local(), value.to_local())
+            assert loaded[name].placements == value.placements
+    with pytest.raises(NotImplementedError, match="deepcopy of a sharded module"):
+        copy.deepcopy(model)
+
+
+def test_a_state_dict_is_pickled_and_copied(run_ranks):
+    run_ranks(save_with_torch, 2)
 
 
 def save_sharded(path):

@@ -54,7 +54,8 @@ def integer_gradients(shapes_per_unit, masks, seed):
     generator = torch.Generator().manual_seed(seed)
     return [
         [
-            torch.randint(-8, 9, shape, generator=generator).float() if used else None
+            # Times -1.0: a zero becomes -0.0, which must not be taken for a mark of non-use.
+            torch.randint(-8, 9, shape, generator=generator) * -1.0 if used else None
             for shape, used in zip(shapes, mask, strict=True)
         ]
         for shapes, mask in zip(shapes_per_unit, masks, strict=True)

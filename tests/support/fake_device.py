@@ -54,9 +54,13 @@ class _Block:
 
     weak: int
     allocated_on: int
-    memory: range
     wrote: tuple[int, int, str] | None = None
     reads: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def memory(self) -> range:
+        """Where the storage is now; it may have been resized, and moved."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak)
+        return range(0) if storage is None else _memory_of(storage)
 
     def accesses(self) -> list[tuple[int, int, str]]:
         reads = [(stream, ticks, what) for stream, (ticks, what) in self.reads.items()]
@@ -125,12 +129,11 @@ class Recorder(TorchDispatchMode):
     def _block(self, tensor: torch.Tensor, stream: Stream) -> _Block:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._blocks:
-            start = storage.data_ptr()
+            memory = _memory_of(storage)
             for block in self._blocks.values():
-                if start in block.memory:  # a storage inside another: the same memory
-                    return block
-            memory = range(start, start + storage.nbytes())
-            self._blocks[storage._cdata] = _Block(storage._weak_ref(), stream.number, memory)
+                if memory and memory[0] in block.memory():
+                    return block  # a storage inside another: the same memory
+            self._blocks[storage._cdata] = _Block(storage._weak_ref(), stream.number)
         return self._blocks[storage._cdata]
 
     def _check(self, stream: Stream, access: tuple[int, int, str], what: str) -> None:
@@ -167,6 +170,13 @@ class Recorder(TorchDispatchMode):
             self._freed.remove(block)
             for access in block.accesses():
                 self._check(stream, access, f"reuse of memory by {what}")
+
+
+def _memory_of(storage: torch.UntypedStorage) -> range:
+    try:
+        return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    except RuntimeError:  # of a wrapper: a DTensor has no memory of its own
+        return range(0)
 
 
 def _key(tensor: torch.Tensor) -> int:

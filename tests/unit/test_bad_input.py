@@ -209,6 +209,18 @@ def test_a_parameter_replaced_by_something_else_is_named_at_the_next_use():
         net(torch.ones(1, 8))
 
 
+def test_a_parameter_removed_after_sharding_is_named_at_the_next_use():
+    net = meshard.fully_shard(model())
+    net[0].bias = None
+    with pytest.raises(RuntimeError, match=r"'0.bias' was removed from its module"):
+        net(torch.ones(1, 8))
+
+
+def test_a_list_with_a_module_inside_another_is_refused():
+    net = model()
+    check_refused(ValueError, "a Linear is inside a Sequential", [net, net[0]], looked_at=net)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [

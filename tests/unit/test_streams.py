@@ -19,7 +19,7 @@ def make_model():
     return nn.Sequential(nn.Linear(5, 6), *blocks, nn.Linear(6, 1))
 
 
-def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, **kwargs):
+def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, is_last=True, **kwargs):
     """Train three windows of three microbatches; return the device with what it found."""
     device = device or FakeDevice()
     monkeypatch.setattr(
@@ -37,7 +37,8 @@ def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, **kwargs):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Recorder(device) as recorder:
             for schedule in ("FFF", "NNF", "RNF"):
-                for sync in schedule:
+                for number, sync in enumerate(schedule):
+                    model.set_is_last_backward(is_last or number == len(schedule) - 1)
                     model.set_gradient_sync(
                         {
                             "N": GradientSync.NONE,
@@ -62,6 +63,23 @@ def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy):
     assert device.races == []
     assert recorder.num_checked > 1000
     assert len(recorder.streams_used) == (4 if len(mesh_shape) == 2 else 3)
+
+
+def add_idle(model):
+    """Give every block a parameter that is never used, and one that is frozen."""
+    for block in model[1:4]:
+        block.register_parameter("unused", nn.Parameter(torch.ones(8)))
+        block.register_parameter("frozen", nn.Parameter(torch.ones(8), requires_grad=False))
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), HALF])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_unused_and_frozen_parameters_cause_no_race(monkeypatch, mesh_shape, mp_policy, is_last):
+    device, _ = run_steps(
+        monkeypatch, mesh_shape, prepare=add_idle, mp_policy=mp_policy, is_last=is_last
+    )
+    assert device.races == []
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])

@@ -93,6 +93,7 @@ class GradientState:
             self._partial = self._partial.without(gone)
         if self._in_flight:
             self._dropped |= gone
+        self.sharded.release_cleared()
 
     def clear_window(self) -> None:
         """Forget everything, ``.grad`` included."""

@@ -228,7 +228,7 @@ class ParamGroup:
     def clear_pending(self, ids: set[int]) -> None:
         """Forget pending gradients of the sharded parameters with these ids."""
         accumulated = self.accumulated() if self.accumulated is not None else None
-        if accumulated is not None and accumulated.pending:
+        if accumulated is not None:
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             accumulated.clear(frozenset(cleared))
 
