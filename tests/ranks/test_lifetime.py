@@ -1,6 +1,7 @@
 """Is memory given back when it should be?"""
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -22,6 +23,14 @@ def live_tensor_bytes():
                 seen.add(storage._cdata)
                 total += storage.nbytes()
     return total
+
+
+def settled_tensor_bytes():
+    """The same, once gloo's threads have let go of the works that are over."""
+    torch.distributed.barrier()
+    time.sleep(0.2)
+    gc.collect()
+    return live_tensor_bytes()
 
 
 def train_and_delete(case_name, **kwargs):
@@ -53,6 +62,8 @@ def train_and_delete(case_name, **kwargs):
         del unit, model, module, optimizer
         survivors = [type(ref()).__name__ for ref in watched if ref() is not None]
         assert survivors == []
+        torch.distributed.barrier()
+        time.sleep(0.2)  # for gloo's threads to let go of works that are over
         assert live_tensor_bytes() == before
     finally:
         gc.enable()
@@ -71,12 +82,10 @@ def retained_after_a_microbatch(mode, mesh_shape):
     meshard.fully_shard(model, mesh)
     model(torch.ones(1, 16)).sum().backward()  # whatever is made once is made now
     model.zero_grad()
-    gc.collect()
-    before = live_tensor_bytes()
+    before = settled_tensor_bytes()
     model.set_gradient_sync(mode)
     model(torch.ones(1, 16)).sum().backward()
-    gc.collect()
-    after = live_tensor_bytes()
+    after = settled_tensor_bytes()
     meshard.finalize_gradients(model)
     values = [param.grad.full_tensor() for param in model.parameters()]
     assert all(value.shape == (16, 16) and value.isfinite().all() for value in values)
