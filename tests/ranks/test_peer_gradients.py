@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import meshard
 
@@ -153,6 +154,32 @@ def two_setters(lib):
     return both.net.a.grad is not None
 
 
+class MixedDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.linear(self.norm(x).bfloat16())
+
+
+def mixed_dtypes_in_a_unit(lib):
+    net = lib.fully_shard(MixedDtypes(), mesh=init_device_mesh("cpu", (4,)))
+    net(torch.ones(2, 8)).sum().backward()
+    return "works"
+
+
+def uneven_on_dim_one(lib):
+    net = lib.fully_shard(
+        nn.Linear(7, 8),
+        mesh=init_device_mesh("cpu", (4,)),
+        shard_placement_fn=lambda param: Shard(param.dim() - 1),
+    )
+    net(torch.ones(2, 7)).sum().backward()
+    return "works"
+
+
 # what is done, what torch 2.13 gives, what we give
 ROWS = [
     (other_parameter_of_same_size, (None, 27.5), (2.5, 25.0)),
@@ -167,6 +194,8 @@ ROWS = [
     (factor_of_zero, "ZeroDivisionError", "ValueError"),
     (factor_of_nan, "nan", "ValueError"),
     (two_setters, True, False),
+    (mixed_dtypes_in_a_unit, "AssertionError", "works"),
+    (uneven_on_dim_one, "NotImplementedError", "works"),
 ]
 
 
