@@ -19,11 +19,15 @@ from meshard.policies import GradientSync as GradientSync
 from meshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from meshard.policies import OffloadPolicy as OffloadPolicy
 from meshard.policies import ShardPlacementResult as ShardPlacementResult
+from meshard.reduce_hooks import DropRanks as DropRanks
+from meshard.reduce_hooks import WireRounding as WireRounding
+from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 
 __all__ = [
     "CPUOffloadPolicy",
     "CommLedger",
     "DataParallelMeshDims",
+    "DropRanks",
     "FSDPModule",
     "GradientSync",
     "MixedPrecisionPolicy",
@@ -32,6 +36,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedGradScaler",
     "UnshardHandle",
+    "WireRounding",
     "clip_grad_norm_",
     "finalize_gradients",
     "fully_shard",
@@ -40,4 +45,5 @@ __all__ = [
     "microbatches",
     "no_sync",
     "pending_gradients",
+    "register_reduce_hook",
 ]

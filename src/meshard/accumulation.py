@@ -9,8 +9,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._runtime.unit import Unit
-from meshard.fsdp_module import units_in
+from meshard._runtime.unit import Unit, units_in
 from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")

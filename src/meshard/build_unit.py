@@ -26,8 +26,8 @@ from meshard._runtime.hooks import (
 )
 from meshard._runtime.lifecycle import Lifecycle
 from meshard._runtime.param_group import ParamGroup, Place
-from meshard._runtime.unit import Casts, Unit, UnitSettings
-from meshard.fsdp_module import FSDPModule, unit_of
+from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
+from meshard.fsdp_module import FSDPModule
 from meshard.policies import MixedPrecisionPolicy
 
 PlacementFn = Callable[[nn.Parameter], Any]

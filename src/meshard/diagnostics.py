@@ -7,7 +7,7 @@ from types import TracebackType
 from torch import nn
 
 from meshard._comm.communicator import CommEvent, add_observer, remove_observer
-from meshard.fsdp_module import units_in
+from meshard._runtime.unit import units_in
 
 
 class CommLedger:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._runtime.param_group import Residence
-from meshard._runtime.unit import DivideFactor, Unit, check_divide_factor
+from meshard._runtime.unit import DivideFactor, Unit, check_divide_factor, unit_of, units_in
 from meshard.policies import GradientSync
 
 _CLASSES: dict[type, type] = {}
@@ -39,21 +39,6 @@ def _finish_unshard(unit: Unit) -> None:
     assert unit.group is not None
     unit.group.finish_unshard()
     unit.group.show_unsharded()
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``fully_shard`` made for ``module``, if it did."""
-    return module.__dict__.get("_meshard_unit")
-
-
-def units_in(module: nn.Module) -> Iterator[Unit]:
-    """Iterate over the units of ``module`` and of everything inside it, each once."""
-    seen: set[Unit] = set()
-    for inner in module.modules():
-        unit = unit_of(inner)
-        if unit is not None and unit not in seen:
-            seen.add(unit)
-            yield unit
 
 
 class FSDPModule(TorchFSDPModule):
@@ -225,6 +210,25 @@ class FSDPModule(TorchFSDPModule):
         """Accept FSDP2's setting: meshard always sums and divides by itself."""
         _check_bool("enable", enable)
 
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Have ``hook(shard)`` change the reduced gradients of this unit in place.
+
+        Called once per window with what is about to be added to ``.grad``, after the reduction
+        over replicas. A second call replaces the hook. ``meshard.register_reduce_hook`` chains
+        several.
+
+        Args:
+            hook: Gets the flat shard ``[shard_numel]``.
+            stream: Run the hook on it; the current stream waits. None: the current stream.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable, got {hook!r}.")
+        hooks = _unit(self).settings.reduce_hooks
+        hooks[:] = [other for other in hooks if not isinstance(other, _AllReduceHook)]
+        hooks.append(_AllReduceHook(hook, stream))
+
     # --- when to gather --------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -258,6 +262,27 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Gather these modules when this one starts its backward, instead of the predicted one."""
         _unit(self).settings.backward_prefetch = _refs("backward", modules)
+
+
+class _AllReduceHook:
+    """FSDP2's hook, as the last part of the chain of reduce hooks."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
+        self._hook = hook
+        self._stream = stream
+
+    def before(self, whole: torch.Tensor) -> None:
+        pass
+
+    def after(self, shard: torch.Tensor) -> None:
+        if self._stream is None:
+            self._hook(shard)
+            return
+        device_module = torch.get_device_module(shard.device)
+        self._stream.wait_stream(device_module.current_stream())
+        with device_module.stream(self._stream):
+            self._hook(shard)
+        device_module.current_stream().wait_stream(self._stream)
 
 
 def _module(module: Any) -> nn.Module:
@@ -304,7 +329,6 @@ def _not_built(name: str) -> Callable[..., None]:
 
 # What FSDP2 has and this class has not yet; torch's own methods would look for torch's state.
 for _name in (
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
     "set_custom_reduce_scatter",

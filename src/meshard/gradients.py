@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.optim import Optimizer
 
 from meshard._comm.communicator import agree_on_max, gather_values
 from meshard._params.dtensors import local_of
@@ -160,13 +161,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
     An inf or NaN in one shard on one rank skips the step on every rank, and lowers the scale once.
 
     Args:
-        device: Type of the device on which gradients are.
-        init_scale: The first scale.
-        growth_factor: What the scale grows by after ``growth_interval`` good steps.
-        backoff_factor: What it shrinks by after a skipped step.
-        growth_interval: Good steps before it grows.
-        enabled: False makes every method do nothing special.
+        *args: As for ``torch.amp.GradScaler``: device, init_scale, growth_factor, ...
         process_group: All ranks that step together. None: the default group.
+        **kwargs: As for ``torch.amp.GradScaler``.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -180,27 +177,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        super().__init__(*args, **kwargs)
         self._process_group = process_group
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         """Unscale the shards, and let all ranks know what any rank has found.
 
         **Collective:** every rank of the process group, also those without a gradient.

@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
 
@@ -66,6 +67,13 @@ def set_grows(lib):
     both = Both(lib, model=Two(numel_b=32))
     both.reduce(2.5, None, is_last=False)
     both.reduce(2.5, 25.0)
+    return both.values()
+
+
+def set_shrinks(lib):
+    both = Both(lib, model=Two(numel_b=32))
+    both.reduce(2.5, 25.0, is_last=False)
+    both.reduce(2.5, None)
     return both.values()
 
 
@@ -154,6 +162,35 @@ def two_setters(lib):
     return both.net.a.grad is not None
 
 
+class CountGathers(TorchDispatchMode):
+    """Counts all-gathers of either library."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "allgather" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_after_a_forward_alone(lib):
+    """How many gathers a step has more, because a forward without backward came before it."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    for unit in (net[0], net[1], net):
+        lib.fully_shard(unit, mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    counts = []
+    for alone in (False, False, True):
+        if alone:
+            net(torch.ones(1, 4))
+            optimizer.step()
+        with CountGathers() as mode:
+            net(torch.ones(1, 4)).sum().backward()
+        counts.append(mode.count)
+        optimizer.step()
+    return counts[2] - counts[1]
+
+
 class MixedDtypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -184,6 +221,7 @@ def uneven_on_dim_one(lib):
 ROWS = [
     (other_parameter_of_same_size, (None, 27.5), (2.5, 25.0)),
     (set_grows, "RuntimeError", (5.0, 25.0)),
+    (set_shrinks, "RuntimeError", (5.0, 25.0)),
     (nothing_at_the_end, ((None, None), (3.5, 2.0)), ((2.5, 1.0), (1.0, 1.0))),
     (zero_grad_in_window, 5.0, 2.5),
     (many_ones, 256.0, 512.0),
@@ -194,6 +232,7 @@ ROWS = [
     (factor_of_zero, "ZeroDivisionError", "ValueError"),
     (factor_of_nan, "nan", "ValueError"),
     (two_setters, True, False),
+    (gathers_after_a_forward_alone, 1, 0),
     (mixed_dtypes_in_a_unit, "AssertionError", "works"),
     (uneven_on_dim_one, "NotImplementedError", "works"),
 ]

@@ -1,6 +1,7 @@
 """Does every parameter get its own gradient, whichever ranks and microbatches use it?"""
 
 import copy
+import math
 
 import torch
 import torch.distributed as dist
@@ -202,3 +203,44 @@ def freeze_and_thaw():
 
 def test_parameters_may_be_frozen_and_thawed_between_steps(run_ranks):
     run_ranks(freeze_and_thaw, 2)
+
+
+def float_window(mesh_shape, schedule, wire_dtype, seed):
+    """Return the first parameter's gradient and the exact sum, for gradients that are floats."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    policy = meshard.MixedPrecisionPolicy(reduce_dtype=wire_dtype)
+    model = meshard.fully_shard(Tables([[(7, 3)]]), mesh, mp_policy=policy)
+    generator = torch.Generator().manual_seed(seed)
+    ranks = dist.get_world_size()
+    all_gradients = torch.randn(len(schedule), ranks, 7, 3, generator=generator)
+    for k, sync in enumerate(schedule):
+        model.set_gradient_sync(MODES[sync])
+        model([[all_gradients[k, dist.get_rank()]]]).backward()
+    return next(model.parameters()).grad.full_tensor(), all_gradients
+
+
+@given(
+    mesh=strategies.meshes(),
+    schedule=strategies.schedules(5),
+    wire_dtype=st.sampled_from([None, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_floats_stay_within_the_derived_bound_and_are_deterministic(
+    mesh, schedule, wire_dtype, seed
+):
+    """(K + log2 D + 2) eps of the accumulate dtype, and one rounding to the wire per collective."""
+    ranks = strategies.num_ranks(mesh)
+    args = (mesh, schedule, wire_dtype, seed)
+    first, second = run_threads(float_window, ranks, *args), run_threads(float_window, ranks, *args)
+    for (grad, gradients), (again, _) in zip(first, second, strict=True):
+        assert torch.equal(grad, again)
+        assert torch.equal(grad, first[0][0])  # every replica, bit for bit
+        exact = gradients.double().sum((0, 1)) / ranks
+        magnitude = gradients.double().abs().sum((0, 1)) / ranks
+        sums = len(schedule) + math.ceil(math.log2(ranks)) + 2 + len(mesh)
+        bound = sums * torch.finfo(torch.float32).eps * magnitude
+        if wire_dtype == torch.bfloat16:
+            # To nearest is half an eps: into the reduce-scatter, into the all-reduce, in its sums.
+            roundings = 1 + (len(mesh) == 2) * (1 + mesh[0])
+            bound = bound + roundings * torch.finfo(torch.bfloat16).eps / 2 * magnitude * 1.01
+        assert ((grad.double() - exact).abs() <= bound).all()

@@ -11,6 +11,7 @@ collective has seen, ``Q`` what has been reduced over the shard group but not ac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import make_dtensor
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held, ShardedGrads, local_views
+
+TensorHook = Callable[[torch.Tensor], None]
 
 
 class ReductionInFlight(NamedTuple):
@@ -183,7 +186,11 @@ class GradientState:
 
     @torch.no_grad()
     def start_reduce(
-        self, *, over_replicas: bool, divide_factor: float | None
+        self,
+        *,
+        over_replicas: bool,
+        divide_factor: float | None,
+        before: Sequence[TensorHook] = (),
     ) -> ReductionInFlight | None:
         """``REDUCE_SCATTER`` and ``FULL``: start reducing ``U`` and what has arrived.
 
@@ -195,6 +202,8 @@ class GradientState:
             return None
         roles = self._group.place.roles
         buffer, used = self._whole_buffer(layout, gradients)
+        for hook in before:
+            hook(buffer)
         partial = None if self._partial is None else self._laid_out(self._partial, layout)
         self._unreduced = self._partial = None
         request = ReduceRequest(
@@ -232,7 +241,7 @@ class GradientState:
         return flat, used | self._unreduced.used
 
     @torch.no_grad()
-    def finish_reduce(self, in_flight: ReductionInFlight) -> None:
+    def finish_reduce(self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()) -> None:
         """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``."""
         reduced = in_flight.reduction.finish()
         self._in_flight -= 1
@@ -244,5 +253,8 @@ class GradientState:
         if not in_flight.is_full:
             # Also when nobody in this shard group had a gradient: another replica may have had.
             self._partial = kept
-        elif kept.used:
-            self.sharded.add(kept)
+        else:
+            for hook in after:  # also without a gradient: the hook may communicate
+                hook(kept.flat)
+            if kept.used:
+                self.sharded.add(kept)

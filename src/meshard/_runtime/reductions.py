@@ -42,7 +42,9 @@ class Reductions:
             return
         self.finish_of(unit)  # what it holds is added to what comes now
         started = unit.gradients.start_reduce(
-            over_replicas=over_replicas, divide_factor=unit.settings.resolve_divide_factor()
+            over_replicas=over_replicas,
+            divide_factor=unit.settings.resolve_divide_factor(),
+            before=[hook.before for hook in unit.settings.reduce_hooks],
         )
         if started is None:
             return
@@ -65,7 +67,8 @@ class Reductions:
     def _finish_oldest(self) -> None:
         unit, each = self._in_flight.popleft()
         assert unit.gradients is not None
-        unit.gradients.finish_reduce(each)
+        after = [hook.after for hook in reversed(unit.settings.reduce_hooks)]
+        unit.gradients.finish_reduce(each, after)
         if each.is_full:
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)

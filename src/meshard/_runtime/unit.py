@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,6 +73,16 @@ def check_divide_factor(factor: object) -> float:
     return float(factor)
 
 
+class ReduceHook(Protocol):
+    """Sees gradients on their way: see ``meshard.register_reduce_hook``."""
+
+    def before(self, whole: torch.Tensor) -> None:
+        """Change the whole gradients ``[shard_count, shard_numel]`` in place."""
+
+    def after(self, shard: torch.Tensor) -> None:
+        """Change the reduced gradients ``[shard_numel]`` in place."""
+
+
 @dataclass(slots=True)
 class UnitSettings:
     """What may change from step to step. Written by the setters of ``FSDPModule``."""
@@ -84,6 +94,7 @@ class UnitSettings:
     sync: GradientSync = GradientSync.FULL
     sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
     divide_factor: DivideFactor | None = None  # None: the number of ranks
+    reduce_hooks: list[ReduceHook] = field(default_factory=list)
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
@@ -171,3 +182,18 @@ class Unit:
         self.step.arrived.clear()
         self.step.is_in_backward = self.step.is_ready = False
         self.step.modules_run.clear()
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that ``fully_shard`` made for ``module``, if it did."""
+    return module.__dict__.get("_meshard_unit")
+
+
+def units_in(module: nn.Module) -> Iterator[Unit]:
+    """Iterate over the units of ``module`` and of everything inside it, each once."""
+    seen: set[Unit] = set()
+    for inner in module.modules():
+        unit = unit_of(inner)
+        if unit is not None and unit not in seen:
+            seen.add(unit)
+            yield unit
