@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from meshard._runtime.param_group import Residence
 from meshard._runtime.unit import DivideFactor, Unit, check_divide_factor, unit_of, units_in
 from meshard.policies import GradientSync
+from meshard.reduce_hooks import AllReduceHook
 
 _CLASSES: dict[type, type] = {}
 
@@ -206,6 +207,17 @@ class FSDPModule(TorchFSDPModule):
         """Do what ``set_gradient_divide_factor`` does; FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Give parameters that no rank used a gradient of zero instead of None.
+
+        What is communicated is the same: unused parameters always have their place in it.
+        """
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in _units(self, recurse):
+            unit.settings.zero_unused = reduce_scatter_unused_params
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's setting: meshard always sums and divides by itself."""
         _check_bool("enable", enable)
@@ -226,8 +238,8 @@ class FSDPModule(TorchFSDPModule):
         if not callable(hook):
             raise TypeError(f"hook must be callable, got {hook!r}.")
         hooks = _unit(self).settings.reduce_hooks
-        hooks[:] = [other for other in hooks if not isinstance(other, _AllReduceHook)]
-        hooks.append(_AllReduceHook(hook, stream))
+        hooks[:] = [other for other in hooks if not isinstance(other, AllReduceHook)]
+        hooks.append(AllReduceHook(hook, stream))
 
     # --- when to gather --------------------------------------------------------------------
 
@@ -262,27 +274,6 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Gather these modules when this one starts its backward, instead of the predicted one."""
         _unit(self).settings.backward_prefetch = _refs("backward", modules)
-
-
-class _AllReduceHook:
-    """FSDP2's hook, as the last part of the chain of reduce hooks."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
-        self._hook = hook
-        self._stream = stream
-
-    def before(self, whole: torch.Tensor) -> None:
-        pass
-
-    def after(self, shard: torch.Tensor) -> None:
-        if self._stream is None:
-            self._hook(shard)
-            return
-        device_module = torch.get_device_module(shard.device)
-        self._stream.wait_stream(device_module.current_stream())
-        with device_module.stream(self._stream):
-            self._hook(shard)
-        device_module.current_stream().wait_stream(self._stream)
 
 
 def _module(module: Any) -> nn.Module:
@@ -334,7 +325,6 @@ for _name in (
     "set_custom_reduce_scatter",
     "set_post_optim_event",
     "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
     "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
 ):

@@ -146,3 +146,30 @@ class DropRanks:
     def after(self, shard: torch.Tensor) -> None:
         """Average over the ranks that are left."""
         shard.mul_(self._factor.to(shard.device))
+
+
+class AllReduceHook:
+    """What FSDP2 calls an all-reduce hook, as a part of the chain of reduce hooks.
+
+    Args:
+        hook: Changes the flat shard in place.
+        stream: Where it runs; None: on the current stream.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
+        self._hook = hook
+        self._stream = stream
+
+    def before(self, whole: torch.Tensor) -> None:
+        """Leave whole gradients alone."""
+
+    def after(self, shard: torch.Tensor) -> None:
+        """Call the hook; the current stream waits for it."""
+        if self._stream is None:
+            self._hook(shard)
+            return
+        device_module = torch.get_device_module(shard.device)
+        self._stream.wait_stream(device_module.current_stream())
+        with device_module.stream(self._stream):
+            self._hook(shard)
+        device_module.current_stream().wait_stream(self._stream)

@@ -119,6 +119,17 @@ def test_sums_stay_wide_when_the_set_of_used_parameters_changes():
     assert run_threads(change_use_in_bf16, 2) == [{"a": 300.0, "b": 2.0}] * 2
 
 
+def zero_instead_of_none():
+    model = make()
+    model.set_reduce_scatter_unused_params(True)
+    run(model, "F", 1.0, None)
+    return values(model)
+
+
+def test_unused_parameters_get_zeros_on_request():
+    assert run_threads(zero_instead_of_none, 4) == [{"a": 1.0, "b": 0.0}] * 4
+
+
 def drop_one_for_good():
     model = make()
     run(model, "R", 1.0, 7.0)

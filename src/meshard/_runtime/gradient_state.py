@@ -190,6 +190,7 @@ class GradientState:
         *,
         over_replicas: bool,
         divide_factor: float | None,
+        zero_unused: bool = False,
         before: Sequence[TensorHook] = (),
     ) -> ReductionInFlight | None:
         """``REDUCE_SCATTER`` and ``FULL``: start reducing ``U`` and what has arrived.
@@ -202,6 +203,8 @@ class GradientState:
             return None
         roles = self._group.place.roles
         buffer, used = self._whole_buffer(layout, gradients)
+        if zero_unused:
+            used = frozenset(layout.indices)
         for hook in before:
             hook(buffer)
         partial = None if self._partial is None else self._laid_out(self._partial, layout)

@@ -44,6 +44,7 @@ class Reductions:
         started = unit.gradients.start_reduce(
             over_replicas=over_replicas,
             divide_factor=unit.settings.resolve_divide_factor(),
+            zero_unused=unit.settings.zero_unused,
             before=[hook.before for hook in unit.settings.reduce_hooks],
         )
         if started is None:

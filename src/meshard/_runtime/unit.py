@@ -94,6 +94,7 @@ class UnitSettings:
     sync: GradientSync = GradientSync.FULL
     sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
     divide_factor: DivideFactor | None = None  # None: the number of ranks
+    zero_unused: bool = False  # a gradient of zero for what no rank used
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
