@@ -47,7 +47,8 @@ def divided_twice_in_groups_of_one(patch):
 
     def start(self, request, comm):
         if request.shard_group.size() == 1:
-            request.buffer.div_((request.divide_factor or 1) / request.replicate_count)
+            total = request.divide_factor or request.replicate_count
+            request.buffer.div_(total / request.replicate_count)
         init(self, request, comm)
 
     patch.setattr(Reduction, "__init__", start)
@@ -56,8 +57,8 @@ def divided_twice_in_groups_of_one(patch):
 def partial_in_the_reduce_dtype(patch):
     finish = GradientState.finish_reduce
 
-    def round_partial(self, in_flight):
-        finish(self, in_flight)
+    def round_partial(self, in_flight, after=()):
+        finish(self, in_flight, after)
         if self._partial is not None:
             wire = self._wire_dtype(in_flight.layout)
             flat = self._partial.flat.to(wire).to(self._partial.flat.dtype)
