@@ -198,6 +198,9 @@ class FlatLayout:
         if self.is_one_dtype:
             return [buffer]
         return [
+            # An empty range has strides that no wider dtype accepts.
             buffer.narrow(-1, segment.byte_offset, segment.num_bytes).view(segment.dtype)
+            if segment.num_bytes
+            else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)
             for segment in self.segments
         ]
