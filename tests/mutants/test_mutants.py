@@ -188,6 +188,7 @@ def test_the_core_passes_without_a_mutant(check):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_core_finds(mutant, monkeypatch):
     mutant(monkeypatch)

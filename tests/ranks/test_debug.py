@@ -48,6 +48,7 @@ def diverge(choices):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
     for message in run_ranks(diverge, 2, [(0, 1), (0, 2)]):
         assert "rank 0: all_gather of unit 'blocks.1' (" in message

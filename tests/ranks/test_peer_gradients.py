@@ -249,6 +249,7 @@ def run_both(name):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "peer", "ours"), ROWS, ids=lambda value: getattr(value, "__name__", "")
 )
