@@ -183,6 +183,7 @@ def run_until_one_fails():
     return None, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", core.CHECKS)
 def test_the_core_passes_without_a_mutant(check):
     check()
