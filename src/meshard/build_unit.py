@@ -19,13 +19,14 @@ from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.gradient_state import GradientState
+from meshard._runtime.group_tensors import GroupTensors, Place
 from meshard._runtime.hooks import (
     gradient_hook_maker,
     queue_backward_callback,
     register_hooks,
 )
 from meshard._runtime.lifecycle import Lifecycle
-from meshard._runtime.param_group import ParamGroup, Place
+from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
 from meshard.fsdp_module import FSDPModule
 from meshard.policies import MixedPrecisionPolicy
@@ -179,7 +180,7 @@ def make_unit(
         layout = ParamLayout(param.shape, shard_dim, roles.shard_count)
         params.append(ShardedParam(fqn, owners, layout))
         shards.append(_local_shard(param, layout, roles.shard_rank))
-    unit.group = ParamGroup(
+    tensors = GroupTensors(
         params,
         shards,
         [entry.param.requires_grad for entry in found],
@@ -187,6 +188,7 @@ def make_unit(
         param_dtype=policy.param_dtype,
         gradient_hook=gradient_hook_maker(unit),
     )
+    unit.group = ParamGroup(tensors)
     unit.gradients = GradientState(
         unit.group,
         reduce_dtype=policy.reduce_dtype,

@@ -51,7 +51,7 @@ def train_and_delete(case_name, **kwargs):
             unit = vars(module).get("_meshard_unit")
             if unit is not None:
                 watched += [weakref.ref(unit), weakref.ref(unit.lifecycle)]
-                watched += [weakref.ref(unit.group), weakref.ref(unit.group.storage)]
+                watched += [weakref.ref(unit.group), weakref.ref(unit.group.tensors.storage)]
                 watched += [weakref.ref(param) for param in unit.group.params]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -106,7 +106,7 @@ def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole):
 
 
 def whole_bytes(unit):
-    return sum(storage.nbytes() for storage, _ in unit.group._whole._storages)
+    return sum(storage.nbytes() for storage, _ in unit.group.tensors.whole._storages)
 
 
 def watch_residence():

@@ -147,7 +147,7 @@ class GradientState:
             return self._chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
         widest = torch.float32
-        for segment in self._group.storage.layout.segments:
+        for segment in self._group.tensors.storage.layout.segments:
             if segment.dtype.is_floating_point:
                 widest = torch.promote_types(widest, segment.dtype)
         return widest
@@ -155,7 +155,7 @@ class GradientState:
     def _wire_dtype(self, layout: GradientLayout) -> torch.dtype:
         if self._reduce_dtype is not None:
             return self._reduce_dtype
-        dtypes = [self._group.compute_dtypes[index] for index in layout.indices]
+        dtypes = [self._group.tensors.compute_dtypes[index] for index in layout.indices]
         widest = dtypes[0]
         for dtype in dtypes[1:]:
             widest = torch.promote_types(widest, dtype)

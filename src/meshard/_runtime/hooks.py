@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshard._runtime.param_group import GradientHook
+from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import Unit
 

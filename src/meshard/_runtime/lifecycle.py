@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from meshard._comm.communicator import Communicator
-from meshard._runtime.param_group import Residence
+from meshard._runtime.prefetch import Ahead, Prefetcher
 from meshard._runtime.reductions import Reductions
 from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._runtime.unit import Unit
@@ -75,20 +75,20 @@ class Lifecycle:
         self._open: list[tuple[Unit, ForwardCall]] = []
         self._resume = Phase.RESTING  # the phase around a backward
         self._num_backwards = 0
-        self._prefetched: list[Unit] = []
+        self._prefetcher = Prefetcher(self._units)
         self._reductions = Reductions(comm)
 
     # --- the units -------------------------------------------------------------------------
 
     def set_units(self, units: list[Unit]) -> None:
         """Take these units over, given in module order, outermost first."""
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units[:] = [weakref.ref(unit) for unit in units]
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
             if unit.group is not None:
                 unit.group.comm = self._comm
-                unit.group.label = unit.label
+                unit.group.tensors.label = unit.label
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""
@@ -96,9 +96,6 @@ class Lifecycle:
             unit = ref()
             if unit is not None:
                 yield unit
-
-    def _unit(self, number: int | None) -> Unit | None:
-        return None if number is None else self._units[number]()
 
     # --- forward ---------------------------------------------------------------------------
 
@@ -118,40 +115,14 @@ class Lifecycle:
             unit.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
             group.forget_stale(leftover=unit.settings.reshard_after_forward is None)
-        self._unshard(unit, self._forward_candidates(unit))
+            ahead = self._prefetcher.after_entry(unit, self.schedule)
+        else:
+            ahead = Ahead([], False)  # a recomputation: backward knows what is next
+        keep = torch.is_grad_enabled() and unit.reshards_after_forward
+        self._prefetcher.unshard(unit, ahead, keep=keep)
         group.show_unsharded()
         if torch.is_grad_enabled() and group.num_trainable:
             unit.step.awaits_gradients = True
-
-    def _forward_candidates(self, unit: Unit) -> list[Unit]:
-        chosen = unit.settings.forward_prefetch
-        if chosen:
-            return [other for ref in chosen if (other := ref()) is not None]
-        if self.phase is Phase.BACKWARD:
-            return []  # a recomputation: backward knows what is next
-        following = self._unit(self.schedule.next_in_forward())
-        return [] if following is None else [following]
-
-    def _unshard(self, unit: Unit, candidates: list[Unit], *, in_backward: bool = False) -> None:
-        """Have a unit whole, and start gathering what comes next."""
-        assert unit.group is not None
-        is_cold = unit.group.residence is Residence.SHARDED
-        unit.group.start_unshard()
-        if is_cold:
-            # Nothing to hide this gather behind: let the next one share the wait.
-            self._prefetch(candidates)
-        keep = not in_backward and torch.is_grad_enabled() and unit.reshards_after_forward
-        unit.group.finish_unshard(unit.settings.keep_in if keep else None)
-        if not is_cold:
-            self._prefetch(candidates)
-
-    def _prefetch(self, candidates: list[Unit]) -> None:
-        for unit in candidates:
-            if unit.group is not None and unit.group.residence is Residence.SHARDED:
-                if self.phase is Phase.FORWARD:
-                    unit.group.forget_stale(leftover=False)
-                unit.group.start_unshard()
-                self._prefetched.append(unit)
 
     def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
         """A module of ``unit`` has run, or raised. Return the call that this was."""
@@ -190,10 +161,7 @@ class Lifecycle:
         if failed:
             self.abort()
             return
-        for unit in self._prefetched:
-            if unit.group is not None and unit.group.residence is Residence.GATHERING:
-                unit.group.reshard()  # predicted, but not used
-        self._prefetched.clear()
+        self._prefetcher.drop_unused()
         for unit in self.units():
             if unit.step.modules_run:
                 if unit.group is not None and unit.reshards_after_forward:
@@ -218,7 +186,7 @@ class Lifecycle:
         """The first gradient of an output of ``unit`` is there."""
         self._begin_backward()
         for number in StepSchedule.over_before(of, call, self._num_backwards):
-            other = self._unit(number)
+            other = self._units[number]()
             if other is not None and other is not unit:
                 self._complete(other)
         if unit.group is None:
@@ -228,17 +196,9 @@ class Lifecycle:
             if unit.group.num_trainable:
                 unit.step.awaits_gradients = True
         if unit.settings.unshard_in_backward:
-            self._unshard(unit, self._backward_candidates(unit, of, call), in_backward=True)
+            ahead = self._prefetcher.after_backward_of(unit, of, call)
+            self._prefetcher.unshard(unit, ahead, keep=False)
             unit.group.show_unsharded()  # checkpointing may run parts of forward again
-
-    def _backward_candidates(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
-        chosen = unit.settings.backward_prefetch
-        if chosen:
-            return [other for ref in chosen if (other := ref()) is not None]
-        following = self._unit(StepSchedule.next_in_backward(of, call))
-        if following is None or not following.settings.unshard_in_backward:
-            return []
-        return [following]
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
@@ -295,10 +255,7 @@ class Lifecycle:
                 self.flush(unit)  # it may have got nothing today, but hold something
         if self.is_last_backward:
             self._reductions.finish_all()
-        for unit in self._prefetched:
-            if unit.group is not None and unit.group.residence is Residence.GATHERING:
-                unit.group.reshard()
-        self._prefetched.clear()
+        self._prefetcher.drop_unused()
         self.phase = self._resume
 
     def flush(self, unit: Unit) -> None:
@@ -317,7 +274,7 @@ class Lifecycle:
     def note_failure(self) -> None:
         """A backward has raised. Called while the exception is on its way: do not communicate."""
         self.has_failed = True  # the next step begins with abort()
-        self._prefetched.clear()
+        self._prefetcher.forget()
         self._open.clear()
         for unit in self.units():
             if unit.group is not None:
@@ -332,7 +289,7 @@ class Lifecycle:
         self.has_failed = False
         self.phase = self._resume = Phase.RESTING
         self._open.clear()
-        self._prefetched.clear()
+        self._prefetcher.forget()
         self.schedule.forget()
         is_window_open = not self._reductions.is_idle or any(
             unit.gradients.is_pending for unit in self.units() if unit.gradients is not None

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from meshard._comm.all_gather import GatherInFlight, GatherPlan, start_all_gather
+from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
-from meshard._geometry.layout import FlatLayout
-from meshard._geometry.mesh_roles import MeshRoles
-from meshard._params.dtensors import local_of, set_local
-from meshard._params.shard_storage import ShardStorage
-from meshard._params.sharded_param import ShardedParam
-from meshard._params.unsharded_storage import UnshardedStorage
+from meshard._runtime.group_tensors import GroupTensors
 from meshard._runtime.optimizer_steps import watch_optimizers
-
-GradientHook = Callable[[torch.Tensor], None]
 
 
 class Residence(enum.Enum):
@@ -36,14 +26,6 @@ class Residence(enum.Enum):
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a group lives."""
-
-    roles: MeshRoles
-    device: torch.device
 
 
 class Accumulated(Protocol):
@@ -69,146 +51,50 @@ class ParamGroup:
     """The parameters of one unit.
 
     Args:
-        params: In the order of the module; their faces are made here.
-        shards: This rank's shard of each, of any device; copied.
-        requires_grad: One flag per parameter.
-        place: Mesh and device.
-        param_dtype: dtype of the whole floating-point parameters; None: as they are.
-        gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
+        tensors: Their faces, sharded and whole.
     """
 
-    def __init__(
-        self,
-        params: list[ShardedParam],
-        shards: Sequence[torch.Tensor],
-        requires_grad: Sequence[bool],
-        *,
-        place: Place,
-        param_dtype: torch.dtype | None,
-        gradient_hook: Callable[[int], GradientHook],
-    ) -> None:
-        self.params = params
-        self.place = place
-        self.label = ""  # the unit's name; known once its root is sharded
+    def __init__(self, tensors: GroupTensors) -> None:
+        self.tensors = tensors
+        self.params = tensors.params
+        self.place = tensors.place
         self.comm: Communicator  # shared by all units of a root
         self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
         self.residence = Residence.SHARDED
         self.num_trainable = 0
         self.is_leftover = False  # whole since an earlier forward
         self.num_steps = 0  # that optimizers have taken: see optimizer_steps
-        self._param_dtype = param_dtype
-        self._gradient_hook = gradient_hook
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
-        self._whole_version = -1
         self._is_showing_unsharded = False
-        self._make_storage(shards)
-        for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
-            param.make_sharded(local, place.roles, requires_grad=flag)
-        self._make_unsharded()
+        self._begin_watching()
 
-    def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
-        layouts = [param.layout for param in self.params]
-        devices = {shard.device.type for shard in shards}
-        device = torch.device("meta") if "meta" in devices else self.place.device
-        layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
-        self.storage = ShardStorage(layout, self.place.roles.shard_rank, device)
-        self.storage.fill(shards)
-
-    def _make_unsharded(self) -> None:
-        at_rest = self.storage.layout
-        self.compute_dtypes = [
-            self._param_dtype if self._param_dtype and own.dtype.is_floating_point else own.dtype
-            for own in self.storage.locals
-        ]
-        on_wire = FlatLayout.build(at_rest.params, self.compute_dtypes, at_rest.order)
-        self._plan = GatherPlan(at_rest, on_wire)
-        # A module first run under inference_mode must be able to train later.
-        with torch.inference_mode(False), torch.no_grad():
-            self._whole = UnshardedStorage(on_wire, self.storage.buffer.device)
-            flags = [param.sharded.requires_grad for param in self.params]
-            faces = self._whole.as_parameters(flags)
-        self._plan.bind(self._whole.views)
-        for index, (param, face) in enumerate(zip(self.params, faces, strict=True)):
-            param.unsharded = face
-            if face.is_floating_point():
-                face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
-                face.register_post_accumulate_grad_hook(self._gradient_hook(index))
-                face.requires_grad_(flags[index])
-        self._whole_version = -1
-        watch_optimizers(self, [param.sharded for param in self.params])
+    @property
+    def label(self) -> str:
+        """The unit's name; known once its root is sharded."""
+        return self.tensors.label
 
     # --- edits made from outside -----------------------------------------------------------
 
     def adopt_edits(self) -> None:
         """Take over parameters and storage that were replaced since the last use.
 
-        ``to_empty``, ``to``, ``load_state_dict(assign=True)`` put other tensors under our
-        parameters, or other parameters into the module; both are noticed by identity.
-
         Raises:
             RuntimeError: A parameter was replaced by something that is not its shard.
         """
-        replaced = False
-        for param, own in zip(self.params, self.storage.locals, strict=True):
-            stranger = param.stranger()
-            if stranger is not None:
-                self._check_replacement(param, stranger)
-                param.sharded = stranger
-                replaced = True
-            elif local_of(param.sharded) is not own:
-                replaced = True
-        if replaced:
-            self._rebuild()
+        if self.tensors.take_replacements():
+            self.reshard()
+            self.tensors.rebuild()
+            self._begin_watching()
 
-    def _check_replacement(self, param: ShardedParam, new: nn.Parameter) -> None:
-        expected = param.sharded
-        if (
-            isinstance(new, DTensor)
-            and isinstance(expected, DTensor)
-            and new.shape == expected.shape
-            and new.device_mesh == expected.device_mesh
-            and new.placements == expected.placements
-        ):
-            return
-        raise RuntimeError(
-            f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
-            f"{type(new).__name__} of shape {tuple(new.shape)}; assign a DTensor with its mesh and "
-            "placements (torch.distributed.tensor.distribute_tensor makes one), copy into the "
-            "existing parameter, or replace it before fully_shard."
-        )
-
-    def _rebuild(self) -> None:
-        self.reshard()
-        locals_ = [local_of(param.sharded) for param in self.params]
-        for param, local in zip(self.params, locals_, strict=True):
-            if local.device.type not in ("meta", self.place.device.type):
-                raise RuntimeError(
-                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
-                    f"but its mesh is on {self.place.device.type!r}; move it back before use."
-                )
-        self._make_storage(locals_)
-        for param, own in zip(self.params, self.storage.locals, strict=True):
-            set_local(param.sharded, own)
-        self._make_unsharded()
-        for param in self.params:
-            param.show(param.sharded)
+    def _begin_watching(self) -> None:
+        self._whole_version = -1
+        watch_optimizers(self, [param.sharded for param in self.params])
 
     @property
-    def version(self) -> int:
+    def _version(self) -> int:
         """Grows with every edit of a shard, and with every step of an optimizer."""
-        return self.num_steps + sum(param.version for param in self.params)
-
-    def _check_materialised(self) -> None:
-        if self.storage.buffer.device.type != "meta":
-            return
-        for param in self.params:
-            if local_of(param.sharded).device.type == "meta":
-                raise RuntimeError(
-                    f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
-                    "call to_empty(device=...) on the root module and initialise its parameters "
-                    "(reset_parameters, or load_state_dict) before the first forward."
-                )
+        return self.num_steps + self.tensors.version
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
@@ -243,7 +129,7 @@ class ParamGroup:
         if self.residence is not Residence.SHARDED:
             return
         self.adopt_edits()
-        self._check_materialised()
+        self.tensors.check_materialised()
         comm, roles = self.comm, self.place.roles
         if self._kept is not None:
             kept, self._kept = self._kept, None
@@ -256,10 +142,10 @@ class ParamGroup:
                     label=self.label,
                 )
         else:
-            self._whole_version = self.version
-            self._in_flight = self._plan.start(
-                self.storage.buffer,
-                self.storage.segments,
+            self._whole_version = self._version
+            self._in_flight = self.tensors.plan.start(
+                self.tensors.storage.buffer,
+                self.tensors.storage.segments,
                 comm=comm,
                 group=roles.shard_group,
                 label=self.label,
@@ -279,8 +165,8 @@ class ParamGroup:
         self._in_flight.pending.wait()
         gathered = self._in_flight.gathered.view(self.place.roles.shard_count, -1)
         with torch.no_grad():
-            self._whole.allocate()
-            self._plan.copy_out(gathered)
+            self.tensors.whole.allocate()
+            self.tensors.plan.copy_out(gathered)
             if keep_in is not None:
                 count = self.place.roles.shard_count // keep_in.size()
                 first = keep_in.rank() * count
@@ -304,7 +190,7 @@ class ParamGroup:
             self.reshard()
             return
         self.adopt_edits()
-        if self._whole_version != self.version:
+        if self._whole_version != self._version:
             self.reshard()
 
     def reshard(self, *, keep: bool = False) -> None:
@@ -320,7 +206,7 @@ class ParamGroup:
         if not keep:
             self._kept = None
         if self.residence is Residence.UNSHARDED:
-            self._whole.free()
+            self.tensors.whole.free()
         self.residence = Residence.SHARDED
 
     # --- faces -----------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""Which tensors stand for the parameters of a unit, and what if the user replaced some?
+
+Every parameter has two faces: a shard at rest, which is a view of the unit's flat buffer, and a
+whole tensor in use. ``to_empty``, ``to`` and ``load_state_dict(assign=True)`` put other tensors
+under the shards, or other parameters into the modules; that is noticed by identity at the next use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshard._comm.all_gather import GatherPlan
+from meshard._geometry.layout import FlatLayout
+from meshard._geometry.mesh_roles import MeshRoles
+from meshard._params.dtensors import local_of, set_local
+from meshard._params.shard_storage import ShardStorage
+from meshard._params.sharded_param import ShardedParam
+from meshard._params.unsharded_storage import UnshardedStorage
+
+GradientHook = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a group lives."""
+
+    roles: MeshRoles
+    device: torch.device
+
+
+class GroupTensors:
+    """The two faces of a unit's parameters, with the memory behind them.
+
+    Args:
+        params: In the order of the module; their faces are made here.
+        shards: This rank's shard of each, of any device; copied.
+        requires_grad: One flag per parameter.
+        place: Mesh and device.
+        param_dtype: dtype of the whole floating-point parameters; None: as they are.
+        gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
+    """
+
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        shards: Sequence[torch.Tensor],
+        requires_grad: Sequence[bool],
+        *,
+        place: Place,
+        param_dtype: torch.dtype | None,
+        gradient_hook: Callable[[int], GradientHook],
+    ) -> None:
+        self.params = params
+        self.place = place
+        self.label = ""  # the unit's name; known once its root is sharded
+        self._param_dtype = param_dtype
+        self._gradient_hook = gradient_hook
+        self._make_storage(shards)
+        for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
+            param.make_sharded(local, place.roles, requires_grad=flag)
+        self._make_unsharded()
+
+    def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
+        layouts = [param.layout for param in self.params]
+        devices = {shard.device.type for shard in shards}
+        device = torch.device("meta") if "meta" in devices else self.place.device
+        layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
+        self.storage = ShardStorage(layout, self.place.roles.shard_rank, device)
+        self.storage.fill(shards)
+
+    def _make_unsharded(self) -> None:
+        at_rest = self.storage.layout
+        self.compute_dtypes = [
+            self._param_dtype if self._param_dtype and own.dtype.is_floating_point else own.dtype
+            for own in self.storage.locals
+        ]
+        on_wire = FlatLayout.build(at_rest.params, self.compute_dtypes, at_rest.order)
+        self.plan = GatherPlan(at_rest, on_wire)
+        # A module first run under inference_mode must be able to train later.
+        with torch.inference_mode(False), torch.no_grad():
+            self.whole = UnshardedStorage(on_wire, self.storage.buffer.device)
+            flags = [param.sharded.requires_grad for param in self.params]
+            faces = self.whole.as_parameters(flags)
+        self.plan.bind(self.whole.views)
+        for index, (param, face) in enumerate(zip(self.params, faces, strict=True)):
+            param.unsharded = face
+            if face.is_floating_point():
+                face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
+                face.register_post_accumulate_grad_hook(self._gradient_hook(index))
+                face.requires_grad_(flags[index])
+
+    def take_replacements(self) -> bool:
+        """Note what stands in the place of our tensors; whether that calls for ``rebuild``.
+
+        Raises:
+            RuntimeError: A parameter was replaced by something that is not its shard.
+        """
+        replaced = False
+        for param, own in zip(self.params, self.storage.locals, strict=True):
+            stranger = param.stranger()
+            if stranger is not None:
+                self._check_replacement(param, stranger)
+                param.sharded = stranger
+                replaced = True
+            elif local_of(param.sharded) is not own:
+                replaced = True
+        return replaced
+
+    def _check_replacement(self, param: ShardedParam, new: nn.Parameter) -> None:
+        expected = param.sharded
+        if (
+            isinstance(new, DTensor)
+            and isinstance(expected, DTensor)
+            and new.shape == expected.shape
+            and new.device_mesh == expected.device_mesh
+            and new.placements == expected.placements
+        ):
+            return
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
+            f"{type(new).__name__} of shape {tuple(new.shape)}; assign a DTensor with its mesh and "
+            "placements (torch.distributed.tensor.distribute_tensor makes one), copy into the "
+            "existing parameter, or replace it before fully_shard."
+        )
+
+    def rebuild(self) -> None:
+        """Move what ``take_replacements`` found into a flat buffer. Nothing may be whole."""
+        locals_ = [local_of(param.sharded) for param in self.params]
+        for param, local in zip(self.params, locals_, strict=True):
+            if local.device.type not in ("meta", self.place.device.type):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
+                    f"but its mesh is on {self.place.device.type!r}; move it back before use."
+                )
+        self._make_storage(locals_)
+        for param, own in zip(self.params, self.storage.locals, strict=True):
+            set_local(param.sharded, own)
+        self._make_unsharded()
+        for param in self.params:
+            param.show(param.sharded)
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of a shard."""
+        return sum(param.version for param in self.params)
+
+    def check_materialised(self) -> None:
+        """Raise if a shard has no memory yet."""
+        if self.storage.buffer.device.type != "meta":
+            return
+        for param in self.params:
+            if local_of(param.sharded).device.type == "meta":
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
+                    "call to_empty(device=...) on the root module and initialise its parameters "
+                    "(reset_parameters, or load_state_dict) before the first forward."
+                )
