@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import agree_on_max, gather_values
+from meshard._comm.scalars import agree_on_max, gather_values
 from meshard._params.dtensors import local_of
 from meshard._runtime.optimizer_steps import check_may_step
 

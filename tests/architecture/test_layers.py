@@ -56,7 +56,7 @@ COLLECTIVES = {
 }
 # What a process group's own methods are called, where torch's functions are called otherwise.
 GROUP_METHODS = {"allreduce", "allgather", "alltoall", "alltoall_base", "_allgather_base"}
-MAY_COMMUNICATE = ("communicator", "streams")  # in the name of a file of _comm
+MAY_COMMUNICATE = ("communicator", "streams", "scalars")  # in the name of a file of _comm
 
 
 def _home(path):

@@ -77,12 +77,32 @@ def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
     assert seconds < 10
 
 
+def clip_on_one_rank():
+    model = make(seeded(Choosing()))
+    model(torch.ones(1, 6), (0, 1)).sum().backward()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="different collectives") as error:
+        if dist.get_rank() == 0:
+            meshard.clip_grad_norm_(model, 1.0)
+        model(torch.ones(1, 6), (0, 1))
+    return str(error.value), time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_a_rank_that_clips_alone_is_named(run_ranks, debug):
+    for message, seconds in run_ranks(clip_on_one_rank, 3):
+        assert "rank 0: all_gather of unit '(norm)'" in message
+        assert "rank 2: all_gather of unit 'blocks.0'" in message
+        assert seconds < 2  # all came: nobody waits for the timeout
+
+
 def train():
     model = make(seeded(MlpStack()))
     with CommLedger(model) as ledger:
         for sync in (GradientSync.NONE, GradientSync.FULL):
             model.set_gradient_sync(sync)
             model(torch.ones(1, 6) * dist.get_rank()).sum().backward()
+        meshard.clip_grad_norm_(model, 1e6)
     return full_grads(model), ledger.counts
 
 

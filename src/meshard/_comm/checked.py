@@ -58,49 +58,59 @@ class CheckedCommunicator:
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Pending:
         """See ``Communicator.all_gather``; raises if the ranks differ."""
-        self._check("all_gather", output, group, label)
+        compare_notes("all_gather", label, output, group)
         return self._inner.all_gather(output, source, group=group, label=label)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Pending:
         """See ``Communicator.reduce_scatter``; raises if the ranks differ."""
-        self._check("reduce_scatter", source, group, label)
+        compare_notes("reduce_scatter", label, source, group)
         return self._inner.reduce_scatter(output, source, group=group, label=label)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """See ``Communicator.all_reduce``; raises if the ranks differ."""
-        self._check("all_reduce", buffer, group, label)
+        compare_notes("all_reduce", label, buffer, group)
         return self._inner.all_reduce(buffer, group=group, label=label)
 
-    def _check(self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
-        if group.size() == 1:
-            return
-        sequence = _sequences[group] = _sequences.get(group, -1) + 1
-        ours = f"{op} of unit {label!r} ({payload.numel()} x {payload.dtype})"
-        ranks = dist.get_process_group_ranks(group)
-        prefix = f"meshard_debug/{group.group_name}"
-        keys = [f"{prefix}/{sequence}/{rank}" for rank in ranks]
-        store = group.get_group_store()
-        store.set(keys[group.rank()], ours)
-        said = [_wait_for(store, key) for key in keys]
-        if any(other != ours for other in said):
-            lines = [
-                f"  rank {rank}: {other or f'nothing within {_seconds():g} s'}"
-                for rank, other in zip(ranks, said, strict=True)
-            ]
-            raise RuntimeError(
-                f"the ranks are about to issue different collectives (number {sequence} of this "
-                "group):\n" + "\n".join(lines) + "\nEvery rank must run the same units in the "
-                "same order; ranks may differ in which parameters of a unit they use."
-            )
-        if sequence > 1:  # all have gone past the one before the last
-            store.delete_key(f"{prefix}/{sequence - 2}/{ranks[group.rank()]}")
+
+def compare_notes(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raise unless all ranks of ``group`` are about to do the same.
+
+    **Collective:** all ranks of ``group``, through its store. Returns once all have said what they
+    are about to do, or raises on every rank that came when the time is over.
+
+    Raises:
+        RuntimeError: What each rank is about to do, where they differ.
+    """
+    if group.size() == 1:
+        return
+    sequence = _sequences[group] = _sequences.get(group, -1) + 1
+    ours = f"{op} of unit {label!r} ({payload.numel()} x {payload.dtype})"
+    ranks = dist.get_process_group_ranks(group)
+    prefix = f"meshard_debug/{group.group_name}"
+    keys = [f"{prefix}/{sequence}/{rank}" for rank in ranks]
+    store = group.get_group_store()
+    store.set(keys[group.rank()], ours)
+    said = _wait_for(store, keys)
+    if any(other != ours for other in said):
+        lines = [
+            f"  rank {rank}: {other or f'nothing within {_seconds():g} s'}"
+            for rank, other in zip(ranks, said, strict=True)
+        ]
+        raise RuntimeError(
+            f"the ranks are about to issue different collectives (number {sequence} of this "
+            "group):\n" + "\n".join(lines) + "\nEvery rank must run the same units in the "
+            "same order; ranks may differ in which parameters of a unit they use."
+        )
+    if sequence > 1:  # all have gone past the one before the last
+        store.delete_key(f"{prefix}/{sequence - 2}/{ranks[group.rank()]}")
 
 
-def _wait_for(store: Any, key: str) -> str | None:
+def _wait_for(store: Any, keys: list[str]) -> list[str | None]:
+    """Return what stands under each key; None where nothing came in time for all of them."""
     try:
-        store.wait([key], datetime.timedelta(seconds=_seconds()))
-    except RuntimeError:  # DistStoreError: it did not come in time
-        return None
-    return str(store.get(key).decode())
+        store.wait(keys, datetime.timedelta(seconds=_seconds()))
+    except RuntimeError:  # DistStoreError: at least one did not come
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+    return [store.get(key).decode() for key in keys]

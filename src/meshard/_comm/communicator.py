@@ -1,6 +1,6 @@
 """How is one collective queued, and how is it waited for?
 
-The only file (with its sibling ``streams``) that calls collectives. A collective is started by one
+With its siblings ``streams`` and ``scalars`` the only file that calls collectives. A collective is started by one
 call and finished by ``wait()`` on what it returned; between the two it runs beside the compute.
 Here are the interface and the implementation for CPU tensors, on asynchronous works.
 """
@@ -171,7 +171,7 @@ class BaseCommunicator:
                 payload.numel() * payload.itemsize,
                 payload.dtype,
             )
-            _tell(event, self)
+            tell(event, self)
 
 
 class WorkCommunicator(BaseCommunicator):
@@ -260,33 +260,8 @@ def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a 
         yield
 
 
-def gather_values(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the scalar ``value`` of every rank of ``group``, ``[ranks]``. Blocks a CPU host.
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
-    if group.size() == 1:
-        return value.view(1)
-    values = value.new_empty(group.size())
-    _tell(CommEvent("all_gather", "(norm)", group.size(), values.nbytes, values.dtype))
-    all_gather_single(values, value.view(1), group=group)
-    return values
-
-
-def agree_on_max(value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Replace ``value`` by its maximum over ``group`` (None: the default group).
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
-    if not dist.is_initialized():
-        return
-    group = group if group is not None else dist.group.WORLD
-    if group is not None and group.size() > 1:
-        _tell(CommEvent("all_reduce", "(scaler)", group.size(), value.nbytes, value.dtype))
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-
-
-def _tell(event: CommEvent, communicator: object = None) -> None:
+def tell(event: CommEvent, communicator: object = None) -> None:
+    """Tell every observer of a collective that is about to be issued."""
     for observer in tuple(_observers):
         observer(event, communicator)
 

@@ -1,0 +1,41 @@
+"""How do ranks agree on one number?"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.checked import compare_notes, is_debugging
+from meshard._comm.communicator import CommEvent, all_gather_single, tell
+
+
+def gather_values(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the scalar ``value`` of every rank of ``group``, ``[ranks]``. Blocks a CPU host.
+
+    **Collective:** all ranks of ``group``. **Stream:** the current one.
+    """
+    if group.size() == 1:
+        return value.view(1)
+    values = value.new_empty(group.size())
+    _announce("all_gather", "(norm)", values, group)
+    all_gather_single(values, value.view(1), group=group)
+    return values
+
+
+def agree_on_max(value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Replace ``value`` by its maximum over ``group`` (None: the default group).
+
+    **Collective:** all ranks of ``group``. **Stream:** the current one.
+    """
+    if not dist.is_initialized():
+        return
+    group = group if group is not None else dist.group.WORLD
+    if group is not None and group.size() > 1:
+        _announce("all_reduce", "(scaler)", value, group)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+
+
+def _announce(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if is_debugging():
+        compare_notes(op, label, payload, group)
+    tell(CommEvent(op, label, group.size(), payload.nbytes, payload.dtype))
