@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
+from tests.support.rank_pool import RankError, RankPool
 
 NAMES = ("replicate", "shard")
 
@@ -147,8 +148,8 @@ def factor_of_nan(lib):
     return str(both.values()[0])
 
 
-def ranks_use_different_parameters(lib):
-    both = Both(lib)
+def ranks_use_different_parameters(lib, numel_b=64):
+    both = Both(lib, model=Two(numel_b=numel_b))
     both.reduce(*((4.0, None) if dist.get_rank() % 2 else (None, 8.0)))
     return both.values()
 
@@ -259,10 +260,25 @@ def test_the_peer_is_wrong_and_we_are_right(run_ranks, row, peer, ours):
         assert found_peer == peer, "the peer has changed: update the row, and the documentation"
 
 
-def run_ours_only():
-    return ranks_use_different_parameters(meshard)
+def use_different_parameters(lib_name, numel_b):
+    lib = torch_fsdp if lib_name == "peer" else meshard
+    return ranks_use_different_parameters(lib, numel_b)
 
 
-def test_ranks_that_use_different_parameters(run_ranks):
-    """The peer mixes them up or aborts the process, and cannot run in a pool of ranks."""
-    assert run_ranks(run_ours_only, 4) == [(2.0, 4.0)] * 4
+@pytest.mark.parametrize("numel_b", [64, 32])
+def test_ranks_that_use_different_parameters(run_ranks, numel_b):
+    assert run_ranks(use_different_parameters, 4, "ours", numel_b) == [(2.0, 4.0)] * 4
+
+
+@pytest.mark.slow
+def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies():
+    """Also a test that these two cases are what they are said to be. In processes of its own."""
+    pool = RankPool()
+    try:
+        mixed = pool.run(use_different_parameters, 4, "peer", 64)
+        # 4 for one parameter and 8 for the other: neither is 6, and both ranks have both.
+        assert mixed == [(None, 6.0), (6.0, None)] * 2, "the peer has changed"
+        with pytest.raises(RankError, match="the process died with exit code -6"):
+            pool.run(use_different_parameters, 4, "peer", 32)
+    finally:
+        pool.close()

@@ -1,8 +1,8 @@
 """How is one collective queued, and how is it waited for?
 
-With its siblings ``streams`` and ``scalars`` the only file that calls collectives. A collective is started by one
-call and finished by ``wait()`` on what it returned; between the two it runs beside the compute.
-Here are the interface and the implementation for CPU tensors, on asynchronous works.
+With its siblings ``streams`` and ``scalars`` the only file that calls collectives. A collective is
+started by one call and finished by ``wait()`` on what it returned; between the two it runs beside
+the compute. Here are the interface and the implementation for CPU tensors, on asynchronous works.
 """
 
 from __future__ import annotations
