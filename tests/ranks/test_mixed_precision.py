@@ -118,6 +118,34 @@ def test_bfloat16_parameters_accumulate_in_float32_too(mode):
     assert grads[0].dtype == BF16
 
 
+class TwoOnes(Ones):
+    """Has a second weight, which may be frozen."""
+
+    def __init__(self, numel):
+        super().__init__(numel)
+        self.other = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x):
+        return super().forward(x) + self.other.sum()
+
+
+def toggle_while_adding(count):
+    model = TwoOnes(6).to(BF16)
+    model.other.requires_grad_(False)
+    model = meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+    for number in range(count):
+        model.other.requires_grad_(number % 4 < 2)
+        model(torch.zeros(())).backward()
+    return full_grads(model)
+
+
+def test_sums_stay_wide_when_parameters_are_frozen_and_thawed():
+    for grads in run_threads(toggle_while_adding, 2, 600):
+        # added up in bfloat16, ones stop at 256
+        assert grads["weight"].tolist() == [600.0] * 6
+        assert grads["other"].tolist() == [300.0] * 6
+
+
 def test_the_accumulate_dtype_is_the_users_choice():
     policy = MixedPrecisionPolicy(accumulate_dtype=BF16)
     grads = run_threads(add_ones, 2, (2,), "F", 300, policy, BF16)

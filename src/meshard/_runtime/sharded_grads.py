@@ -62,6 +62,8 @@ class ShardedGrads:
         shown = self._shown
         if shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
+            if shown.layout is not new.layout:
+                shown, new = self._in_one_layout(shown, new)
             shown.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             for grad, wide in self._copies(shown):
                 grad.copy_(wide)
@@ -125,11 +127,27 @@ class ShardedGrads:
         return [grad.data_ptr() for grad in grads if grad is not None]
 
     def _is_shown(self, shown: Held, new: Held) -> bool:
-        return (
-            shown.layout is new.layout
-            and self._addresses == self._addresses_of(shown)
-            and all(self._grad(index) is None for index in new.used - shown.used)
+        return self._addresses == self._addresses_of(shown) and all(
+            self._grad(index) is None for index in new.used - shown.used
         )
+
+    def _in_one_layout(self, shown: Held, new: Held) -> tuple[Held, Held]:
+        """Lay both out alike: parameters were frozen or thawed since the last reduction."""
+        layouts = (shown.layout, new.layout)
+        indices = tuple(sorted({index for layout in layouts for index in layout.indices}))
+        both = next((layout for layout in layouts if layout.indices == indices), None)
+        if both is None:
+            both = GradientLayout(new.layout.params, indices, new.layout.device)
+        moved = [
+            held
+            if held.layout is both
+            else held._replace(layout=both, flat=held.layout.move(held.flat, both, held.used))
+            for held in (shown, new)
+        ]
+        if moved[0] is not shown:
+            for index, local in self._locals(moved[0]):
+                self._set(index, local)
+        return moved[0], moved[1]
 
     def _run_hooks(self, new: Held) -> None:
         for index in sorted(new.used):
