@@ -7,24 +7,30 @@ from meshard.accumulation import microbatches as microbatches
 from meshard.accumulation import no_sync as no_sync
 from meshard.accumulation import pending_gradients as pending_gradients
 from meshard.api import fully_shard as fully_shard
+from meshard.comm_setters import share_comm_ctx as share_comm_ctx
 from meshard.diagnostics import CommLedger as CommLedger
 from meshard.fsdp_module import FSDPModule as FSDPModule
 from meshard.fsdp_module import UnshardHandle as UnshardHandle
 from meshard.gradients import ShardedGradScaler as ShardedGradScaler
 from meshard.gradients import clip_grad_norm_ as clip_grad_norm_
 from meshard.gradients import get_total_norm as get_total_norm
+from meshard.policies import AllGather as AllGather
+from meshard.policies import Comm as Comm
 from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from meshard.policies import DataParallelMeshDims as DataParallelMeshDims
 from meshard.policies import GradientSync as GradientSync
 from meshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from meshard.policies import OffloadPolicy as OffloadPolicy
+from meshard.policies import ReduceScatter as ReduceScatter
 from meshard.policies import ShardPlacementResult as ShardPlacementResult
 from meshard.reduce_hooks import DropRanks as DropRanks
 from meshard.reduce_hooks import WireRounding as WireRounding
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
+    "Comm",
     "CommLedger",
     "DataParallelMeshDims",
     "DropRanks",
@@ -33,6 +39,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PendingGradients",
+    "ReduceScatter",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "UnshardHandle",
@@ -46,4 +53,5 @@ __all__ = [
     "no_sync",
     "pending_gradients",
     "register_reduce_hook",
+    "share_comm_ctx",
 ]

@@ -1,19 +1,20 @@
-"""What can I call on a sharded module? FSDP2's surface, as one table of delegations."""
+"""What can I call on a sharded module? What acts at once is here, what is set in the mixins."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._runtime.param_group import Residence
-from meshard._runtime.unit import DivideFactor, Unit, check_divide_factor, unit_of, units_in
-from meshard.policies import GradientSync
-from meshard.reduce_hooks import AllReduceHook
+from meshard._runtime.unit import Unit, units_in
+from meshard.comm_setters import CommSetters
+from meshard.gather_setters import GatherSetters
+from meshard.gradient_setters import GradientSetters
+from meshard.setters import as_module, own_unit
 
 _CLASSES: dict[type, type] = {}
 
@@ -42,7 +43,7 @@ def _finish_unshard(unit: Unit) -> None:
     unit.group.show_unsharded()
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
     """What ``fully_shard`` adds to the class of a module.
 
     A sharded module is an instance of this, of ``torch.distributed.fsdp.FSDPModule`` and of its
@@ -72,12 +73,12 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast the sharded parameters, whole copies dropped first."""
-        for unit in units_in(_module(self)):
+        for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.reshard()
         # Past torch's FSDPModule, whose _apply looks for torch's own state.
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
-        for unit in units_in(_module(self)):
+        for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.adopt_edits()
         return result
@@ -93,7 +94,7 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: Return a handle at once, to wait for later.
         """
-        unit = _unit(self)
+        unit = own_unit(self)
         if unit.group is None:
             return UnshardHandle(None) if async_op else None
         unit.group.forget_stale(leftover=True)
@@ -105,13 +106,13 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Give the whole parameters of this unit back. Every rank by itself."""
-        group = _unit(self).group
+        group = own_unit(self).group
         if group is not None and group.residence is not Residence.SHARDED:
             group.reshard()
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted: nothing whole, nothing on its way."""
-        _unit(self).lifecycle.abort()
+        own_unit(self).lifecycle.abort()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Not built yet: say so, instead of failing deep inside torch."""
@@ -119,213 +120,3 @@ class FSDPModule(TorchFSDPModule):
             "copy.deepcopy of a sharded module is not built yet; build a second module, shard it, "
             "and load the state_dict of the first."
         )
-
-    # --- gradients -------------------------------------------------------------------------
-
-    def set_gradient_sync(self, mode: GradientSync, *, recurse: bool = True) -> None:
-        """Choose how far the gradients of the following backwards are reduced.
-
-        Args:
-            mode: NONE, REDUCE_SCATTER or FULL.
-            recurse: Also for the units inside.
-
-        Raises:
-            TypeError: ``mode`` is not a ``GradientSync``.
-        """
-        if not isinstance(mode, GradientSync):
-            raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
-        for unit in _units(self, recurse):
-            unit.settings.sync = mode
-            if mode is not GradientSync.NONE:
-                unit.settings.sync_when_on = mode
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Reduce gradients at all, or not (``GradientSync.NONE``).
-
-        Turned on again, gradients are reduced as far as before: after
-        ``set_requires_all_reduce(False)`` that is ``REDUCE_SCATTER``.
-        """
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in _units(self, recurse):
-            chosen = unit.settings.sync_when_on if requires_gradient_sync else GradientSync.NONE
-            unit.settings.sync = chosen
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Reduce across replicas (``FULL``), or inside the shard group only (``REDUCE_SCATTER``).
-
-        While gradient sync is off this is remembered, and holds once it is on again.
-        """
-        _check_bool("requires_all_reduce", requires_all_reduce)
-        chosen = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
-        for unit in _units(self, recurse):
-            unit.settings.sync_when_on = chosen
-            if unit.settings.sync is not GradientSync.NONE:
-                unit.settings.sync = chosen
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the step follows the next backward.
-
-        After a backward that is not the last, reductions may still be on their way when it
-        returns, to overlap with the next microbatch. Holds for the whole root.
-        """
-        _check_bool("is_last_backward", is_last_backward)
-        _unit(self).lifecycle.is_last_backward = is_last_backward
-
-    def set_gradient_divide_factor(self, factor: DivideFactor, *, recurse: bool = True) -> None:
-        """Divide gradients by ``factor`` in all, instead of by the number of ranks.
-
-        Args:
-            factor: A positive number; or a callable or a 0-d tensor that gives one each time
-                gradients are reduced, as for a count of tokens over all ranks. It must be the
-                same on every rank, and for all microbatches of a window.
-            recurse: Also for the units inside.
-
-        Raises:
-            TypeError: ``factor`` is none of these.
-            ValueError: ``factor`` is not positive and finite.
-            RuntimeError: A window is open: part of it was divided by the old factor.
-        """
-        if callable(factor) and not isinstance(factor, torch.Tensor):
-            chosen: DivideFactor = factor
-        elif isinstance(factor, torch.Tensor) and factor.dim() == 0:
-            chosen = factor
-        else:
-            chosen = check_divide_factor(factor)
-        units = list(_units(self, recurse))
-        for unit in units:
-            if unit.gradients is not None and unit.gradients.is_pending:
-                raise RuntimeError(
-                    f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
-                    "be divided by the same factor; set it before the first microbatch."
-                )
-        for unit in units:
-            unit.settings.divide_factor = chosen
-
-    def set_reduce_scatter_divide_factor(self, factor: DivideFactor) -> None:
-        """Do what ``set_gradient_divide_factor`` does; FSDP2's older name for it."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Give parameters that no rank used a gradient of zero instead of None.
-
-        What is communicated is the same: unused parameters always have their place in it.
-        """
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for unit in _units(self, recurse):
-            unit.settings.zero_unused = reduce_scatter_unused_params
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept FSDP2's setting: meshard always sums and divides by itself."""
-        _check_bool("enable", enable)
-
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
-        """Have ``hook(shard)`` change the reduced gradients of this unit in place.
-
-        Called once per window with what is about to be added to ``.grad``, after the reduction
-        over replicas. A second call replaces the hook. ``meshard.register_reduce_hook`` chains
-        several.
-
-        Args:
-            hook: Gets the flat shard ``[shard_numel]``.
-            stream: Run the hook on it; the current stream waits. None: the current stream.
-        """
-        if not callable(hook):
-            raise TypeError(f"hook must be callable, got {hook!r}.")
-        hooks = _unit(self).settings.reduce_hooks
-        hooks[:] = [other for other in hooks if not isinstance(other, AllReduceHook)]
-        hooks.append(AllReduceHook(hook, stream))
-
-    # --- when to gather --------------------------------------------------------------------
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Give whole parameters back after forward, or keep them for backward."""
-        _check_bool("reshard_after_forward", reshard_after_forward)
-        for unit in _units(self, recurse):
-            unit.settings.reshard_after_forward = reshard_after_forward
-            unit.settings.keep_in = None
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Give whole parameters back after backward, or keep them for the next forward."""
-        _check_bool("reshard_after_backward", reshard_after_backward)
-        for unit in _units(self, recurse):
-            unit.settings.reshard_after_backward = reshard_after_backward
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather this unit in backward, or not because its backward does not read parameters."""
-        _check_bool("unshard_in_backward", unshard_in_backward)
-        _unit(self).settings.unshard_in_backward = unshard_in_backward
-
-    def set_modules_to_forward_prefetch(  # type: ignore[override]
-        self, modules: list[FSDPModule]
-    ) -> None:
-        """Gather these modules when this one starts its forward, instead of the predicted one."""
-        _unit(self).settings.forward_prefetch = _refs("forward", modules)
-
-    def set_modules_to_backward_prefetch(  # type: ignore[override]
-        self, modules: list[FSDPModule]
-    ) -> None:
-        """Gather these modules when this one starts its backward, instead of the predicted one."""
-        _unit(self).settings.backward_prefetch = _refs("backward", modules)
-
-
-def _module(module: Any) -> nn.Module:
-    assert isinstance(module, nn.Module)
-    return module
-
-
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
-def _units(module: Any, recurse: bool) -> Iterator[Unit]:
-    return units_in(_module(module)) if recurse else iter([_unit(module)])
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}.")
-
-
-def _refs(direction: str, modules: list[FSDPModule]) -> list[weakref.ref[Unit]]:
-    refs = []
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise ValueError(
-                f"modules to {direction} prefetch must be sharded by fully_shard, "
-                f"got {type(module).__name__}."
-            )
-        refs.append(weakref.ref(unit))
-    return refs
-
-
-def _not_built(name: str) -> Callable[..., None]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name} is part of FSDP2's surface that is not built yet.")
-
-    method.__name__ = name
-    method.__doc__ = "Not built yet."
-    return method
-
-
-# What FSDP2 has and this class has not yet; torch's own methods would look for torch's state.
-for _name in (
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_post_optim_event",
-    "set_reduce_scatter_max_input_buffers",
-    "set_separate_reduce_scatter_group",
-    "set_symm_mem_for_comm",
-):
-    setattr(FSDPModule, _name, _not_built(_name))

@@ -8,9 +8,12 @@ working; torch's own policy objects are accepted wherever ours are.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -119,3 +122,46 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
             raise ValueError("DataParallelMeshDims needs shard=, replicate=, or both.")
+
+
+class Comm(Protocol):
+    """Gives the memory that a collective reads and writes."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return an uninitialised tensor; asked for on the stream that fills it."""
+
+
+class AllGather(Comm, Protocol):
+    """Gathers one buffer: see ``FSDPModule.set_custom_all_gather``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor [ranks * n]`` with every rank's ``input_tensor [n]``, in order.
+
+        With ``async_op`` (on CPU tensors) a Work may be returned that ends later.
+        """
+
+
+class ReduceScatter(Comm, Protocol):
+    """Reduces one buffer: see ``FSDPModule.set_custom_reduce_scatter``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Sum part ``r`` of all ``input_tensor [ranks * n]`` into ``output_tensor [n]`` of rank r.
+
+        ``op`` is always SUM: meshard divides by itself. A sum of negative zeros must be a negative
+        zero, or parameters that no rank has used get a gradient of zero instead of None.
+        """

@@ -19,22 +19,30 @@ FSDP2_NAMES = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "share_comm_ctx",
 ]
 # Not there yet. Move a name up when it comes: the tests below insist.
-FSDP2_NAMES_LATER = ["register_fsdp_forward_method", "share_comm_ctx"]
+FSDP2_NAMES_LATER = ["register_fsdp_forward_method"]
 OWN_NAMES = ["CommLedger", "GradientSync", "ShardPlacementResult"]
 
 # Methods that FSDP2 has, with their arguments.
 FSDP2_METHODS = [
     "reshard",
     "set_gradient_divide_factor",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
     "set_is_last_backward",
     "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch",
+    "set_post_optim_event",
+    "set_reduce_scatter_max_input_buffers",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
     "unshard",
 ]
 
@@ -44,7 +52,9 @@ CALLABLES += [
     (f"{name}.{member}", method)
     for name, cls in PUBLIC
     if inspect.isclass(cls)
-    for member, method in vars(cls).items()
+    for base in cls.__mro__
+    if base.__module__.startswith("meshard.")
+    for member, method in vars(base).items()
     if inspect.isfunction(method) and not member.startswith("_")
 ]
 

@@ -9,6 +9,7 @@ import meshard
 import meshard.build_unit
 from meshard import GradientSync, MixedPrecisionPolicy
 from meshard._comm import streams
+from meshard._comm.communicator import Lane
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -109,6 +110,37 @@ def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
     gathers = [entry for entry in log[:last] if entry[:2] == ("gather", "3")]
     assert gathers[-1] in log[last - 2 : last]  # issued between block 1 and block 2
     assert gathers[-1][2] <= log[last][2]
+
+
+@pytest.mark.parametrize("from_optimizer", [True, False])
+def test_a_gather_can_wait_for_the_optimizer_alone(monkeypatch, from_optimizer):
+    device, comm = FakeDevice(), []
+    monkeypatch.setattr(
+        meshard.build_unit,
+        "make_communicator",
+        lambda _: comm.append(StreamCommunicator(device)) or comm[-1],
+    )
+    with fake_group(4):
+        model = meshard.fully_shard(make_model(), init_device_mesh("cpu", (4,)))
+        stream = device.Stream()
+        with Recorder(device):
+            for _ in range(3):
+                model(torch.ones(2, 5)).sum().backward()
+                stream.wait_event(device.current_stream().record_event())
+                with device.stream(stream), torch.no_grad():
+                    for param in model.parameters():
+                        param.to_local().sub_(param.grad.to_local())
+                model.zero_grad()
+                if from_optimizer:
+                    comm[-1].gather_after(stream.record_event())
+                unrelated = torch.ones(64).mul_(2)
+                ticks = device.compute.clock[device.compute.number]
+                model.unshard(async_op=True)
+                lane = comm[-1]._streams[Lane.GATHER]
+                assert lane.has_seen(device.compute.number, ticks) is not from_optimizer
+                assert unrelated.sum() == 128
+    # Without the event, nothing tells the gather to wait for what the optimizer writes.
+    assert bool(device.races) is not from_optimizer
 
 
 class NeverWaits(Stream):

@@ -48,8 +48,10 @@ def start_all_gather(
     **Collective:** all ranks of ``group``. **Stream:** call it inside the gather lane.
     **Lifetime:** the result holds what the collective reads and writes.
     """
-    gathered = source.new_empty((count, source.numel()))
-    pending = comm.all_gather(gathered.view(count, -1), source, group=group, label=label)
+    numel, dtype, device = count * source.numel(), source.dtype, source.device
+    flat = comm.allocate(numel, Lane.GATHER, dtype=dtype, device=device, group=group)
+    gathered = flat.view(count, -1)
+    pending = comm.all_gather(gathered, source, group=group, label=label)
     return GatherInFlight(gathered, source, pending)
 
 

@@ -54,6 +54,22 @@ class CheckedCommunicator:
         """See ``Communicator.queued``."""
         return self._inner.queued(*keep)
 
+    def gather_after(self, event: Any) -> None:
+        """See ``Communicator.gather_after``."""
+        self._inner.gather_after(event)
+
+    def allocate(
+        self,
+        numel: int,
+        lane: Lane,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """See ``Communicator.allocate``."""
+        return self._inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
+
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Pending:

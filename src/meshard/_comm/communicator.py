@@ -11,7 +11,7 @@ import contextlib
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -112,6 +112,20 @@ class Communicator(Protocol):
     def queued(self, *keep: torch.Tensor) -> Pending:
         """Return a wait for the local work queued on the current lane; ``keep`` lives until it."""
 
+    def gather_after(self, event: Any) -> None:
+        """Have the next use of the gather lane wait for ``event`` instead of for the caller."""
+
+    def allocate(
+        self,
+        numel: int,
+        lane: Lane,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``lane``."""
+
 
 Observer = Callable[[CommEvent, object], None]
 _observers: list[Observer] = []
@@ -137,29 +151,42 @@ class Done:
 DONE = Done()
 
 
-class _WorkPending:
-    """A ``c10d.Work``, and what must be done on this rank once it is over."""
+class WorkPending:
+    """A ``c10d.Work`` (None: it is over), and what must be done on this rank after it."""
 
     __slots__ = ("_then", "_work")
 
-    def __init__(self, work: dist.Work, then: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: dist.Work | None, then: Callable[[], object] | None = None) -> None:
         self._work = work
         self._then = then
 
     def wait(self) -> None:
         """Block until the collective is over, then do this rank's part."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self._then is not None:
             self._then()
 
 
 class BaseCommunicator:
-    """What both implementations share: telling observers, and groups of one rank."""
+    """What the implementations share: telling observers, and ordinary memory."""
 
     @property
     def identity(self) -> object:
         """See ``Communicator.identity``."""
         return self
+
+    def allocate(
+        self,
+        numel: int,
+        lane: Lane,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """See ``Communicator.allocate``."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def observe(self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
         """Tell every observer of a collective about to be issued."""
@@ -171,7 +198,7 @@ class BaseCommunicator:
                 payload.numel() * payload.itemsize,
                 payload.dtype,
             )
-            tell(event, self)
+            tell(event, self.identity)
 
 
 class WorkCommunicator(BaseCommunicator):
@@ -204,7 +231,7 @@ class WorkCommunicator(BaseCommunicator):
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
             work = all_gather_single(output.view(-1), source, group=group, async_op=True)
-        return _WorkPending(work)
+        return WorkPending(work)
 
     def reduce_scatter(
         self,
@@ -224,7 +251,7 @@ class WorkCommunicator(BaseCommunicator):
             work = dist.all_to_all_single(
                 received.view(-1), source.view(-1), group=group, async_op=True
             )
-        return _WorkPending(work, lambda: _sum_rows(output, received))
+        return WorkPending(work, lambda: _sum_rows(output, received))
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """See ``Communicator.all_reduce``."""
@@ -233,11 +260,14 @@ class WorkCommunicator(BaseCommunicator):
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
             work = dist.all_reduce(buffer, group=group, async_op=True)
-        return _WorkPending(work)
+        return WorkPending(work)
 
     def queued(self, *keep: torch.Tensor) -> Pending:
         """See ``Communicator.queued``: the host has already done it."""
         return DONE
+
+    def gather_after(self, event: Any) -> None:
+        """See ``Communicator.gather_after``: what the host does is in order."""
 
 
 def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:

@@ -144,20 +144,22 @@ class Reduction:
     def _start_scatter(self) -> Pending:
         request = self._request
         divide_(request.buffer, self._divisors.before_scatter)
-        request.buffer = request.buffer.to(request.wire_dtype)
+        if request.buffer.dtype != request.wire_dtype:
+            narrow = self._allocate(request.buffer.numel(), request.wire_dtype)
+            request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
         request.marks.mark_sent(request.buffer)
         with self._comm.lane(Lane.SCATTER):
-            self._result = torch.empty(
-                request.buffer.size(1),
-                dtype=request.accumulate_dtype,
-                device=request.buffer.device,
-            )
+            self._result = self._allocate(request.buffer.size(1), request.accumulate_dtype)
             return self._comm.reduce_scatter(
                 self._result,
                 request.buffer,
                 group=request.shard_group,
                 label=request.label,
             )
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        group, device = self._request.shard_group, self._request.buffer.device
+        return self._comm.allocate(numel, Lane.SCATTER, dtype=dtype, device=device, group=group)
 
     @property
     def has_more(self) -> bool:

@@ -50,6 +50,11 @@ class GradientLayout:
         self.irregular = [slot for slot in slots[num_regular:] if slot.numel]
         self._marks: dict[frozenset[int], UsageMarks] = {}
 
+    @property
+    def numel(self) -> int:
+        """Elements of a buffer for all shards."""
+        return self.shard_count * self.shard_numel
+
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)

@@ -79,6 +79,7 @@ class StreamCommunicator(BaseCommunicator):
     def __init__(self, device_module: Any) -> None:
         self._device_module = device_module
         self._streams: dict[Lane, Any] = {}
+        self._gather_after: Any = None
 
     @contextlib.contextmanager
     def _enter(self, lane: Lane) -> Iterator[None]:
@@ -86,13 +87,25 @@ class StreamCommunicator(BaseCommunicator):
         if stream is None:
             # High priority: a collective held up by compute holds up every other rank.
             stream = self._streams[lane] = self._device_module.Stream(priority=-1)
-        stream.wait_event(self._device_module.current_stream().record_event())
+        if lane is Lane.GATHER and self._gather_after is not None:
+            event, self._gather_after = self._gather_after, None
+        else:
+            event = self._device_module.current_stream().record_event()
+        stream.wait_event(event)
         with self._device_module.stream(stream):
             yield
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """See ``Communicator.lane`` and rule 1."""
         return self._enter(lane)
+
+    def gather_after(self, event: Any) -> None:
+        """See ``Communicator.gather_after``; the exception to rule 1.
+
+        The event must come after the last backward: what that gathered is read on compute, and the
+        lane may get its memory again.
+        """
+        self._gather_after = event
 
     def queued(self, *keep: torch.Tensor) -> Pending:
         """See ``Communicator.queued`` and rule 2."""

@@ -69,3 +69,17 @@ def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
         rows = roles.mesh.mesh.reshape(-1, group_size)
         cache[group_size] = DeviceMesh(roles.mesh.device_type, rows.clone())
     return cache[group_size].get_group(1)
+
+
+def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
+    """Return a second group of the ranks of the shard group; always the same one for a mesh.
+
+    **Collective:** the shard group, the first time.
+    """
+    if "_meshard_scatter_group" not in vars(roles.mesh):  # dies with the mesh, as above
+        ranks = dist.get_process_group_ranks(roles.shard_group)
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="meshard_scatter")
+        vars(roles.mesh)["_meshard_scatter_group"] = group
+    group = vars(roles.mesh)["_meshard_scatter_group"]
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from meshard._comm.communicator import Lane
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import make_dtensor
@@ -192,10 +194,12 @@ class GradientState:
         divide_factor: float | None,
         zero_unused: bool = False,
         before: Sequence[TensorHook] = (),
+        shard_group: dist.ProcessGroup | None = None,
     ) -> ReductionInFlight | None:
         """``REDUCE_SCATTER`` and ``FULL``: start reducing ``U`` and what has arrived.
 
-        **Collective:** the shard group, then the replica group if ``over_replicas``.
+        **Collective:** the shard group (or ``shard_group``, another one of the same ranks), then
+        the replica group if ``over_replicas``.
         """
         gradients = self._take()
         layout = self._layout_for(gradients)
@@ -213,7 +217,7 @@ class GradientState:
             buffer=buffer,
             wire_dtype=self._wire_dtype(layout),
             partial=partial,
-            shard_group=roles.shard_group,
+            shard_group=shard_group or roles.shard_group,
             replicate_group=roles.replicate_group if over_replicas else None,
             replicate_count=roles.replicate_count,
             divide_factor=divide_factor,
@@ -236,7 +240,16 @@ class GradientState:
             is_narrowing = wire_dtype == torch.float16 and any(
                 gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
             )
-            buffer = layout.allocate(self._accumulate_dtype if is_narrowing else wire_dtype)
+            if is_narrowing:
+                buffer = layout.allocate(self._accumulate_dtype)
+            else:
+                buffer = self._group.comm.allocate(
+                    layout.numel,
+                    Lane.SCATTER,
+                    dtype=wire_dtype,
+                    device=layout.device,
+                    group=self._group.place.roles.shard_group,
+                ).view(layout.shard_count, -1)
             layout.pack(buffer, gradients)
             return buffer, used
         flat = self._laid_out(self._unreduced, layout)

@@ -70,7 +70,7 @@ class Lifecycle:
         self.has_failed = False  # a backward ended in an exception
         self.schedule = StepSchedule()
         self._queue_callback = queue_callback
-        self._comm = comm  # given to every unit
+        self.comm = comm  # given to every unit
         self._units: list[weakref.ref[Unit]] = []
         self._open: list[tuple[Unit, ForwardCall]] = []
         self._resume = Phase.RESTING  # the phase around a backward
@@ -87,8 +87,16 @@ class Lifecycle:
             unit.number = number
             unit.lifecycle = self
             if unit.group is not None:
-                unit.group.comm = self._comm
                 unit.group.tensors.label = unit.label
+        self.use(self.comm)
+
+    def use(self, comm: Communicator) -> None:
+        """Talk through ``comm`` from now on. Nothing may be on its way."""
+        self._reductions.finish_all()
+        self.comm, self._reductions = comm, Reductions(comm)
+        for unit in self.units():
+            if unit.group is not None:
+                unit.group.comm = unit.settings.comm.apply_to(comm, unit.group.place.device)
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""

@@ -14,8 +14,6 @@ from meshard._comm.communicator import Communicator
 from meshard._runtime.gradient_state import ReductionInFlight
 from meshard._runtime.unit import Unit
 
-_MAX_IN_FLIGHT = 2  # each holds the whole gradients of its unit
-
 
 class Reductions:
     """The reductions of all units of a root, oldest first.
@@ -41,11 +39,14 @@ class Reductions:
         if unit.gradients is None:
             return
         self.finish_of(unit)  # what it holds is added to what comes now
+        while len(self._in_flight) >= unit.settings.max_input_buffers:
+            self._finish_oldest()
         started = unit.gradients.start_reduce(
             over_replicas=over_replicas,
             divide_factor=unit.settings.resolve_divide_factor(),
             zero_unused=unit.settings.zero_unused,
             before=[hook.before for hook in unit.settings.reduce_hooks],
+            shard_group=unit.settings.scatter_group,
         )
         if started is None:
             return
@@ -56,8 +57,6 @@ class Reductions:
         self._in_flight.append((unit, started))
 
     def _advance(self) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
-            self._finish_oldest()
         for _, each in self._in_flight:
             if each.reduction.has_more:
                 each.reduction.advance()

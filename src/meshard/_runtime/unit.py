@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshard._comm.communicator import Communicator
+from meshard._comm.customised import CustomCommunicator, GroupMemory
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
-from meshard.policies import GradientSync
+from meshard.policies import AllGather, GradientSync, ReduceScatter
 
 
 class StepEvents(Protocol):
@@ -28,6 +30,10 @@ class StepEvents(Protocol):
 
     schedule: StepSchedule
     is_last_backward: bool
+    comm: Communicator
+
+    def use(self, comm: Communicator) -> None:
+        """Talk through another communicator from now on. Nothing may be on its way."""
 
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of the unit."""
@@ -83,6 +89,24 @@ class ReduceHook(Protocol):
         """Change the reduced gradients ``[shard_numel]`` in place."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommSettings:
+    """What the user put in the place of collectives, or of their memory."""
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    from_group: bool = False  # memory of the process group
+
+    def apply_to(self, comm: Communicator, device: torch.device) -> Communicator:
+        """Return ``comm`` with all that replaced."""
+        if self == CommSettings():
+            return comm
+        memory = GroupMemory(device) if self.from_group else None
+        return CustomCommunicator(
+            comm, all_gather=self.all_gather, reduce_scatter=self.reduce_scatter, memory=memory
+        )
+
+
 @dataclass(slots=True)
 class UnitSettings:
     """What may change from step to step. Written by the setters of ``FSDPModule``."""
@@ -95,6 +119,9 @@ class UnitSettings:
     sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # a gradient of zero for what no rank used
+    max_input_buffers: int = 3  # whole gradients that may be on their way, the new ones included
+    scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
+    comm: CommSettings = CommSettings()
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)

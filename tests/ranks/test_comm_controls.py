@@ -1,0 +1,228 @@
+"""Do the user's own collectives, groups and limits change how we communicate, and nothing else?"""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_api as peer
+
+import meshard
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.threads import run_threads
+
+BF16_COMPUTE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_REDUCE = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+
+
+class Counting:
+    """Allocates, and remembers what it was asked for."""
+
+    def __init__(self):
+        self.calls, self.groups, self.given, self.most_alive = 0, [], [], 0
+        self.outputs, self._inputs = set(), []
+
+    def allocate(self, size, *, dtype, device):
+        tensor = torch.empty(size, dtype=dtype, device=device)
+        self.given.append(tensor.data_ptr())
+        return tensor
+
+    def note(self, output_tensor, input_tensor, group):
+        self.calls += 1
+        self.outputs.add(output_tensor.data_ptr())
+        self.groups.append(group)
+        self._inputs.append(weakref.ref(input_tensor.untyped_storage()))
+        self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self._inputs))
+
+
+class MyAllGather(Counting, peer.AllGather):
+    """Written for FSDP2: a subclass of torch's own interface."""
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.note(output_tensor, input_tensor, group)
+        return dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+
+
+class MyReduceScatter(Counting, peer.ReduceScatter):
+    """The same for gradients; on gloo as a plain all-reduce."""
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.note(output_tensor, input_tensor, group)
+        assert op == dist.ReduceOp.SUM
+        rows = input_tensor.view(group.size(), -1).clone()
+        dist.all_reduce(rows, op, group)
+        output_tensor.copy_(rows[group.rank()])
+
+
+def train(mesh_shape=(2,), policy=None, prepare=None, model=None):
+    """Train two windows of R and F; return gradients, counts, and what ``prepare`` returned."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = model or seeded(MlpStack())
+    kwargs = {"mp_policy": policy} if policy else {}
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh, **kwargs)
+    first = prepare(model.blocks[0]) if prepare else None
+    meshard.fully_shard(model, mesh, **kwargs)
+    with CommLedger(model) as ledger:
+        for sync in (GradientSync.REDUCE_SCATTER, GradientSync.FULL) * 2:
+            model.set_gradient_sync(sync)
+            model(torch.ones(1, 6) * (dist.get_rank() + 1)).sum().backward()
+    return full_grads(model), ledger.counts, first
+
+
+def use_custom(unit):
+    gather, scatter = MyAllGather(), MyReduceScatter()
+    unit.set_custom_all_gather(gather)
+    unit.set_custom_reduce_scatter(scatter)
+    return gather, scatter
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (2, 1)])
+@pytest.mark.parametrize("policy", [None, BF16_COMPUTE, BF16_REDUCE])
+def test_custom_collectives_give_the_same_gradients(mesh_shape, policy):
+    num_ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
+    plain = run_threads(train, num_ranks, mesh_shape, policy)
+    custom = run_threads(train, num_ranks, mesh_shape, policy, use_custom)
+    used = mesh_shape[-1] > 1
+    for (grads, counts, (gather, scatter)), (expected, plain_counts, _) in zip(
+        custom, plain, strict=True
+    ):
+        # The custom reduce-scatter adds in another order, and in the dtype in which it sends.
+        dtype = torch.bfloat16 if policy is BF16_REDUCE else torch.float32
+        assert_same(grads, expected, dtype, bitwise=mesh_shape[-1] <= 2 and not policy)
+        assert counts == plain_counts
+        assert gather.calls == (8 if used else 0)  # forward and backward of four microbatches
+        assert scatter.calls == (4 if used else 0)
+        if used:
+            assert len(gather.given) == gather.calls
+            assert gather.outputs <= set(gather.given)
+            assert scatter.outputs <= set(scatter.given)
+
+
+def train_on_gloo():
+    return train((2,), None, use_custom)[::2]
+
+
+def test_custom_collectives_on_gloo(run_ranks):
+    plain = run_ranks(train, 2)
+    for (grads, (gather, _)), (expected, _, _) in zip(
+        run_ranks(count_on_gloo, 2), plain, strict=True
+    ):
+        assert_same(grads, expected, bitwise=True)
+        assert gather == 8
+
+
+def count_on_gloo():
+    grads, (gather, scatter) = train_on_gloo()
+    return grads, (gather.calls, scatter.calls)
+
+
+def separate(unit):
+    unit.set_separate_reduce_scatter_group()
+    scatter = MyReduceScatter()
+    unit.set_custom_reduce_scatter(scatter)
+    return scatter
+
+
+def train_in_second_group():
+    grads, counts, scatter = train((2,), prepare=separate)
+    ranks = dist.get_process_group_ranks(scatter.groups[0])
+    return grads, counts, ranks, all(group is dist.group.WORLD for group in scatter.groups)
+
+
+def test_gradients_travel_on_a_group_of_their_own(run_ranks):
+    plain = run_ranks(train, 2)
+    for (grads, counts, ranks, in_first), (expected, plain_counts, _) in zip(
+        run_ranks(train_in_second_group, 2), plain, strict=True
+    ):
+        assert_same(grads, expected, bitwise=True)
+        assert counts == plain_counts
+        assert ranks == [0, 1]
+        assert not in_first
+
+
+def back_to_one_group():
+    mesh = init_device_mesh("cpu", (2,))
+    model = meshard.fully_shard(MlpStack(), mesh)
+    scatter = separate(model)
+    model.set_separate_reduce_scatter_group(False)
+    model(torch.ones(1, 6)).sum().backward()
+    model.set_separate_reduce_scatter_group(True)
+    model(torch.ones(1, 6)).sum().backward()
+    model.set_separate_reduce_scatter_group(True)  # a second mesh group would be a leak
+    return scatter.groups[0] is mesh.get_group(), scatter.groups[1] is mesh.get_group()
+
+
+def test_the_second_group_can_be_turned_off_and_on(run_ranks):
+    assert run_ranks(back_to_one_group, 2) == [(True, False)] * 2
+
+
+def most_inputs_alive(limit, mesh_shape):
+    scatter = MyReduceScatter()
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = seeded(MlpStack(depth=6))
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh).set_custom_reduce_scatter(scatter)
+    meshard.fully_shard(model, mesh)
+    model(torch.ones(1, 6)).sum().backward()  # set late: effective all the same
+    model.set_reduce_scatter_max_input_buffers(limit)
+    scatter.most_alive = 0
+    model(torch.ones(1, 6)).sum().backward()
+    return scatter.most_alive, full_grads(model)
+
+
+def test_inputs_of_reductions_are_no_more_than_allowed():
+    expected = None
+    for limit, mesh_shape in ((1, (2, 2)), (2, (2, 2)), (3, (2, 2)), (1, (4,))):
+        found = run_threads(most_inputs_alive, 4, limit, mesh_shape)
+        assert all(alive <= limit for alive, _ in found), (limit, mesh_shape)
+        assert limit > 1 or all(alive == 1 for alive, _ in found)
+        expected = expected or found[0][1]
+        assert_same(found[0][1], expected, bitwise=False)
+
+
+def ask_for_memory_of_gloo():
+    model = meshard.fully_shard(MlpStack(), init_device_mesh("cpu", (2,)))
+    with pytest.raises(RuntimeError, match=r"the backend 'gloo' cannot allocate memory on cpu"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_custom_all_gather(MyAllGather())
+    model(torch.ones(1, 6)).sum().backward()
+
+
+def test_a_backend_without_memory_says_so(run_ranks):
+    run_ranks(ask_for_memory_of_gloo, 2)
+
+
+def stages():
+    mesh = init_device_mesh("cpu", (2,))
+    first, second = seeded(MlpStack()), seeded(MlpStack())
+    for stage in (first, second):
+        for block in stage.blocks:
+            meshard.fully_shard(block, mesh)
+        meshard.fully_shard(stage, mesh)
+    meshard.share_comm_ctx([first, second])
+    units = [stage._meshard_unit for stage in (first, second)]
+    comms = {id(unit.lifecycle.comm) for unit in units}
+    comms |= {id(block._meshard_unit.group.comm) for block in [*first.blocks, *second.blocks]}
+    x = torch.ones(1, 6) * (dist.get_rank() + 1)
+    second(first(x)).sum().backward()
+    return len(comms), {**full_grads(first), **{f"2.{k}": v for k, v in full_grads(second).items()}}
+
+
+def one_process():
+    first, second = seeded(MlpStack()), seeded(MlpStack())
+    x = torch.ones(2, 6) * torch.tensor([[1.0], [2.0]])
+    (second(first(x)).sum() / 2).backward()
+    grads = {name: param.grad for name, param in first.named_parameters()}
+    return {**grads, **{f"2.{name}": param.grad for name, param in second.named_parameters()}}
+
+
+def test_stages_of_a_pipeline_share_their_streams():
+    expected = one_process()
+    for num_communicators, grads in run_threads(stages, 2):
+        assert num_communicators == 1
+        assert_same(grads, expected, bitwise=False)
