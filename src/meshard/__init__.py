@@ -24,7 +24,7 @@ from meshard.policies import OffloadPolicy as OffloadPolicy
 from meshard.policies import ReduceScatter as ReduceScatter
 from meshard.policies import ShardPlacementResult as ShardPlacementResult
 from meshard.reduce_hooks import DropRanks as DropRanks
-from meshard.reduce_hooks import WireRounding as WireRounding
+from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedGradScaler",
     "UnshardHandle",
-    "WireRounding",
+    "WireCompression",
     "clip_grad_norm_",
     "finalize_gradients",
     "fully_shard",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +13,7 @@ from meshard._runtime.unit import Unit, units_in
 from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")
+_END: Any = object()
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def microbatches(
 
     Args:
         module: The root, with units in it.
-        batches: A list or another sized iterable; others are read into a list first.
+        batches: Anything that can be iterated over; read one batch ahead.
         until_last: How far to reduce before the last microbatch.
 
     Yields:
@@ -96,18 +97,28 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in _units(module)}.values()
-    sized = batches if isinstance(batches, Sized) else list(batches)
+    return _microbatches(module, batches, until_last, _units(module))
+
+
+def _microbatches(
+    module: nn.Module, batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
+) -> Iterator[Batch]:
+    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
+    before = [lifecycle.is_last_backward for lifecycle in lifecycles]
+    ahead = iter(batches)
     try:
-        for number, batch in enumerate(sized):
-            is_last = number == len(sized) - 1
+        batch = next(ahead, _END)
+        while batch is not _END:
+            following = next(ahead, _END)  # by looking, because not every len() is true
+            is_last = following is _END
             for lifecycle in lifecycles:
                 lifecycle.is_last_backward = is_last
             with gradient_sync(module, GradientSync.FULL if is_last else until_last):
-                yield batch
+                yield cast("Batch", batch)
+            batch = following
     finally:
-        for lifecycle in lifecycles:
-            lifecycle.is_last_backward = True
+        for lifecycle, was_last in zip(lifecycles, before, strict=True):
+            lifecycle.is_last_backward = was_last
 
 
 class PendingGradients(Mapping[str, DTensor | None]):
@@ -167,7 +178,8 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
             is_open = is_open or unit.gradients.is_pending
             for index, partial in unit.gradients.pending_of_params().items():
                 param = unit.group.params[index]  # shows one of its two faces
-                name = names.get(id(param.sharded)) or names[id(param.unsharded)]
+                # Of a list of modules, the others may have parameters that this one has not.
+                name = names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn
                 partials[name] = partial
     return PendingGradients(partials, is_open=is_open)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from meshard._runtime.unit import DivideFactor, check_divide_factor
+from meshard._runtime.unit import DivideFactor, ReduceHook, check_divide_factor
 from meshard.policies import GradientSync
-from meshard.reduce_hooks import AllReduceHook
+from meshard.reduce_hooks import OnStream
 from meshard.setters import check_bool, own_unit, reached_units
 
 
@@ -66,29 +66,33 @@ class GradientSetters:
         check_bool("is_last_backward", is_last_backward)
         own_unit(self).lifecycle.is_last_backward = is_last_backward
 
-    def set_gradient_divide_factor(self, factor: DivideFactor, *, recurse: bool = True) -> None:
+    def set_gradient_divide_factor(
+        self, factor: DivideFactor | None, *, recurse: bool = True
+    ) -> None:
         """Divide gradients by ``factor`` in all, instead of by the number of ranks.
 
         Args:
-            factor: A positive number; or a callable or a 0-d tensor that gives one each time
-                gradients are reduced, as for a count of tokens over all ranks. It must be the
-                same on every rank, and for all microbatches of a window.
+            factor: A positive number; or a callable or a 0-d tensor that gives one (or a 0-d
+                tensor) when gradients are reduced, as for a count of tokens over all ranks: read
+                once per backward, which waits for a tensor on a device. It must be the same on
+                every rank, and for all microbatches of a window. None: the number of ranks.
             recurse: Also for the units inside.
 
         Raises:
             TypeError: ``factor`` is none of these.
             ValueError: ``factor`` is not positive and finite.
-            RuntimeError: A window is open: part of it was divided by the old factor.
+            RuntimeError: A window is open: part of it was divided by the old factor. A callable or
+                a tensor whose value changes within a window raises in backward.
         """
-        if callable(factor) and not isinstance(factor, torch.Tensor):
-            chosen: DivideFactor = factor
-        elif isinstance(factor, torch.Tensor) and factor.dim() == 0:
-            chosen = factor
-        else:
+        chosen = factor
+        if isinstance(factor, torch.Tensor):
+            if factor.dim():
+                check_divide_factor(factor)
+        elif factor is not None and not callable(factor):
             chosen = check_divide_factor(factor)
         units = list(reached_units(self, recurse))
         for unit in units:
-            if unit.gradients is not None and unit.gradients.is_pending:
+            if unit.gradients is not None and unit.gradients.is_window_open:
                 raise RuntimeError(
                     f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
                     "be divided by the same factor; set it before the first microbatch."
@@ -116,20 +120,35 @@ class GradientSetters:
         check_bool("enable", enable)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+        self,
+        hook: Callable[[torch.Tensor], None] | None,
+        *,
+        stream: torch.Stream | None = None,
+        recurse: bool = True,
     ) -> None:
-        """Have ``hook(shard)`` change the reduced gradients of this unit in place.
+        """Have ``hook(shard)`` change reduced gradients in place.
 
-        Called once per window with what is about to be added to ``.grad``, after the reduction
-        over replicas. A second call replaces the hook. ``meshard.register_reduce_hook`` chains
-        several.
+        Called for each unit once per window with what is about to be added to ``.grad``, after the
+        reduction over replicas. A second call replaces the hook; ``meshard.register_reduce_hook``
+        chains several.
 
         Args:
-            hook: Gets the flat shard ``[shard_numel]``.
+            hook: Gets the flat shard ``[shard_numel]``. None: take the hook off.
             stream: Run the hook on it; the current stream waits. None: the current stream.
+            recurse: Also for the units inside.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            ValueError: There is a stream, but the mesh is on the CPU.
         """
-        if not callable(hook):
-            raise TypeError(f"hook must be callable, got {hook!r}.")
-        hooks = own_unit(self).settings.reduce_hooks
-        hooks[:] = [other for other in hooks if not isinstance(other, AllReduceHook)]
-        hooks.append(AllReduceHook(hook, stream))
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook must be callable or None, got {hook!r}.")
+        for unit in reached_units(self, recurse):
+            on_cpu = unit.group is not None and unit.group.place.device.type == "cpu"
+            if stream is not None and on_cpu:
+                raise ValueError("a CPU mesh has no streams; leave stream out.")
+            hooks = [other for other in unit.settings.reduce_hooks if not other.is_all_reduce]
+            if hook is not None:
+                after = hook if stream is None else OnStream(hook, stream)
+                hooks.append(ReduceHook(after=after, is_all_reduce=True))
+            unit.settings.reduce_hooks[:] = hooks

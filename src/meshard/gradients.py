@@ -33,7 +33,9 @@ def get_total_norm(
     the same order; at most one all-gather of one number per distinct mesh and sharded axis.
 
     Args:
-        tensors: Plain tensors count once; DTensors may be sharded over different meshes.
+        tensors: Plain tensors count once, and must be the same on all ranks (those of
+            ``ignored_params`` are so only if you reduce them); DTensors may be sharded over
+            different meshes.
         norm_type: ``p`` of the p-norm, positive; ``inf`` for the largest magnitude.
         error_if_nonfinite: Raise if the norm is not finite.
         foreach: Passed on to ``torch.nn.utils.get_total_norm`` for the local part.
@@ -115,10 +117,14 @@ def clip_grad_norm_(
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     # As torch does: a norm of zero must not divide, and 1.0 multiplies without a host wait.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        local = local_of(grad) if isinstance(grad, DTensor) else grad
+        by_device.setdefault(local.device, []).append(local)
     with torch.no_grad():
-        for grad in grads:
-            local = local_of(grad) if isinstance(grad, DTensor) else grad
-            local.mul_(coefficient.to(local.device))
+        for device, locals_ in by_device.items():
+            # Private, but what torch's own clipping calls: a fifth of the time of one by one.
+            torch._foreach_mul_(locals_, coefficient.to(device))
     return total
 
 
@@ -129,7 +135,10 @@ def _sharded_over(tensor: torch.Tensor) -> tuple[Any, ...]:
     axes = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
-            raise ValueError(f"cannot take the norm of a partial sum (placements {placement}).")
+            raise ValueError(
+                f"cannot take the norm of a partial sum (placements {placement}); call "
+                "meshard.finalize_gradients(module), or reduce it first."
+            )
         if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1:
             axes.append((tensor.device_mesh, axis))
     return tuple(axes)
@@ -182,6 +191,19 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().__init__(*args, **kwargs)
         self._process_group = process_group
 
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step, or skip the step and clear all gradients, also those that are pending.
+
+        **Collective:** as ``unscale_``, which it calls if that has not been done. Waits for what
+        was found.
+        """
+        loss = super().step(optimizer, *args, **kwargs)
+        if self.is_enabled():
+            found = self._found_inf_per_device(optimizer).values()
+            if any(each.item() for each in found):
+                optimizer.zero_grad()
+        return loss
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -197,7 +219,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 continue
             local = local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
             if local.dtype == torch.float16 and not allow_fp16:
-                raise ValueError("cannot unscale float16 gradients; keep float32 parameters.")
+                raise ValueError(
+                    f"cannot unscale the float16 gradient of a parameter of shape "
+                    f"{tuple(param.shape)}: what is small is lost already; keep parameters in "
+                    "float32, with MixedPrecisionPolicy(param_dtype=torch.float16) to compute."
+                )
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         found = {found_inf.device: found_inf}
         scales = {inv_scale.device: inv_scale}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._runtime.unit import ReduceHook, Unit, units_in
+from meshard._runtime.unit import ReduceHook, Unit, unit_of, units_in
 
 
 class ReduceHookHandle:
@@ -16,48 +16,57 @@ class ReduceHookHandle:
 
     Args:
         units: Where it was put.
-        hook: The hook.
+        registration: What was put there.
     """
 
-    def __init__(self, units: list[Unit], hook: ReduceHook) -> None:
+    def __init__(self, units: list[Unit], registration: ReduceHook) -> None:
         self._lists = [unit.settings.reduce_hooks for unit in units]
-        self._hook = hook
+        self._registration = registration
 
     def remove(self) -> None:
         """Take the hook off every unit; nothing happens the second time."""
         for hooks in self._lists:
-            if self._hook in hooks:
-                hooks.remove(self._hook)
+            hooks[:] = [other for other in hooks if other is not self._registration]
 
 
 def register_reduce_hook(
-    module: nn.Module, hook: ReduceHook, *, recurse: bool = True
+    module: nn.Module, hook: object, *, recurse: bool = True
 ) -> ReduceHookHandle:
-    """Have ``hook`` see, and change, the gradients of every reduction.
+    """Have ``hook`` see, and change, gradients on their way.
 
-    Hooks form a chain around the reduction: ``before`` runs in the order of registration, ``after``
-    in the opposite order. **Collective:** reductions happen in the same order on all ranks, so a
-    hook may communicate, if it does so on every rank. **Stream:** the current one.
+    A hook is an object with at least one of these methods. Each changes its tensor in place,
+    returns nothing, and must not keep the tensor:
+
+    * ``arrived(whole)``: the whole gradients of one backward of one unit on this rank,
+      ``[shard_count, shard_numel]`` in the order of the wire, before they are added to anything.
+      Called once per unit and microbatch, under every ``GradientSync``.
+    * ``before(whole)``: what is about to be sent, of the same shape, before any division. Called
+      once per reduction; not at all under ``GradientSync.NONE``.
+    * ``after(shard)``: what is about to be added to ``.grad``, ``[shard_numel]`` in
+      ``accumulate_dtype``. Called once per window on a 2D mesh; on a 1D mesh once per reduction.
+
+    An attribute ``wire_dtype`` sets the dtype in which gradients are sent.
+
+    Hooks form a chain: ``arrived`` and ``before`` run in the order of registration, ``after`` in
+    the opposite order. A reduction keeps the hooks that it started with. **Collective:** all of
+    this happens in the same order on all ranks, so a hook may communicate, if it does so on every
+    rank. **Stream:** the current one.
 
     Args:
         module: A module with units in it.
-        hook: An object with ``before(whole)`` and ``after(shard)``. ``before`` gets the whole
-            gradients of a unit ``[shard_count, shard_numel]``, in the order of the wire and before
-            any division; ``after`` gets what is about to be added to ``.grad``, ``[shard_numel]``,
-            in ``accumulate_dtype``, once per window. Both change the tensor in place and must not
-            keep it. A slot of negative zeros has no gradient on this rank.
+        hook: The object with the methods.
         recurse: Also for the units inside.
 
     Returns:
         A handle whose ``remove()`` takes the hook off.
 
     Raises:
-        TypeError: ``hook`` lacks one of the methods.
+        TypeError: ``hook`` has none of the methods; or one of them returns something, then in
+            backward.
         ValueError: There is no unit in ``module``.
 
     >>> import torch, meshard
     >>> class Halve:
-    ...     def before(self, whole): ...
     ...     def after(self, shard):
     ...         shard.mul_(0.5)
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -67,52 +76,61 @@ def register_reduce_hook(
     tensor([0.5000])
     >>> handle.remove()
     """
-    for name in ("before", "after"):
-        if not callable(getattr(hook, name, None)):
-            raise TypeError(f"a reduce hook needs a method {name}(tensor), got {hook!r}.")
+    registration = ReduceHook(
+        arrived=getattr(hook, "arrived", None),
+        before=getattr(hook, "before", None),
+        after=getattr(hook, "after", None),
+        wire_dtype=getattr(hook, "wire_dtype", None),
+    )
+    if registration.is_idle:
+        raise TypeError(
+            f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."
+        )
     units = list(units_in(module))
     if not recurse:
-        units = units[:1] if isinstance(vars(module).get("_meshard_unit"), Unit) else []
+        own = unit_of(module)
+        units = [] if own is None else [own]
     if not units:
         raise ValueError(
             f"there is no unit in this {type(module).__name__}; apply fully_shard first."
         )
     for unit in units:
-        unit.settings.reduce_hooks.append(hook)
-    return ReduceHookHandle(units, hook)
+        unit.settings.reduce_hooks.append(registration)
+    return ReduceHookHandle(units, registration)
 
 
-class WireRounding:
-    """A reduce hook that rounds gradients to a narrower dtype before they are sent.
+class WireCompression:
+    """A reduce hook that sends gradients in a narrower dtype.
 
-    Like ``reduce_dtype`` in its numbers, but set at any time; the bytes stay those of
-    ``reduce_dtype``. For trying out whether a model bears a narrower wire.
+    The bytes and the numbers are those of ``reduce_dtype=dtype``, but a hook can be put on and
+    taken off between steps. Sums are added up in ``accumulate_dtype`` all the same.
 
     Args:
         dtype: Such as ``torch.bfloat16``.
 
-    >>> rounded = torch.tensor([[1.0009765625]])
-    >>> WireRounding(torch.bfloat16).before(rounded)
-    >>> rounded
+    Raises:
+        TypeError: ``dtype`` is not a floating-point dtype.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
+    >>> handle = meshard.register_reduce_hook(layer, WireCompression(torch.bfloat16))
+    >>> layer(torch.tensor([[1.0009765625]])).sum().backward()
+    >>> layer.weight.grad.full_tensor()
     tensor([[1.]])
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def before(self, whole: torch.Tensor) -> None:
-        """Round in place."""
-        whole.copy_(whole.to(self._dtype))
-
-    def after(self, shard: torch.Tensor) -> None:
-        """Leave what was reduced alone."""
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}.")
+        self.wire_dtype = dtype
 
 
 class DropRanks:
     """A reduce hook that leaves out ranks whose loss is not finite, and renormalises.
 
-    Call ``decide(loss)`` on every rank after forward and before backward; the gradients of the rest
-    are then averaged over the rest. If no rank is left, gradients are zero.
+    Call ``decide(loss)`` on every rank after forward and before backward of each microbatch; its
+    gradients are then averaged over the ranks that are left, under every ``GradientSync``. If no
+    rank is left, the microbatch counts as zero.
 
     Args:
         all_reduce: Sums a tensor over all ranks in place: ``torch.distributed.all_reduce``.
@@ -120,7 +138,7 @@ class DropRanks:
     >>> drop = DropRanks(lambda flag: None)  # one rank
     >>> drop.decide(torch.tensor(float("nan")))
     >>> gradient = torch.full((1, 2), float("nan"))
-    >>> drop.before(gradient)
+    >>> drop.arrived(gradient)
     >>> gradient
     tensor([[0., 0.]])
     """
@@ -128,46 +146,42 @@ class DropRanks:
     def __init__(self, all_reduce: Callable[[torch.Tensor], Any]) -> None:
         self._all_reduce = all_reduce
         self._is_good = True
-        self._factor = torch.ones(())
+        self._factor = 1.0
 
     def decide(self, loss: torch.Tensor) -> None:
-        """Leave this rank out if ``loss`` is not finite. **Collective:** all ranks."""
+        """Leave this rank out if ``loss`` is not finite. Waits for the answer.
+
+        **Collective:** all ranks.
+        """
         good = torch.isfinite(loss.detach()).all()
         counts = torch.stack([good.float(), torch.ones_like(good, dtype=torch.float32)])
         self._is_good = bool(good)
         self._all_reduce(counts)
-        self._factor = counts[1] / counts[0].clamp(min=1.0)
+        num_good, num_ranks = counts.tolist()
+        self._factor = num_ranks / max(num_good, 1.0)
 
-    def before(self, whole: torch.Tensor) -> None:
-        """Contribute nothing from this rank, if it is left out."""
+    def arrived(self, whole: torch.Tensor) -> None:
+        """Contribute nothing from this rank if it is left out, and more if others are."""
         if not self._is_good:
             whole.zero_()  # not times zero, which keeps a NaN
-
-    def after(self, shard: torch.Tensor) -> None:
-        """Average over the ranks that are left."""
-        shard.mul_(self._factor.to(shard.device))
+        elif self._factor != 1.0:
+            whole.mul_(self._factor)
 
 
-class AllReduceHook:
-    """What FSDP2 calls an all-reduce hook, as a part of the chain of reduce hooks.
+class OnStream:
+    """An all-reduce hook as FSDP2 has it, run on a stream of its own.
 
     Args:
         hook: Changes the flat shard in place.
-        stream: Where it runs; None: on the current stream.
+        stream: Where it runs; the current stream waits for it.
     """
 
-    def __init__(self, hook: Callable[[torch.Tensor], None], stream: Any) -> None:
+    def __init__(self, hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> None:
         self._hook = hook
         self._stream = stream
 
-    def before(self, whole: torch.Tensor) -> None:
-        """Leave whole gradients alone."""
-
-    def after(self, shard: torch.Tensor) -> None:
-        """Call the hook; the current stream waits for it."""
-        if self._stream is None:
-            self._hook(shard)
-            return
+    def __call__(self, shard: torch.Tensor) -> None:
+        """Call the hook."""
         device_module = torch.get_device_module(shard.device)
         self._stream.wait_stream(device_module.current_stream())
         with device_module.stream(self._stream):

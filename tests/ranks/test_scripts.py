@@ -49,13 +49,14 @@ class Model:
     frozen: set = field(default_factory=set)
     factor: Fraction | None = None
     is_open: bool = False
+    is_window: bool = False  # also on a flat mesh, where nothing is pending after R
 
     def microbatch(self, seed, mode, masks, fails):
         if fails:
-            if self.is_open:  # half a window is void
+            if self.is_window:  # half a window is void
                 self.grads = [None] * len(PARAMS)
                 self.pending = [None] * len(PARAMS)
-                self.is_open = False
+                self.is_open = self.is_window = False
             return
         for rank, mask in enumerate(masks):
             for param, used in enumerate(mask):
@@ -70,14 +71,16 @@ class Model:
                     self.grads[param] = (self.grads[param] or 0) + Fraction(value) / divisor
             self.pending = [None] * len(PARAMS)
             self.is_open = False
+        self.is_window = mode != "F"
 
     def zero(self, how):
         zeros = [None if grad is None else Fraction(0) for grad in self.grads]
         self.grads = zeros if how == "zeros" else [None] * len(PARAMS)
         self.pending = [None] * len(PARAMS)
-        self.is_open = False
+        self.is_open = self.is_window = False
 
     def step(self):
+        self.is_window = False
         for param, grad in enumerate(self.grads):
             if grad is not None:
                 self.values[param] -= Fraction(LEARNING_RATE) * grad
@@ -185,10 +188,10 @@ class Player:
     def do_factor(self, place, factor):
         meshard.pending_gradients(self.net)
         if not self.refused(lambda: self.net.set_gradient_divide_factor(factor)):
-            assert not self.model.is_open
+            assert not self.model.is_window
             self.model.factor = Fraction(factor)
         else:
-            assert self.model.is_open
+            assert self.model.is_window
 
     def do_freeze(self, place, param):
         self.params[param].requires_grad_(False)
@@ -220,6 +223,7 @@ class Player:
         meshard.finalize_gradients(self.net)
         if self.model.is_open:
             self.model.microbatch(-1, "F", [(False,) * len(PARAMS)], False)
+        self.model.is_window = False
 
     def check(self, place, operation):
         """Compare every parameter and gradient, bit for bit."""

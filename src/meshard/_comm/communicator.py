@@ -58,7 +58,7 @@ class Pending(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the collective. Call it once."""
+        """Order what the caller does next after the collective. Again, for another stream."""
 
 
 class Communicator(Protocol):
@@ -164,8 +164,9 @@ class WorkPending:
         """Block until the collective is over, then do this rank's part."""
         if self._work is not None:
             self._work.wait()
-        if self._then is not None:
-            self._then()
+        then, self._then = self._then, None  # wait may be called again
+        if then is not None:
+            then()
 
 
 class BaseCommunicator:
@@ -271,17 +272,21 @@ class WorkCommunicator(BaseCommunicator):
 
 
 def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the rows up pairwise, in the dtype of ``output``; ``rows`` is used as scratch."""
+    """Add the rows up pairwise, in the wider of the two dtypes; ``rows`` is used as scratch."""
     # Not torch.sum: it starts from +0.0 and would turn a sum of negative zeros positive.
     count = rows.size(0)
-    if count > 2 and rows.dtype != output.dtype:
-        rows = rows.to(output.dtype)
+    wide = torch.promote_types(rows.dtype, output.dtype)
+    if rows.dtype != wide and (count > 2 or output.dtype != wide):
+        rows = rows.to(wide)
     while count > 2:
         half = (count + 1) // 2
         rows[: count - half].add_(rows[half:count])
         count = half
-    output.copy_(rows[0])
-    output.add_(rows[1])
+    if output.dtype == wide:
+        output.copy_(rows[0])
+        output.add_(rows[1])
+    else:
+        output.copy_(rows[0].add_(rows[1]))
 
 
 @contextlib.contextmanager

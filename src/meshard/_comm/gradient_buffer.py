@@ -9,7 +9,7 @@ A slot without a gradient is filled with ``-0.0``: see ``usage_marks``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -109,6 +109,28 @@ class GradientLayout:
                 part.add_(0.0)  # padding of a slot that was unused until now: -0.0 becomes 0.0
                 for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
                     ours.add_(theirs)
+
+    def run_hooks(
+        self,
+        hooks: Sequence[Callable[[torch.Tensor], object]],
+        buffer: torch.Tensor,
+        used: frozenset[int],
+    ) -> None:
+        """Let the user's hooks change ``buffer``, and keep the slots of unused parameters marked.
+
+        Raises:
+            TypeError: A hook returned another tensor: it must change the one it is given.
+        """
+        for hook in hooks:
+            result = hook(buffer)
+            if result is not None and result is not buffer:
+                raise TypeError(
+                    f"the reduce hook {hook!r} returned a value; change the tensor in place."
+                )
+        if hooks:
+            for index, slot in self.slots.items():
+                if index not in used:
+                    buffer.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
 
     def marks_for(self, used: frozenset[int]) -> UsageMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""

@@ -12,6 +12,7 @@ collective has seen, ``Q`` what has been reduced over the shard group but not ac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,34 @@ from meshard._comm.communicator import Lane
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import make_dtensor
+from meshard._runtime.gradient_plan import GradientPlan
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held, ShardedGrads, local_views
 
 TensorHook = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceOptions:
+    """How one reduction goes.
+
+    Attributes:
+        over_replicas: Also across the replicas.
+        divide_factor: What all gradients of the window are divided by; None: the number of ranks.
+        zero_unused: Give what no rank has used a gradient of zero.
+        shard_group: Another group of the same ranks to reduce over; None: the group that gathers.
+        arrived: Hooks for the whole gradients of this backward.
+        before: Hooks for what is about to be sent.
+        wire_dtype: The dtype to send in; None: as the policy says.
+    """
+
+    over_replicas: bool
+    divide_factor: float | None = None
+    zero_unused: bool = False
+    shard_group: dist.ProcessGroup | None = None
+    arrived: Sequence[TensorHook] = ()
+    before: Sequence[TensorHook] = ()
+    wire_dtype: torch.dtype | None = None
 
 
 class ReductionInFlight(NamedTuple):
@@ -34,6 +59,13 @@ class ReductionInFlight(NamedTuple):
     reduction: Reduction
     layout: GradientLayout
     is_full: bool  # goes into .grad, not into the partial
+
+
+_ANY = "any"  # no factor has been used yet in this window
+
+
+def _present(gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
+    return frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
 
 
 class GradientState:
@@ -53,13 +85,14 @@ class GradientState:
         accumulate_dtype: torch.dtype | None,
     ) -> None:
         self._group = group
-        self._reduce_dtype = reduce_dtype
-        self._chosen_dtype = accumulate_dtype
-        self._layouts: dict[tuple[int, ...], GradientLayout] = {}
+        self._plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
         self._unreduced: Held | None = None  # U
         self._partial: Held | None = None  # Q
         self._in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
+        self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
+        self._factor_of_window: float | str | None = _ANY
+        self.is_window_open = False  # a backward was not FULL, and none since was
         self.sharded = ShardedGrads(group)  # A
 
     @property
@@ -92,22 +125,35 @@ class GradientState:
     def clear(self, indices: frozenset[int] | None = None) -> None:
         """Forget what is accumulated but not in ``.grad``, of all or of some parameters."""
         gone = frozenset(range(len(self._group.params))) if indices is None else indices
+        for held in (self._unreduced, self._partial):
+            if held is not None:
+                held.erase(gone)
+        # Several optimizers may each clear a part. What counts is the same on all ranks: which
+        # parameters were cleared, not which of them this rank had used.
+        self._cleared |= gone
         if self._unreduced is not None:
-            self._unreduced = self._unreduced.without(gone)
+            self._unreduced = self._unreduced.unless_all(self._cleared)
         if self._partial is not None:
-            self._partial = self._partial.without(gone)
+            self._partial = self._partial.unless_all(self._cleared)
         if self._in_flight:
             self._dropped |= gone
+        elif not self.is_pending:
+            self.close_window()
         self.sharded.release_cleared()
+
+    def close_window(self) -> None:
+        """What comes next belongs to another window."""
+        self.is_window_open = False
+        self._factor_of_window = _ANY
 
     def clear_window(self) -> None:
         """Forget everything, ``.grad`` included."""
         self.clear()
         self.sharded.clear()
 
-    def abandoned(self) -> None:
-        """A reduction on its way was dropped."""
-        self._in_flight -= 1
+    def forget_in_flight(self) -> None:
+        """Reductions on their way were dropped."""
+        self._in_flight = 0
         self._dropped = frozenset()
 
     def drop_arrived(self) -> None:
@@ -126,43 +172,6 @@ class GradientState:
                 gradients.append(None)
         return gradients
 
-    def _layout_for(self, gradients: list[torch.Tensor | None]) -> GradientLayout:
-        """Return the layout of all that may have a gradient, on this rank or on another."""
-        held: set[int] = set()
-        for accumulator in (self._unreduced, self._partial):
-            if accumulator is not None:
-                held.update(accumulator.layout.indices)
-        indices = tuple(
-            index
-            for index, param in enumerate(self._group.params)
-            if param.sharded.requires_grad or index in held or gradients[index] is not None
-        )
-        if indices not in self._layouts:
-            layouts = [param.layout for param in self._group.params]
-            device = self._group.place.device
-            self._layouts[indices] = GradientLayout(layouts, indices, device)
-        return self._layouts[indices]
-
-    @property
-    def _accumulate_dtype(self) -> torch.dtype:
-        if self._chosen_dtype is not None:
-            return self._chosen_dtype
-        # Of the parameters as they are now: Module.double may have been called since.
-        widest = torch.float32
-        for segment in self._group.tensors.storage.layout.segments:
-            if segment.dtype.is_floating_point:
-                widest = torch.promote_types(widest, segment.dtype)
-        return widest
-
-    def _wire_dtype(self, layout: GradientLayout) -> torch.dtype:
-        if self._reduce_dtype is not None:
-            return self._reduce_dtype
-        dtypes = [self._group.tensors.compute_dtypes[index] for index in layout.indices]
-        widest = dtypes[0]
-        for dtype in dtypes[1:]:
-            widest = torch.promote_types(widest, dtype)
-        return widest
-
     @staticmethod
     def _laid_out(held: Held, layout: GradientLayout) -> torch.Tensor:
         if held.layout is layout:
@@ -170,107 +179,143 @@ class GradientState:
         return held.layout.move(held.flat, layout, held.used)
 
     @torch.no_grad()
-    def accumulate(self) -> None:
+    def accumulate(self, arrived: Sequence[TensorHook] = ()) -> None:
         """``NONE``: add the whole gradients that have arrived to ``U``."""
         gradients = self._take()
-        layout = self._layout_for(gradients)
+        layout = self._plan.layout_for(gradients, (self._unreduced, self._partial))
         if not layout.indices:
             return
-        used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+        self._open_window()
         if self._unreduced is None:
-            flat = layout.allocate(self._accumulate_dtype)
+            used = _present(gradients)
+            flat = layout.allocate(self._plan.accumulate_dtype)
             layout.pack(flat, gradients)
+            layout.run_hooks(arrived, flat, used)
         else:
-            flat = self._laid_out(self._unreduced, layout)
-            layout.add(flat, gradients)
-            used |= self._unreduced.used
+            flat, used = self._add_to_unreduced(layout, gradients, arrived)
         self._unreduced = Held(layout, flat, used)
 
-    @torch.no_grad()
-    def start_reduce(
+    def _open_window(self) -> None:
+        self.is_window_open = True
+        self._cleared = frozenset()
+
+    def _add_to_unreduced(
         self,
-        *,
-        over_replicas: bool,
-        divide_factor: float | None,
-        zero_unused: bool = False,
-        before: Sequence[TensorHook] = (),
-        shard_group: dist.ProcessGroup | None = None,
-    ) -> ReductionInFlight | None:
+        layout: GradientLayout,
+        gradients: list[torch.Tensor | None],
+        arrived: Sequence[TensorHook],
+    ) -> tuple[torch.Tensor, frozenset[int]]:
+        assert self._unreduced is not None
+        used = _present(gradients)
+        flat = self._laid_out(self._unreduced, layout)
+        if arrived:
+            new = layout.allocate(flat.dtype)
+            layout.pack(new, gradients)
+            layout.run_hooks(arrived, new, used)
+            flat.add_(new)
+        else:
+            layout.add(flat, gradients)
+        return flat, used | self._unreduced.used
+
+    @torch.no_grad()
+    def start_reduce(self, options: ReduceOptions) -> ReductionInFlight | None:
         """``REDUCE_SCATTER`` and ``FULL``: start reducing ``U`` and what has arrived.
 
-        **Collective:** the shard group (or ``shard_group``, another one of the same ranks), then
-        the replica group if ``over_replicas``.
+        **Collective:** the shard group, then the replica group if ``over_replicas``.
+
+        Raises:
+            RuntimeError: The window was begun with another divide factor.
         """
         gradients = self._take()
-        layout = self._layout_for(gradients)
+        layout = self._plan.layout_for(gradients, (self._unreduced, self._partial))
         if not layout.indices:
             return None
+        self._check_factor(options)
         roles = self._group.place.roles
-        buffer, used = self._whole_buffer(layout, gradients)
-        if zero_unused:
+        wire_dtype = options.wire_dtype or self._plan.wire_dtype(layout)
+        buffer, used = self._whole_buffer(layout, gradients, wire_dtype, options.arrived)
+        if options.zero_unused:
             used = frozenset(layout.indices)
-        for hook in before:
-            hook(buffer)
+        layout.run_hooks(options.before, buffer, used)
         partial = None if self._partial is None else self._laid_out(self._partial, layout)
         self._unreduced = self._partial = None
         request = ReduceRequest(
             buffer=buffer,
-            wire_dtype=self._wire_dtype(layout),
+            wire_dtype=wire_dtype,
             partial=partial,
-            shard_group=shard_group or roles.shard_group,
-            replicate_group=roles.replicate_group if over_replicas else None,
+            shard_group=options.shard_group or roles.shard_group,
+            replicate_group=roles.replicate_group if options.over_replicas else None,
             replicate_count=roles.replicate_count,
-            divide_factor=divide_factor,
-            accumulate_dtype=self._accumulate_dtype,
+            divide_factor=options.divide_factor,
+            accumulate_dtype=self._plan.accumulate_dtype,
             marks=layout.marks_for(used),
             label=self._group.label,
         )
         reduction = Reduction(request, self._group.comm)
         self._in_flight += 1
-        is_full = over_replicas or roles.replicate_group is None
+        is_full = options.over_replicas or roles.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 
-    def _whole_buffer(
-        self, layout: GradientLayout, gradients: list[torch.Tensor | None]
-    ) -> tuple[torch.Tensor, frozenset[int]]:
-        used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
-        wire_dtype = self._wire_dtype(layout)
-        if self._unreduced is None:
-            # float16 is divided before it is narrowed to, or sums would overflow that need not.
-            is_narrowing = wire_dtype == torch.float16 and any(
-                gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
+    def _check_factor(self, options: ReduceOptions) -> None:
+        if self._factor_of_window not in (_ANY, options.divide_factor):
+            raise RuntimeError(
+                f"unit {self._group.label!r} has divided part of this window by "
+                f"{self._factor_of_window or 'the number of ranks'}, and would divide the rest by "
+                f"{options.divide_factor or 'the number of ranks'}; a divide factor that is a "
+                "callable or a tensor must give the same value for all microbatches of a window "
+                "(for a count of tokens: that of the whole window)."
             )
-            if is_narrowing:
-                buffer = layout.allocate(self._accumulate_dtype)
-            else:
-                buffer = self._group.comm.allocate(
-                    layout.numel,
-                    Lane.SCATTER,
-                    dtype=wire_dtype,
-                    device=layout.device,
-                    group=self._group.place.roles.shard_group,
-                ).view(layout.shard_count, -1)
-            layout.pack(buffer, gradients)
-            return buffer, used
-        flat = self._laid_out(self._unreduced, layout)
-        layout.add(flat, gradients)
-        return flat, used | self._unreduced.used
+        self._open_window()
+        self._factor_of_window = options.divide_factor
+        if options.over_replicas:
+            self.close_window()
+
+    def _whole_buffer(
+        self,
+        layout: GradientLayout,
+        gradients: list[torch.Tensor | None],
+        wire_dtype: torch.dtype,
+        arrived: Sequence[TensorHook],
+    ) -> tuple[torch.Tensor, frozenset[int]]:
+        if self._unreduced is not None:
+            return self._add_to_unreduced(layout, gradients, arrived)
+        used = _present(gradients)
+        # float16 is divided before it is narrowed to, or sums would overflow that need not.
+        is_narrowing = wire_dtype == torch.float16 and any(
+            gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
+        )
+        if is_narrowing:
+            buffer = layout.allocate(self._plan.accumulate_dtype)
+        else:
+            buffer = self._group.comm.allocate(
+                layout.numel,
+                Lane.SCATTER,
+                dtype=wire_dtype,
+                device=layout.device,
+                group=self._group.place.roles.shard_group,
+            ).view(layout.shard_count, -1)
+        layout.pack(buffer, gradients)
+        layout.run_hooks(arrived, buffer, used)
+        return buffer, used
 
     @torch.no_grad()
     def finish_reduce(self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()) -> None:
         """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``."""
-        reduced = in_flight.reduction.finish()
         self._in_flight -= 1
+        reduced = in_flight.reduction.finish()
         result = Held(in_flight.layout, reduced.shard, reduced.used)
-        kept = result.without(self._dropped) if self._dropped else result
-        self._dropped = frozenset()
+        dropped, self._dropped = self._dropped, frozenset()
+        result.erase(dropped)
+        kept = result.unless_all(dropped)
         if kept is None:
+            if not self.is_pending:
+                self.close_window()
             return
         if not in_flight.is_full:
             # Also when nobody in this shard group had a gradient: another replica may have had.
             self._partial = kept
         else:
-            for hook in after:  # also without a gradient: the hook may communicate
-                hook(kept.flat)
+            # Also without a gradient: the hook may communicate.
+            in_flight.layout.run_hooks(after, kept.flat, kept.used)
             if kept.used:
                 self.sharded.add(kept)

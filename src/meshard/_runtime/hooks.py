@@ -20,6 +20,7 @@ from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import Unit
 
 _MAX_DEPTH = 3  # of objects in objects that are searched for outputs
+_WATCHED = "_meshard_watched"  # on an output: a unit has put its hook there
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
@@ -104,22 +105,30 @@ class _ModuleHooks:
 
 
 def _detached_from_inputs(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``output`` with every input in it replaced by a view.
+    """Return ``output`` with every tensor in it replaced by a view that is not this module's own.
 
-    A module may hand an input on (a layer that is dropped). Its hook would then be on the tensor
-    of the module before it, and their backwards could not be told apart.
+    A module may hand an input on (a layer that is dropped), or the output of a unit inside it. Its
+    hook would then be on the tensor of the other one, and their backwards could not be told apart;
+    a module that does so on some ranks only would be ahead of the other there, and behind here.
     """
     inputs = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
 
+    def is_of_another(leaf: Any) -> bool:
+        return (
+            isinstance(leaf, torch.Tensor)
+            and leaf.requires_grad
+            and (id(leaf) in inputs or hasattr(leaf, _WATCHED))
+        )
+
     def view(leaf: Any) -> Any:
-        return leaf.view_as(leaf) if id(leaf) in inputs and leaf.requires_grad else leaf
+        return leaf.view_as(leaf) if is_of_another(leaf) else leaf
 
     if isinstance(output, torch.Tensor):
         return view(output)
-    if not inputs or isinstance(output, _PLAIN):
+    if isinstance(output, _PLAIN):
         return output
     leaves, tree = pytree.tree_flatten(output)
-    if not any(id(leaf) in inputs for leaf in leaves):
+    if not any(is_of_another(leaf) for leaf in leaves):
         return output
     return pytree.tree_unflatten([view(leaf) for leaf in leaves], tree)
 
@@ -134,10 +143,12 @@ def _watch(output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: Forw
 
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
+            setattr(output, _WATCHED, True)
             output.register_hook(output_hook)
         return
     for tensor in _tensors_in(output):
         if tensor.requires_grad:
+            setattr(tensor, _WATCHED, True)
             tensor.register_hook(output_hook)
 
 

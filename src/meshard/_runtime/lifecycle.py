@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from meshard._comm.communicator import Communicator
+from meshard._runtime.end_of_backward import EndOfBackward
 from meshard._runtime.prefetch import Ahead, Prefetcher
 from meshard._runtime.reductions import Reductions
 from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
@@ -29,29 +30,6 @@ class Phase(enum.Enum):
     RESTING = enum.auto()
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
-
-
-class EndOfBackward:
-    """Runs at the end of a backward, or learns that there was none.
-
-    Autograd destroys its callbacks without calling them when a backward raises.
-    """
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = weakref.ref(lifecycle)
-        self._was_called = False
-
-    def __call__(self) -> None:
-        """Finish the backward."""
-        self._was_called = True
-        lifecycle = self._lifecycle()
-        if lifecycle is not None:
-            lifecycle.finish_backward()
-
-    def __del__(self) -> None:
-        lifecycle = self._lifecycle()
-        if lifecycle is not None and not self._was_called:
-            lifecycle.note_failure()
 
 
 class Lifecycle:
@@ -73,6 +51,7 @@ class Lifecycle:
         self.comm = comm  # given to every unit
         self._units: list[weakref.ref[Unit]] = []
         self._open: list[tuple[Unit, ForwardCall]] = []
+        self._passes: list[ForwardPass] = []  # whose backward may come, oldest first
         self._resume = Phase.RESTING  # the phase around a backward
         self._num_backwards = 0
         self._prefetcher = Prefetcher(self._units)
@@ -114,6 +93,8 @@ class Lifecycle:
         if self.phase is Phase.RESTING:
             self.schedule.begin_forward()
             self.phase = Phase.FORWARD
+            if torch.is_grad_enabled():
+                self._passes.append(self.schedule.current)
         if self.phase is Phase.FORWARD:
             self._open.append((unit, self.schedule.enter(unit.number)))
         group = unit.group
@@ -128,7 +109,7 @@ class Lifecycle:
             ahead = Ahead([], False)  # a recomputation: backward knows what is next
         keep = torch.is_grad_enabled() and unit.reshards_after_forward
         self._prefetcher.unshard(unit, ahead, keep=keep)
-        group.show_unsharded()
+        group.show_unsharded(read_flags=self.phase is Phase.FORWARD)
         if torch.is_grad_enabled() and group.num_trainable:
             unit.step.awaits_gradients = True
 
@@ -188,6 +169,7 @@ class Lifecycle:
         if self.phase is not Phase.BACKWARD:
             self._resume, self.phase = self.phase, Phase.BACKWARD
             self._num_backwards += 1
+            self._reductions.begin_backward()
             self._queue_callback(EndOfBackward(self))
 
     def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
@@ -196,7 +178,8 @@ class Lifecycle:
         for number in StepSchedule.over_before(of, call, self._num_backwards):
             other = self._units[number]()
             if other is not None and other is not unit:
-                self._complete(other)
+                self._complete(other, of)
+        unit.step.in_pass = of
         if unit.group is None:
             return
         if not unit.step.is_in_backward:
@@ -206,7 +189,10 @@ class Lifecycle:
         if unit.settings.unshard_in_backward:
             ahead = self._prefetcher.after_backward_of(unit, of, call)
             self._prefetcher.unshard(unit, ahead, keep=False)
-            unit.group.show_unsharded()  # checkpointing may run parts of forward again
+            # Checkpointing may run parts of forward again
+            unit.group.show_unsharded(read_flags=False)
+        if unit.step.arrived and len(unit.step.arrived) >= unit.group.num_trainable:
+            self._note_complete_gradients(unit)  # they were complete in a later pass
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
@@ -215,14 +201,32 @@ class Lifecycle:
         assert group is not None
         unit.step.awaits_gradients = True
         step.arrived.add(index)
-        if len(step.arrived) < group.num_trainable:
-            return
-        # Not freed yet: a node may have saved a weight without contributing to its gradient.
-        step.is_ready = True
-        self._reduce_if_ready(unit)
+        if len(step.arrived) >= group.num_trainable:
+            # Not freed yet: a node may have saved a weight without contributing to its gradient.
+            self._note_complete_gradients(unit)
 
-    def _complete(self, unit: Unit) -> None:
-        """Nothing of this unit is left to run in this backward."""
+    def _note_complete_gradients(self, unit: Unit) -> None:
+        if not self._has_earlier_pass(unit, unit.step.in_pass):
+            unit.step.is_ready = True
+            self._reduce_if_ready(unit)
+
+    def _has_earlier_pass(self, unit: Unit, of: ForwardPass | None) -> bool:
+        """Whether the unit also ran in a pass before ``of``, whose backward is still to come.
+
+        A rank that used it only in the later pass has all gradients early, another has not: all
+        ranks wait for the earlier pass, where they reduce at the same place.
+        """
+        if len(self._passes) < 2:
+            return False
+        for each in self._passes:
+            if each is of:
+                return False
+            if unit.number in each.first_entry:
+                return True
+        return False
+
+    def _complete(self, unit: Unit, of: ForwardPass | None = None) -> None:
+        """Nothing of this unit is left to run in this backward, or (``of``) in that of a pass."""
         if self._is_open(unit):
             return  # a backward inside the forward of this unit
         unit.step.is_in_backward = False
@@ -230,6 +234,8 @@ class Lifecycle:
             unit.group.show_sharded()
             if unit.settings.reshard_after_backward:
                 unit.group.reshard()
+        if of is not None and self._has_earlier_pass(unit, of):
+            return
         if unit.step.awaits_gradients:
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
@@ -250,12 +256,13 @@ class Lifecycle:
         sync = unit.settings.sync
         if sync is not GradientSync.NONE:
             self._reductions.start(unit, over_replicas=sync is GradientSync.FULL)
-        elif unit.gradients is not None:
-            unit.gradients.accumulate()
+        else:
+            self._reductions.accumulate(unit)
 
     def finish_backward(self) -> None:
         """Autograd is done: sweep up what never came, and finish what was started."""
         units = list(self.units())
+        self._passes.clear()
         for unit in reversed(units):  # what is inside comes before what is around it
             self._complete(unit)
         for unit in reversed(units):
@@ -268,13 +275,18 @@ class Lifecycle:
 
     def flush(self, unit: Unit) -> None:
         """Reduce fully what a unit has accumulated, if anything."""
+        if self.has_failed:
+            self.abort()
         if unit.gradients is not None:
             self._reductions.finish_partials_of(unit)
             if unit.gradients.is_pending:
                 self._reductions.start(unit, over_replicas=True)
+            unit.gradients.close_window()
 
     def finish_reductions(self) -> None:
         """Have every reduction that was started in ``.grad``, or in its partial."""
+        if self.has_failed:
+            self.abort()
         self._reductions.finish_all()
 
     # --- when something went wrong ---------------------------------------------------------
@@ -287,27 +299,33 @@ class Lifecycle:
         for unit in self.units():
             if unit.group is not None:
                 unit.group.show_sharded()
+                unit.group.has_failed = True
 
     def abort(self) -> None:
         """Be as before a step: nothing whole, nothing on its way, no window open.
 
         What an interrupted window had accumulated is void, because its microbatches are not all
-        there; gradients of a window that had ended stay.
+        there; gradients of a window that had ended stay. Unless a backward has failed: some units
+        may have added their part to them already.
         """
+        is_void = self.has_failed or not self._reductions.is_idle
         self.has_failed = False
         self.phase = self._resume = Phase.RESTING
         self._open.clear()
         self._prefetcher.forget()
         self.schedule.forget()
-        is_window_open = not self._reductions.is_idle or any(
-            unit.gradients.is_pending for unit in self.units() if unit.gradients is not None
+        self._passes.clear()
+        is_void = is_void or any(
+            unit.gradients.is_window_open for unit in self.units() if unit.gradients is not None
         )
         self._reductions.abandon()
         for unit in self.units():
             unit.reset_step()
             if unit.group is not None:
                 unit.group.reshard()
+                unit.group.has_failed = False
             if unit.gradients is not None:
                 unit.gradients.drop_arrived()
-                if is_window_open:
+                unit.gradients.forget_in_flight()
+                if is_void:
                     unit.gradients.clear_window()

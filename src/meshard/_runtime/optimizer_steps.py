@@ -25,7 +25,8 @@ from torch.optim.optimizer import (
 class Stepped(Protocol):
     """What holds parameters that an optimizer may step."""
 
-    num_steps: int
+    def note_step(self) -> None:
+        """An optimizer has stepped."""
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this very tensor is one of its parameters."""
@@ -40,7 +41,7 @@ class Stepped(Protocol):
 # Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
 # it. A stranger may get the id later, so the owner is asked.
 _owners: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
-_Shape = list[tuple[int, int]]  # of an optimizer: which lists of parameters, and how long
+_Shape = list[tuple[list[torch.Tensor], int]]  # of an optimizer: its lists, and how long each is
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[_Shape, list[weakref.ref[Stepped]]]]
 _stepped_by = weakref.WeakKeyDictionary()
 _is_watching = False
@@ -80,12 +81,20 @@ def _owners_of(params: Iterable[torch.Tensor]) -> list[Stepped]:
 
 
 def _owners_in(optimizer: Optimizer) -> list[Stepped]:
-    sizes = [(id(group["params"]), len(group["params"])) for group in optimizer.param_groups]
     known = _stepped_by.get(optimizer)
-    if known is None or known[0] != sizes:
+    if known is None or not _has_shape(optimizer, known[0]):
+        shape = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
         owners = _owners_of(_params_of(optimizer))
-        known = _stepped_by[optimizer] = (sizes, [weakref.ref(each) for each in owners])
+        known = _stepped_by[optimizer] = (shape, [weakref.ref(each) for each in owners])
     return [owner for ref in known[1] if (owner := ref()) is not None]
+
+
+def _has_shape(optimizer: Optimizer, shape: _Shape) -> bool:
+    groups = optimizer.param_groups
+    return len(groups) == len(shape) and all(
+        group["params"] is params and len(params) == size
+        for group, (params, size) in zip(groups, shape, strict=True)
+    )
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> None:
@@ -98,14 +107,41 @@ def check_may_step(params: Iterable[torch.Tensor]) -> None:
         owner.check_may_step()
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-    for owner in _owners_in(optimizer):
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
+) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
+    owners = _owners_in(optimizer)
+    if not owners:
+        return None
+    for owner in owners:
         owner.check_may_step()
+    _watch_zero_grad(type(optimizer))
+    # torch passes the optimizer itself as the first argument.
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def closure_and_check() -> Any:
+        loss = closure()
+        for owner in owners:
+            owner.check_may_step()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], closure_and_check, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_check}
+
+
+def _watch_zero_grad(optimizer_class: type[Optimizer]) -> None:
+    """Wrap the ``zero_grad`` of a class that has one of its own."""
+    own = vars(optimizer_class).get("zero_grad")
+    if own is not None and not hasattr(own, "_meshard_clears"):
+        optimizer_class.zero_grad = _clearing(own, _params_of)  # type: ignore[method-assign]
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     for owner in _owners_in(optimizer):
-        owner.num_steps += 1
+        owner.note_step()
 
 
 def _clearing(
@@ -121,4 +157,5 @@ def _clearing(
             for owner in owners:
                 owner.clear_pending(ids)
 
+    zero_grad_and_clear._meshard_clears = True  # type: ignore[attr-defined]
     return zero_grad_and_clear

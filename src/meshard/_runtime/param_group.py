@@ -38,6 +38,9 @@ class Accumulated(Protocol):
     def clear(self, indices: frozenset[int]) -> None:
         """Forget those of some parameters."""
 
+    def close_window(self) -> None:
+        """What comes next belongs to another window."""
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -64,6 +67,7 @@ class ParamGroup:
         self.num_trainable = 0
         self.is_leftover = False  # whole since an earlier forward
         self.num_steps = 0  # that optimizers have taken: see optimizer_steps
+        self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
         self._is_showing_unsharded = False
@@ -102,6 +106,12 @@ class ParamGroup:
 
     def check_may_step(self) -> None:
         """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""
+        if self.has_failed:
+            raise RuntimeError(
+                f"the last backward through unit {self.label!r} raised, so gradients are those of "
+                "some units only; run the whole window again (the next forward drops them, as "
+                "reset_iter_state() does)."
+            )
         accumulated = self.accumulated() if self.accumulated is not None else None
         if accumulated is not None and accumulated.pending:
             raise RuntimeError(
@@ -110,6 +120,13 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
+
+    def note_step(self) -> None:
+        """An optimizer has stepped: see ``optimizer_steps``."""
+        self.num_steps += 1
+        accumulated = self.accumulated() if self.accumulated is not None else None
+        if accumulated is not None:
+            accumulated.close_window()
 
     def clear_pending(self, ids: set[int]) -> None:
         """Forget pending gradients of the sharded parameters with these ids."""
@@ -211,8 +228,18 @@ class ParamGroup:
 
     # --- faces -----------------------------------------------------------------------------
 
-    def show_unsharded(self) -> None:
-        """Let the module see whole parameters, with the flags that the sharded ones have."""
+    def show_unsharded(self, *, read_flags: bool = True) -> None:
+        """Let the module see whole parameters.
+
+        Args:
+            read_flags: With the ``requires_grad`` that the sharded ones have now, and not, as in
+                backward, with that of the forward: all ranks reduce what forward has recorded.
+        """
+        if not read_flags:
+            for param in self.params:
+                param.show(param.unsharded)
+            self._is_showing_unsharded = True
+            return
         num_trainable = 0
         for param in self.params:
             flag = param.sharded.requires_grad

@@ -9,10 +9,17 @@ ranks.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from meshard._comm.communicator import Communicator
-from meshard._runtime.gradient_state import ReductionInFlight
-from meshard._runtime.unit import Unit
+from meshard._runtime.gradient_state import ReduceOptions, ReductionInFlight
+from meshard._runtime.unit import ReduceHook, Unit
+
+
+class _Queued(NamedTuple):
+    unit: Unit
+    in_flight: ReductionInFlight
+    hooks: tuple[ReduceHook, ...]  # of when it started: none may see half of a reduction
 
 
 class Reductions:
@@ -24,12 +31,29 @@ class Reductions:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._in_flight: deque[tuple[Unit, ReductionInFlight]] = deque()
+        self._queue: deque[_Queued] = deque()
+        self._factors: dict[int, float | None] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether none is on its way."""
-        return not self._in_flight
+        return not self._queue
+
+    def begin_backward(self) -> None:
+        """Ask for divide factors anew: each is resolved once per backward, not once per unit."""
+        self._factors.clear()
+
+    def _divide_factor(self, unit: Unit) -> float | None:
+        key = id(unit.settings.divide_factor)
+        if key not in self._factors:
+            self._factors[key] = unit.settings.resolve_divide_factor()
+        return self._factors[key]
+
+    def accumulate(self, unit: Unit) -> None:
+        """Keep what has arrived whole, without a collective."""
+        if unit.gradients is not None:
+            hooks = unit.settings.reduce_hooks
+            unit.gradients.accumulate([hook.arrived for hook in hooks if hook.arrived])
 
     def start(self, unit: Unit, *, over_replicas: bool) -> None:
         """Start reducing what a unit has accumulated, and move the others on.
@@ -39,59 +63,63 @@ class Reductions:
         if unit.gradients is None:
             return
         self.finish_of(unit)  # what it holds is added to what comes now
-        while len(self._in_flight) >= unit.settings.max_input_buffers:
+        while len(self._queue) >= unit.settings.max_input_buffers:
             self._finish_oldest()
-        started = unit.gradients.start_reduce(
+        hooks = tuple(unit.settings.reduce_hooks)
+        options = ReduceOptions(
             over_replicas=over_replicas,
-            divide_factor=unit.settings.resolve_divide_factor(),
+            divide_factor=self._divide_factor(unit),
             zero_unused=unit.settings.zero_unused,
-            before=[hook.before for hook in unit.settings.reduce_hooks],
             shard_group=unit.settings.scatter_group,
+            arrived=[hook.arrived for hook in hooks if hook.arrived],
+            before=[hook.before for hook in hooks if hook.before],
+            wire_dtype=next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None),
         )
-        if started is None:
+        in_flight = unit.gradients.start_reduce(options)
+        if in_flight is None:
             return
+        earlier = list(self._queue)
+        self._queue.append(_Queued(unit, in_flight, hooks))
         if not self._comm.waits_block_host:
-            while started.reduction.has_more:
-                started.reduction.advance()
-        self._advance()
-        self._in_flight.append((unit, started))
+            while in_flight.reduction.has_more:
+                in_flight.reduction.advance()
+        self._advance(earlier)
 
-    def _advance(self) -> None:
-        for _, each in self._in_flight:
-            if each.reduction.has_more:
-                each.reduction.advance()
+    def _advance(self, earlier: list[_Queued]) -> None:
+        for queued in earlier:
+            if queued.in_flight.reduction.has_more:
+                queued.in_flight.reduction.advance()
         if self._comm.waits_block_host:
-            while self._in_flight and not self._in_flight[0][1].reduction.has_more:
+            for queued in earlier:
+                if queued.in_flight.reduction.has_more:
+                    break
                 self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        unit, each = self._in_flight.popleft()
+        unit, in_flight, hooks = self._queue.popleft()
         assert unit.gradients is not None
-        after = [hook.after for hook in reversed(unit.settings.reduce_hooks)]
-        unit.gradients.finish_reduce(each, after)
-        if each.is_full:
+        after = [hook.after for hook in reversed(hooks) if hook.after]
+        unit.gradients.finish_reduce(in_flight, after)
+        if in_flight.is_full:
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
     def finish_of(self, unit: Unit) -> None:
         """Finish all up to the last one of ``unit``."""
-        while any(other is unit for other, _ in self._in_flight):
+        while any(queued.unit is unit for queued in self._queue):
             self._finish_oldest()
 
     def finish_partials_of(self, unit: Unit) -> None:
         """Finish all up to the last one of ``unit`` that stops before the replicas."""
-        while any(other is unit and not each.is_full for other, each in self._in_flight):
+        while any(each.unit is unit and not each.in_flight.is_full for each in self._queue):
             self._finish_oldest()
 
     def abandon(self) -> None:
         """Drop all of them. Waits for what was started, and starts nothing: ranks may differ."""
-        while self._in_flight:
-            unit, each = self._in_flight.popleft()
-            each.reduction.abandon()
-            if unit.gradients is not None:
-                unit.gradients.abandoned()
+        while self._queue:
+            self._queue.popleft().in_flight.reduction.abandon()
 
     def finish_all(self) -> None:
         """Have every result in ``.grad``, or in its partial."""
-        while self._in_flight:
+        while self._queue:
             self._finish_oldest()

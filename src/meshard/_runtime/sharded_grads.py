@@ -24,14 +24,17 @@ class Held(NamedTuple):
     flat: torch.Tensor  # [shard_numel], or [shard_count, shard_numel] before any reduction
     used: frozenset[int]  # the parameters that have a gradient
 
-    def without(self, indices: frozenset[int]) -> Held | None:
-        """Forget some parameters; None if that is all of them, whichever this rank used."""
-        if indices.issuperset(self.layout.indices):
-            return None
+    def erase(self, indices: frozenset[int]) -> None:
+        """Make the slots of some parameters as if they had no gradient, in place."""
         for index in self.used & indices:
             slot = self.layout.slots[index]
             self.flat.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
-        return self._replace(used=self.used - indices)
+
+    def unless_all(self, erased: frozenset[int]) -> Held | None:
+        """Return what is left once ``erased`` are gone; None if that is all, used here or not."""
+        if erased.issuperset(self.layout.indices):
+            return None
+        return self._replace(used=self.used - erased)
 
 
 def local_views(held: Held, shard_rank: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -53,39 +56,57 @@ class ShardedGrads:
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
         self._shown: Held | None = None  # as long as every .grad is what we put there
-        # Where each .grad is. A weakref would forbid Module.to to swap it, a reference would keep
-        # its memory.
-        self._addresses: list[int] = []
+        # Where each .grad is, by parameter. A weakref would forbid Module.to to swap it, and a
+        # reference would keep its memory.
+        self._addresses: dict[int, int] = {}
 
     def add(self, new: Held) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
         shown = self._shown
         if shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
-            if shown.layout is not new.layout:
-                shown, new = self._in_one_layout(shown, new)
             shown.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             for grad, wide in self._copies(shown):
                 grad.copy_(wide)
-            self._shown = shown._replace(used=shown.used | new.used)
-            for index, local in self._locals(self._shown):
+            added = shown._replace(used=shown.used | new.used)
+            for index, local in self._locals(added):
                 if index not in shown.used:
                     self._set(index, local)
-            self._addresses = self._addresses_of(self._shown)
-        elif all(self._grad(index) is None for index in new.used):
-            for index, local in self._locals(new):
-                self._set(index, local)
-            self._shown = new
-            self._addresses = self._addresses_of(new)
         else:
-            self._shown = None
-            for index, local in self._locals(new):
-                old = self._grad(index)
-                if old is None:
-                    self._set(index, local)
-                else:
-                    old.copy_(local + old)
+            added = self._add_apart(new)
+        self._shown = added
+        self._addresses = self._addresses_of(added)
         self._run_hooks(new)
+
+    def _add_apart(self, new: Held) -> Held:
+        """Add where some gradients are not what we put there, or parameters were frozen since."""
+        for index, local in self._locals(new):
+            old = self._grad(index)
+            if old is not None and not self._is_ours(index):
+                local.add_(old)  # the user's own: adopted by value
+        if self._shown is not None:
+            self._take_edits(self._shown)
+            gone = frozenset(index for index in self._shown.used if not self._is_ours(index))
+            self._shown.erase(gone)
+            shown = self._shown._replace(used=self._shown.used - gone)
+            indices = tuple(sorted({*shown.layout.indices, *new.layout.indices}))
+            new, shown = self._laid_out(new, indices), self._laid_out(shown, indices)
+            new.flat.add_(shown.flat)
+            new = new._replace(used=new.used | shown.used)
+        for index, local in self._locals(new):
+            self._set(index, local)
+        return new
+
+    @staticmethod
+    def _laid_out(held: Held, indices: tuple[int, ...]) -> Held:
+        if held.layout.indices == indices:
+            return held
+        layout = GradientLayout(held.layout.params, indices, held.layout.device)
+        return Held(layout, held.layout.move(held.flat, layout, held.used), held.used)
+
+    def _is_ours(self, index: int) -> bool:
+        grad = self._grad(index)
+        return grad is not None and grad.data_ptr() == self._addresses.get(index, -1)
 
     def release_cleared(self) -> None:
         """Give the memory back once the user has dropped the gradients."""
@@ -122,32 +143,16 @@ class ShardedGrads:
             # By value, because torch's foreach kernels on DTensors raise no version counter.
             wide.copy_(torch.where(grad == wide.to(grad.dtype), wide, grad.to(wide.dtype)))
 
-    def _addresses_of(self, held: Held) -> list[int]:
-        grads = (self._grad(index) for index in sorted(held.used))
-        return [grad.data_ptr() for grad in grads if grad is not None]
+    def _addresses_of(self, held: Held) -> dict[int, int]:
+        grads = ((index, self._grad(index)) for index in sorted(held.used))
+        return {index: grad.data_ptr() for index, grad in grads if grad is not None}
 
     def _is_shown(self, shown: Held, new: Held) -> bool:
-        return self._addresses == self._addresses_of(shown) and all(
-            self._grad(index) is None for index in new.used - shown.used
+        return (
+            shown.layout is new.layout
+            and self._addresses == self._addresses_of(shown)
+            and all(self._grad(index) is None for index in new.used - shown.used)
         )
-
-    def _in_one_layout(self, shown: Held, new: Held) -> tuple[Held, Held]:
-        """Lay both out alike: parameters were frozen or thawed since the last reduction."""
-        layouts = (shown.layout, new.layout)
-        indices = tuple(sorted({index for layout in layouts for index in layout.indices}))
-        both = next((layout for layout in layouts if layout.indices == indices), None)
-        if both is None:
-            both = GradientLayout(new.layout.params, indices, new.layout.device)
-        moved = [
-            held
-            if held.layout is both
-            else held._replace(layout=both, flat=held.layout.move(held.flat, both, held.used))
-            for held in (shown, new)
-        ]
-        if moved[0] is not shown:
-            for index, local in self._locals(moved[0]):
-                self._set(index, local)
-        return moved[0], moved[1]
 
     def _run_hooks(self, new: Held) -> None:
         for index in sorted(new.used):

@@ -8,6 +8,7 @@ model frees its memory without the garbage collector.
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch import nn
 
 from meshard._comm.communicator import Communicator
 from meshard._comm.customised import CustomCommunicator, GroupMemory
-from meshard._runtime.gradient_state import GradientState
+from meshard._runtime.gradient_state import GradientState, TensorHook
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard.policies import AllGather, GradientSync, ReduceScatter
@@ -60,33 +61,42 @@ class StepEvents(Protocol):
         """Be as before a step."""
 
 
-DivideFactor = float | torch.Tensor | Callable[[], float]
+DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
 
 
 def check_divide_factor(factor: object) -> float:
-    """Return a divide factor as a number.
+    """Return a divide factor as a number. A 0-d tensor is read, and waited for.
 
     Raises:
-        TypeError: It is not a number.
+        TypeError: It is neither a number nor a 0-d tensor.
         ValueError: It is not positive and finite.
     """
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+    if isinstance(factor, torch.Tensor) and factor.dim() == 0:
+        factor = factor.item()
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
         raise TypeError(
             f"factor must be a number, a callable or a 0-d tensor, got {type(factor).__name__}."
         )
-    if not (math.isfinite(factor) and factor > 0):
+    value = float(factor)
+    if not (math.isfinite(value) and value > 0):
         raise ValueError(f"factor must be positive and finite, got {factor}.")
-    return float(factor)
+    return value
 
 
-class ReduceHook(Protocol):
-    """Sees gradients on their way: see ``meshard.register_reduce_hook``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ReduceHook:
+    """One registration of what sees gradients on their way: ``meshard.register_reduce_hook``."""
 
-    def before(self, whole: torch.Tensor) -> None:
-        """Change the whole gradients ``[shard_count, shard_numel]`` in place."""
+    arrived: TensorHook | None = None  # whole gradients of one backward
+    before: TensorHook | None = None  # whole gradients that are about to be reduced
+    after: TensorHook | None = None  # what is about to be added to .grad
+    wire_dtype: torch.dtype | None = None  # None: as the policy says
+    is_all_reduce: bool = False  # set by set_all_reduce_hook, which replaces it
 
-    def after(self, shard: torch.Tensor) -> None:
-        """Change the reduced gradients ``[shard_numel]`` in place."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether it does nothing."""
+        return not (self.arrived or self.before or self.after or self.wire_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +139,9 @@ class UnitSettings:
     def resolve_divide_factor(self) -> float | None:
         """Return the factor of a reduction that starts now. A tensor is read, and waited for."""
         factor = self.divide_factor
-        if factor is None or isinstance(factor, (int, float)):
+        if factor is None or isinstance(factor, float):
             return factor
-        value = factor.item() if isinstance(factor, torch.Tensor) else factor()
-        return check_divide_factor(value)
+        return check_divide_factor(factor() if callable(factor) else factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +160,7 @@ class UnitStep:
     awaits_gradients: bool = False  # a forward has run whose gradients have not been taken
     is_in_backward: bool = False  # its backward has begun and is not over
     is_ready: bool = False  # its gradients are complete, and wait for units inside it
+    in_pass: ForwardPass | None = None  # whose backward it is in, or was in last
     modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
 
 
@@ -210,6 +220,7 @@ class Unit:
         self.step.arrived.clear()
         self.step.is_in_backward = self.step.is_ready = False
         self.step.modules_run.clear()
+        self.step.in_pass = None
 
 
 def unit_of(module: nn.Module) -> Unit | None:

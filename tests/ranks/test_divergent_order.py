@@ -1,0 +1,122 @@
+"""Do ranks that use different parameters issue the same collectives in the same order?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from tests.ranks.test_accumulation import make, values
+from tests.support.parity import full_grads
+from tests.support.threads import run_threads
+
+
+class Boom(Exception):
+    """What fails."""
+
+
+class Choice(nn.Module):
+    """Passes its input on, and adds those parameters that it is told to use."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4))
+        self.b = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x, use):
+        return x + sum(
+            (p.sum() * 1.0 for p, used in zip((self.a, self.b), use, strict=True) if used)
+        )
+
+
+class TwoChoices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(4))
+        self.u = nn.ModuleList(Choice() for _ in range(2))
+
+    def forward(self, uses):
+        x = self.own.sum()
+        for unit, use in zip(self.u, uses, strict=True):
+            x = unit(x, use)
+        return x
+
+
+def two_forwards(pattern):
+    mesh = init_device_mesh("cpu", (2,))
+    model = TwoChoices()
+    for unit in model.u:
+        meshard.fully_shard(unit, mesh, reshard_after_forward=True)
+    meshard.fully_shard(model, mesh)
+    with meshard.CommLedger(model) as ledger:
+        first, second = pattern[dist.get_rank()]
+        (model(first) + model(second)).backward()
+    return {n: None if g is None else g[0].item() for n, g in full_grads(model).items()}, [
+        (event.op, event.unit) for event in ledger.events
+    ]
+
+
+def patterns():
+    generator = torch.Generator().manual_seed(7)
+    yield (
+        (((0, 0), (0, 0)), ((1, 1), (0, 1))),
+        (((0, 0), (0, 0)), ((0, 1), (0, 0))),
+    )
+    for _ in range(40):
+        drawn = torch.randint(0, 2, (2, 2, 2, 2), generator=generator).tolist()
+        yield tuple(tuple(tuple(map(tuple, call)) for call in rank) for rank in drawn)
+
+
+@pytest.mark.parametrize("pattern", list(patterns()))
+def test_two_forwards_and_one_backward_of_ranks_that_use_different_parameters(pattern):
+    expected = {"own": 2.0}
+    for unit in range(2):
+        for number, name in enumerate("ab"):
+            uses = [pattern[r][call][unit][number] for r in range(2) for call in range(2)]
+            expected[f"u.{unit}.{name}"] = sum(uses) / 2 if any(uses) else None
+    (first, events), (second, others) = run_threads(two_forwards, 2, pattern)
+    assert first == second == expected
+    assert events == others
+    assert [op for op, _ in events].count("reduce_scatter") == 3
+
+
+class Around(nn.Module):
+    """Hands its child's output on as it is, or uses a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Choice()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, use):
+        y = self.inner(x, (1, 1))
+        return y * self.scale.sum() if use else y
+
+
+def hand_on(nested):
+    mesh = init_device_mesh("cpu", (3,))
+    model = Around()
+    meshard.fully_shard(model.inner, mesh, reshard_after_forward=True)
+    meshard.fully_shard(model, mesh, reshard_after_forward=True)
+    with meshard.CommLedger(model) as ledger:
+        model(torch.ones(()), dist.get_rank() == 0).backward()
+    return full_grads(model)["inner.a"][0].item(), [(e.op, e.unit) for e in ledger.events]
+
+
+def test_a_parent_that_hands_on_what_its_child_gave_on_some_ranks():
+    (first, events), *others = run_threads(hand_on, 3, False)
+    assert first == pytest.approx((4.0 + 1.0 + 1.0) / 3)
+    assert all(other == (first, events) for other in others)
+
+
+def freeze_between():
+    model = make((2,))
+    loss = model(1.0, 1.0 if dist.get_rank() else None)
+    model.b.requires_grad_(False)
+    loss.backward()
+    return values(model)
+
+
+def test_freezing_between_forward_and_backward_keeps_ranks_together():
+    assert run_threads(freeze_between, 2) == [{"a": 1.0, "b": 0.5}] * 2
