@@ -8,6 +8,7 @@ from meshard.accumulation import no_sync as no_sync
 from meshard.accumulation import pending_gradients as pending_gradients
 from meshard.api import fully_shard as fully_shard
 from meshard.comm_setters import share_comm_ctx as share_comm_ctx
+from meshard.auto_units import fully_shard_units as fully_shard_units
 from meshard.diagnostics import CommLedger as CommLedger
 from meshard.fsdp_module import FSDPModule as FSDPModule
 from meshard.fsdp_module import UnshardHandle as UnshardHandle
@@ -47,6 +48,7 @@ __all__ = [
     "clip_grad_norm_",
     "finalize_gradients",
     "fully_shard",
+    "fully_shard_units",
     "get_total_norm",
     "gradient_sync",
     "microbatches",

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Shard
 
+from meshard._comm.checked import is_debugging
 from meshard._geometry.mesh_roles import MeshRoles, group_of_neighbours
 from meshard._runtime.unit import UnitSettings
 from meshard.build_unit import (
@@ -33,6 +34,7 @@ from meshard.policies import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from meshard.same_start import check_same_start
 
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
 PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
@@ -58,7 +60,8 @@ def fully_shard(
     Build the optimizer after the last call.
 
     **Collective:** every rank of the mesh, in the same order. Every rank must hold the same
-    values before the call, or only shard 0 of rank 0, shard 1 of rank 1, ... are kept.
+    values before the call, or only shard 0 of rank 0, shard 1 of rank 1, ... are kept;
+    ``MESHARD_DEBUG=1`` compares checksums of them.
     **Lifetime:** all whole parameters are freed as soon as nothing else holds them.
 
     Args:
@@ -98,9 +101,12 @@ def fully_shard(
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
     found = collect(modules, ignored_params or set())
     shard_dims = [shard_dim_of(fqn, param, shard_placement_fn) for fqn, param, _ in found]
-    roles = MeshRoles.of(mesh if mesh is not None else _default_mesh())
-    device = _device_of(roles.mesh)
+    roles = MeshRoles.of(mesh if mesh is not None else default_mesh())
+    device = device_of(roles.mesh)
     check_parameters(found, device)
+    if is_debugging():
+        named = [(entry.fqn, entry.param) for entry in found]
+        check_same_start(named, roles, device, ", ".join(type(each).__name__ for each in modules))
     settings = _settings(reshard_after_forward, roles)
     if device.type != "cpu":
         _move_buffers(modules, device)
@@ -200,7 +206,7 @@ def _settings(reshard_after_forward: bool | int | None, roles: MeshRoles) -> Uni
 _last_default_mesh: weakref.ref[DeviceMesh] | None = None
 
 
-def _default_mesh() -> DeviceMesh:
+def default_mesh() -> DeviceMesh:
     """Return a 1D mesh over the default group, the same one for all units of a model."""
     global _last_default_mesh
     device_type = _default_device_type()
@@ -241,7 +247,8 @@ def _destroy_group(ours: dist.ProcessGroup | None) -> None:
         dist.destroy_process_group()
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank's shards."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()

@@ -6,6 +6,7 @@ the module, with steps that do not fail.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
     for place, root in enumerate(modules):
         for prefix, module in named_modules_outside_units(root):
             for name, param in module._parameters.items():
-                if param is None or param in ignored:
+                if param is None or param in ignored or not _may_take(modules, param):
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
                 if len(modules) > 1:
@@ -80,7 +81,43 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                 else:
                     found[param] = Collected(fqn, param, [(module, name)])
                     _check_free(fqn, param)
+    _collect_hoisted(modules, found)
     return list(found.values())
+
+
+@contextlib.contextmanager
+def hoisting(homes: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
+    """Let tied parameters be taken by the unit of ``homes[param]`` only, wherever they are used."""
+    for param, home in homes.items():
+        param._meshard_home = weakref.ref(home)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for param in homes:
+            del param._meshard_home  # type: ignore[attr-defined]
+
+
+def _home_of(param: nn.Parameter) -> nn.Module | None:
+    ref = getattr(param, "_meshard_home", None)
+    return None if ref is None else ref()
+
+
+def _may_take(modules: list[nn.Module], param: nn.Parameter) -> bool:
+    home = _home_of(param)
+    return home is None or home in modules
+
+
+def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
+    """Add the uses inside inner units of parameters that ``modules`` are the home of."""
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for name, param in module._parameters.items():
+                if param is None or _home_of(param) is not root:
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                owners = found.setdefault(param, Collected(fqn, param, [])).owners
+                if (module, name) not in owners:
+                    owners.append((module, name))
 
 
 def _check_free(fqn: str, param: nn.Parameter) -> None:

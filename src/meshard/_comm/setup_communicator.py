@@ -1,0 +1,39 @@
+"""How does a value get from one rank to the others before training starts?
+
+Called once per model, not in a step, so these block until the data is there.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.communicator import BaseCommunicator, all_gather_single
+
+_ISSUER = BaseCommunicator()
+
+
+def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> None:
+    """Overwrite ``buffer`` by that of the first rank of ``group``.
+
+    **Collective:** all ranks of ``group``, with contiguous buffers of one size and dtype.
+    **Stream:** the current one.
+    """
+    if group.size() == 1 or not buffer.numel():
+        return
+    _ISSUER.observe("broadcast", buffer, group, label)
+    dist.broadcast(buffer, group=group, group_src=0)
+
+
+def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:
+    """Return every rank's ``source [...]`` as ``[ranks, ...]``, in rank order.
+
+    **Collective:** all ranks of ``group``, with contiguous tensors of one shape and dtype.
+    **Stream:** the current one.
+    """
+    gathered = source.new_empty((group.size(), *source.shape))
+    if group.size() == 1:
+        return gathered.copy_(source)
+    _ISSUER.observe("all_gather", gathered, group, label)
+    all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
+    return gathered

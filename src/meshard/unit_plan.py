@@ -1,0 +1,235 @@
+"""Which modules become units, and which unit takes each parameter?
+
+Looks at a model and changes nothing. A parameter belongs to the innermost unit that every way from
+the root to the parameter passes through: for one that is used once, that is the unit around it; for
+tied parameters and shared modules it is the lowest unit that contains all their users, which is
+whole while any of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from meshard._runtime.unit import unit_of, units_in
+
+UnitPredicate = Callable[[str, nn.Module], bool]
+UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate
+
+# These read the weights of modules inside them, the second one in evaluation only.
+READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+class Way(NamedTuple):
+    """One way from the root to a module; a module that is registered twice has two."""
+
+    fqn: str
+    path: tuple[nn.Module, ...]  # from the root to the module
+
+    @property
+    def module(self) -> nn.Module:
+        """The module at the end."""
+        return self.path[-1]
+
+
+@dataclass(slots=True)
+class PlannedUnit:
+    """A module that is to become a unit."""
+
+    fqn: str
+    module: nn.Module
+    params: dict[nn.Parameter, str] = field(default_factory=dict)  # with their names in the model
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """What is to be sharded, and how."""
+
+    units: list[PlannedUnit]  # bottom-up
+    hoisted: dict[nn.Parameter, nn.Module]  # to a unit that is not the innermost around each use
+
+
+def plan_units(
+    model: nn.Module, units: Any, *, min_params: int, ignored: set[nn.Parameter]
+) -> UnitPlan:
+    """Decide what ``fully_shard_units`` does; see there for the arguments.
+
+    Raises:
+        TypeError: ``units`` is nothing that chooses modules.
+        ValueError: ``units`` chooses nothing, or is a string that is not ``"auto"``.
+    """
+    ways = list(_ways_to_modules("", (model,)))
+    chosen = _choose(ways, units)
+    if isinstance(model, TorchFSDPModule):
+        return UnitPlan([], {})
+    # Inner units first. A shared module has its last place after all modules that contain it.
+    last = {way.module: (place, way.fqn) for place, way in enumerate(ways)}
+    order = sorted(chosen | {model}, key=lambda module: -last[module][0])
+    first = {way.module: way.fqn for way in reversed(ways)}
+    planned = {
+        module: PlannedUnit(first[module], module)
+        for module in order
+        if not isinstance(module, TorchFSDPModule)
+    }
+    used = _free_parameters(model, ways, ignored)
+    takers = {param: _takers(uses, planned) for param, uses in used.items()}
+    for param, uses in used.items():
+        planned[takers[param][-1]].params[param] = uses[0].fqn
+    for module, unit in list(planned.items()):
+        if module is not model and _numel(unit) < max(min_params, 1):
+            for param, fqn in unit.params.items():
+                takers[param].pop()
+                planned[takers[param][-1]].params[param] = fqn
+            for others in takers.values():
+                if module in others:
+                    others.remove(module)
+            del planned[module]
+    hoisted = {
+        param: takers[param][-1]
+        for param, uses in used.items()
+        if any(_innermost(use, planned) is not takers[param][-1] for use in uses)
+    }
+    return UnitPlan(list(planned.values()), hoisted)
+
+
+def unit_names(model: nn.Module) -> list[str]:
+    """Return the names of all units in ``model``, in module order."""
+    names, seen = [], set()
+    for fqn, module in model.named_modules():
+        unit = unit_of(module)
+        if unit is not None and unit not in seen:
+            seen.add(unit)
+            names.append(fqn)
+    return names
+
+
+def _numel(unit: PlannedUnit) -> int:
+    return sum(param.numel() for param in unit.params)
+
+
+def _ways_to_modules(fqn: str, path: tuple[nn.Module, ...]) -> Iterator[Way]:
+    yield Way(fqn, path)
+    for name, child in path[-1]._modules.items():
+        if child is not None and child not in path:
+            yield from _ways_to_modules(f"{fqn}.{name}" if fqn else name, (*path, child))
+
+
+# --- which modules ---------------------------------------------------------------------------
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: a ``ModuleList`` cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _choose(ways: list[Way], units: Any) -> set[nn.Module]:
+    is_auto = isinstance(units, str) and units == "auto"
+    wanted = _repeated_blocks(ways) if is_auto else _matching(ways, units)
+    chosen = {
+        way.module
+        for way in ways
+        if way.module in wanted
+        and has_forward(way.module)
+        and not any(isinstance(outer, READS_ITS_CHILDREN) for outer in way.path[:-1])
+    }
+    if chosen - {ways[0].module}:
+        return chosen
+    if is_auto:
+        raise ValueError(
+            "units='auto' found no repeated blocks (two or more children of one class in a "
+            f"ModuleList or Sequential) in {type(ways[0].module).__name__}; pass a module class, "
+            "a tuple of classes or a predicate (fqn, module) -> bool as units, or call "
+            "fully_shard(model) to make it one unit."
+        )
+    without = sorted({type(module).__name__ for module in wanted if not has_forward(module)})
+    reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
+    classes = sorted({type(way.module).__name__ for way in ways[1:]})
+    raise ValueError(
+        f"units={units!r} matches no module inside {type(ways[0].module).__name__}{reason}; the "
+        f"classes inside are {', '.join(classes) or 'none'}."
+    )
+
+
+def _matching(ways: list[Way], units: Any) -> set[nn.Module]:
+    if isinstance(units, str):
+        raise ValueError(
+            f"units={units!r} is not known; pass 'auto', a module class, a tuple of classes or a "
+            "predicate (fqn, module) -> bool."
+        )
+    classes = units if isinstance(units, tuple) else (units,)
+    if classes and all(isinstance(each, type) for each in classes):
+        return {way.module for way in ways if isinstance(way.module, classes)}
+    if isinstance(units, tuple) or not callable(units):
+        raise TypeError(
+            "units must be 'auto', a module class, a tuple of classes or a predicate "
+            f"(fqn, module) -> bool, got {units!r}."
+        )
+    return {way.module for way in ways if units(way.fqn, way.module)}
+
+
+def _repeated_blocks(ways: list[Way]) -> set[nn.Module]:
+    """Return the outermost children of lists and sequences that have a sibling of their class."""
+    found: set[nn.Module] = set()
+    for way in ways:
+        if not isinstance(way.module, (nn.ModuleList, nn.Sequential)):
+            continue
+        if any(outer in found for outer in way.path):
+            continue
+        by_class: dict[type, set[nn.Module]] = {}
+        for child in way.module.children():
+            if has_forward(child) and next(child.parameters(), None) is not None:
+                by_class.setdefault(_own_class(child), set()).add(child)
+        found.update(*(same for same in by_class.values() if len(same) > 1))
+    return found
+
+
+def _own_class(module: nn.Module) -> type:
+    """Return the class that ``module`` had before it was sharded."""
+    classes = type(module).__mro__
+    if TorchFSDPModule in classes:
+        return classes[classes.index(TorchFSDPModule) + 1]
+    return classes[0]
+
+
+# --- which parameters ------------------------------------------------------------------------
+
+
+def _free_parameters(
+    model: nn.Module, ways: list[Way], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, list[Way]]:
+    """Return every parameter that is to be sharded, with the ways to the modules that hold it."""
+    taken = {
+        (owner(), name)
+        for unit in units_in(model)
+        if unit.group is not None
+        for param in unit.group.params
+        for owner, name in param.owners
+    }
+    found: dict[nn.Parameter, list[Way]] = {}
+    for way in ways:
+        for name, param in way.module._parameters.items():
+            if param is None or param in ignored or (way.module, name) in taken:
+                continue
+            fqn = f"{way.fqn}.{name}" if way.fqn else name
+            found.setdefault(param, []).append(Way(fqn, way.path))
+    # What an earlier fully_shard of its own left out on purpose stays out.
+    return {p: uses for p, uses in found.items() if not all(map(_is_in_unit, uses))}
+
+
+def _is_in_unit(use: Way) -> bool:
+    return any(isinstance(module, TorchFSDPModule) for module in use.path)
+
+
+def _takers(uses: list[Way], planned: dict[nn.Module, PlannedUnit]) -> list[nn.Module]:
+    """Return the modules that may take a parameter, from the root inwards."""
+    shared = set(uses[0].path).intersection(*(use.path for use in uses[1:]))
+    return [module for module in uses[0].path if module in shared and module in planned]
+
+
+def _innermost(use: Way, planned: dict[nn.Module, PlannedUnit]) -> nn.Module:
+    around = (m for m in reversed(use.path) if m in planned or isinstance(m, TorchFSDPModule))
+    return next(around)

@@ -1,0 +1,23 @@
+"""Which modules of a model became units, and what did each take?"""
+
+from meshard import FSDPModule
+
+
+def taken_by(model):
+    """Return the full name of each parameter that a unit owns, by the name of the unit."""
+    names = {}
+    holders = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name in module._parameters:
+            holders.setdefault((module, name), f"{fqn}.{name}" if fqn else name)
+    for fqn, module in model.named_modules():
+        unit = vars(module).get("_meshard_unit")
+        if unit is not None:
+            group = unit.group
+            params = group.params if group is not None else []
+            names[fqn] = [[holders[owner(), name] for owner, name in p.owners] for p in params]
+    return names
+
+
+def sharded_modules(model):
+    return {fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}
