@@ -17,6 +17,7 @@ from meshard.gradients import clip_grad_norm_ as clip_grad_norm_
 from meshard.gradients import get_total_norm as get_total_norm
 from meshard.policies import AllGather as AllGather
 from meshard.policies import Comm as Comm
+from meshard.initialization import materialize as materialize
 from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
 from meshard.policies import DataParallelMeshDims as DataParallelMeshDims
 from meshard.policies import GradientSync as GradientSync
@@ -51,6 +52,7 @@ __all__ = [
     "fully_shard_units",
     "get_total_norm",
     "gradient_sync",
+    "materialize",
     "microbatches",
     "no_sync",
     "pending_gradients",

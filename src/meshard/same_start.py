@@ -44,12 +44,22 @@ def take_values_of_first_rank(
                 "leave sync_init out and call meshard.materialize(model) after sharding."
             )
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        buffer = local.to(device).contiguous()
-        broadcast_from_first(buffer, roles.shard_group, label="(sync_init)")
-        if roles.replicate_group is not None:
-            broadcast_from_first(buffer, roles.replicate_group, label="(sync_init)")
-        if buffer.data_ptr() != local.data_ptr():
-            local.copy_(buffer)
+        overwrite_by_first_rank(local, roles, device, label="(sync_init)")
+
+
+def overwrite_by_first_rank(
+    local: torch.Tensor, roles: MeshRoles, device: torch.device, *, label: str
+) -> None:
+    """Overwrite ``local`` by what the first rank of the mesh holds.
+
+    **Collective:** all ranks of the mesh. **Stream:** the current one.
+    """
+    buffer = local.to(device).contiguous()
+    broadcast_from_first(buffer, roles.shard_group, label=label)
+    if roles.replicate_group is not None:
+        broadcast_from_first(buffer, roles.replicate_group, label=label)
+    if buffer.data_ptr() != local.data_ptr():
+        local.copy_(buffer)
 
 
 def check_same_start(

@@ -141,15 +141,15 @@ def _choose(ways: list[Way], units: Any) -> set[nn.Module]:
     if is_auto:
         raise ValueError(
             "units='auto' found no repeated blocks (two or more children of one class in a "
-            f"ModuleList or Sequential) in {type(ways[0].module).__name__}; pass a module class, "
+            f"ModuleList or Sequential) in {own_class(ways[0].module).__name__}; pass a module class, "
             "a tuple of classes or a predicate (fqn, module) -> bool as units, or call "
             "fully_shard(model) to make it one unit."
         )
-    without = sorted({type(module).__name__ for module in wanted if not has_forward(module)})
+    without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
     reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
-    classes = sorted({type(way.module).__name__ for way in ways[1:]})
+    classes = sorted({own_class(way.module).__name__ for way in ways[1:]})
     raise ValueError(
-        f"units={units!r} matches no module inside {type(ways[0].module).__name__}{reason}; the "
+        f"units={units!r} matches no module inside {own_class(ways[0].module).__name__}{reason}; the "
         f"classes inside are {', '.join(classes) or 'none'}."
     )
 
@@ -182,12 +182,12 @@ def _repeated_blocks(ways: list[Way]) -> set[nn.Module]:
         by_class: dict[type, set[nn.Module]] = {}
         for child in way.module.children():
             if has_forward(child) and next(child.parameters(), None) is not None:
-                by_class.setdefault(_own_class(child), set()).add(child)
+                by_class.setdefault(own_class(child), set()).add(child)
         found.update(*(same for same in by_class.values() if len(same) > 1))
     return found
 
 
-def _own_class(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__
     if TorchFSDPModule in classes:
