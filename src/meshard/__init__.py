@@ -28,6 +28,7 @@ from meshard.policies import ShardPlacementResult as ShardPlacementResult
 from meshard.reduce_hooks import DropRanks as DropRanks
 from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
+from meshard.unit_table import describe as describe
 
 __all__ = [
     "AllGather",
@@ -47,6 +48,7 @@ __all__ = [
     "UnshardHandle",
     "WireCompression",
     "clip_grad_norm_",
+    "describe",
     "finalize_gradients",
     "fully_shard",
     "fully_shard_units",

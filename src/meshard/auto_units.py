@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +15,7 @@ from meshard.api import default_mesh, device_of, fully_shard
 from meshard.build_unit import Collected, check_parameters, hoisting
 from meshard.same_start import take_values_of_first_rank
 from meshard.unit_plan import PlannedUnit, UnitChoice, has_forward, plan_units, unit_names
+from meshard.unit_table import is_too_narrow_to_step
 
 Overrides = Callable[[str, nn.Module], "dict[str, Any] | None"]
 
@@ -158,8 +158,3 @@ def _warn_about_narrow(units: list[PlannedUnit]) -> None:
             "gathers the same, or set requires_grad to False if they are not trained.",
             stacklevel=3,
         )
-
-
-def is_too_narrow_to_step(dtype: torch.dtype) -> bool:
-    """Whether an optimizer on parameters of ``dtype`` works in less than float32."""
-    return dtype.is_floating_point and dtype.itemsize < 4

@@ -138,19 +138,20 @@ def _choose(ways: list[Way], units: Any) -> set[nn.Module]:
     }
     if chosen - {ways[0].module}:
         return chosen
+    root = own_class(ways[0].module).__name__
     if is_auto:
         raise ValueError(
-            "units='auto' found no repeated blocks (two or more children of one class in a "
-            f"ModuleList or Sequential) in {own_class(ways[0].module).__name__}; pass a module class, "
-            "a tuple of classes or a predicate (fqn, module) -> bool as units, or call "
-            "fully_shard(model) to make it one unit."
+            f"units='auto' found no repeated blocks in {root} (two or more children of one class "
+            "in a ModuleList or Sequential); pass a module class, a tuple of classes or a "
+            "predicate (fqn, module) -> bool as units, or call fully_shard(model) to make it one "
+            "unit."
         )
     without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
     reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
     classes = sorted({own_class(way.module).__name__ for way in ways[1:]})
     raise ValueError(
-        f"units={units!r} matches no module inside {own_class(ways[0].module).__name__}{reason}; the "
-        f"classes inside are {', '.join(classes) or 'none'}."
+        f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
+        f"{', '.join(classes) or 'none'}."
     )
 
 

@@ -29,8 +29,8 @@ class GradientPlan:
         accumulate_dtype: torch.dtype | None,
     ) -> None:
         self._group = group
-        self._reduce_dtype = reduce_dtype
-        self._chosen_dtype = accumulate_dtype
+        self.reduce_dtype = reduce_dtype
+        self.chosen_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
 
     def layout_for(
@@ -64,8 +64,8 @@ class GradientPlan:
     @property
     def accumulate_dtype(self) -> torch.dtype:
         """The dtype in which gradients are added up."""
-        if self._chosen_dtype is not None:
-            return self._chosen_dtype
+        if self.chosen_dtype is not None:
+            return self.chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
         widest = torch.float32
         for segment in self._group.tensors.storage.layout.segments:
@@ -75,8 +75,8 @@ class GradientPlan:
 
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
         """Return the dtype in which the gradients of ``layout`` are sent."""
-        if self._reduce_dtype is not None:
-            return self._reduce_dtype
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
         dtypes = [self._group.tensors.compute_dtypes[index] for index in layout.indices]
         widest = dtypes[0]
         for dtype in dtypes[1:]:

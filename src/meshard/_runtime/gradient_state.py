@@ -85,7 +85,7 @@ class GradientState:
         accumulate_dtype: torch.dtype | None,
     ) -> None:
         self._group = group
-        self._plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
+        self.plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
         self._unreduced: Held | None = None  # U
         self._partial: Held | None = None  # Q
         self._in_flight = 0
@@ -182,13 +182,13 @@ class GradientState:
     def accumulate(self, arrived: Sequence[TensorHook] = ()) -> None:
         """``NONE``: add the whole gradients that have arrived to ``U``."""
         gradients = self._take()
-        layout = self._plan.layout_for(gradients, (self._unreduced, self._partial))
+        layout = self.plan.layout_for(gradients, (self._unreduced, self._partial))
         if not layout.indices:
             return
         self._open_window()
         if self._unreduced is None:
             used = _present(gradients)
-            flat = layout.allocate(self._plan.accumulate_dtype)
+            flat = layout.allocate(self.plan.accumulate_dtype)
             layout.pack(flat, gradients)
             layout.run_hooks(arrived, flat, used)
         else:
@@ -227,12 +227,12 @@ class GradientState:
             RuntimeError: The window was begun with another divide factor.
         """
         gradients = self._take()
-        layout = self._plan.layout_for(gradients, (self._unreduced, self._partial))
+        layout = self.plan.layout_for(gradients, (self._unreduced, self._partial))
         if not layout.indices:
             return None
         self._check_factor(options)
         roles = self._group.place.roles
-        wire_dtype = options.wire_dtype or self._plan.wire_dtype(layout)
+        wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
         buffer, used = self._whole_buffer(layout, gradients, wire_dtype, options.arrived)
         if options.zero_unused:
             used = frozenset(layout.indices)
@@ -247,7 +247,7 @@ class GradientState:
             replicate_group=roles.replicate_group if options.over_replicas else None,
             replicate_count=roles.replicate_count,
             divide_factor=options.divide_factor,
-            accumulate_dtype=self._plan.accumulate_dtype,
+            accumulate_dtype=self.plan.accumulate_dtype,
             marks=layout.marks_for(used),
             label=self._group.label,
         )
@@ -285,7 +285,7 @@ class GradientState:
             gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
         )
         if is_narrowing:
-            buffer = layout.allocate(self._plan.accumulate_dtype)
+            buffer = layout.allocate(self.plan.accumulate_dtype)
         else:
             buffer = self._group.comm.allocate(
                 layout.numel,

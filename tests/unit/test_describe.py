@@ -1,0 +1,161 @@
+"""Does describe say what is where, to the byte, at any number of ranks?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import meshard
+from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
+from meshard.unit_table import readable_bytes
+from tests.support.fake import fake_group
+from tests.support.models import Adapted, MixedDtype, Transformer
+
+
+def rows(table):
+    """Return the cells of each line by the name of its unit, and the warnings."""
+    lines = table.splitlines()
+    cells = {}
+    for line in lines[1:]:
+        if not line.startswith("warning"):
+            cells[line.split("  ")[0].strip()] = line.split()
+    assert lines[0].split() == (
+        ["unit", "parameters", "dtype", "whole", "per", "rank", "padding", "mesh", "policies"]
+    )
+    return cells, [line for line in lines if line.startswith("warning")]
+
+
+def test_a_table_of_a_transformer_on_eight_ranks():
+    with fake_group(8):
+        model = Transformer(vocab=16, dim=8, depth=2, tied=True)
+        fully_shard_units(model)
+        assert describe(model).splitlines() == [
+            "unit      parameters  dtype     whole  per rank  padding  mesh     policies",
+            "(root)           144  float32   576 B      72 B      0 B  shard 8",
+            "blocks.0         848  float32  3392 B     424 B      0 B  shard 8",
+            "blocks.1         848  float32  3392 B     424 B      0 B  shard 8",
+            "total          1,840           7360 B     920 B      0 B",
+        ]
+
+
+@pytest.mark.parametrize("rank", [0, 63, 64, 255])
+def test_sixty_four_rows_over_256_ranks_cost_four_times(rank):
+    with fake_group(256, rank):
+        layer = nn.Linear(8, 64, bias=False)
+        fully_shard(layer)
+        cells, warnings = rows(describe(layer))
+    # One row of 8 floats for each of 256 ranks, of which 64 are there.
+    assert cells["(root)"][1:9] == ["512", "float32", "2048", "B", "32", "B", "6144", "B"]
+    assert warnings == [
+        "warning: (root) gathers and reduces 4.00 times its parameters: dim 0 of 'weight' has 64 "
+        "rows for 256 ranks. Shard another dim (shard_placement_fn), or over fewer ranks."
+    ]
+
+
+def test_another_dim_or_fewer_ranks_cure_it():
+    with fake_group(256):
+        wide = nn.Linear(256, 64, bias=False)
+        fully_shard(wide, shard_placement_fn=lambda param: Shard(1))
+        hybrid = nn.Linear(8, 64, bias=False)
+        fully_shard(hybrid, init_device_mesh("cpu", (4, 64)))
+        for layer in (wide, hybrid):
+            cells, warnings = rows(describe(layer))
+            assert not warnings and cells["(root)"][7:9] == ["0", "B"]
+        assert "replicate 4 x shard 64" in describe(hybrid)
+        assert cells["(root)"][5:7] == ["32", "B"]  # of 2048, over 64 ranks
+
+
+def test_bytes_are_those_that_are_sent():
+    with fake_group(6), meshard.CommLedger() as ledger:
+        model = Transformer(vocab=11, depth=1)
+        fully_shard_units(model, units=(nn.Linear, nn.Embedding))
+        cells, _ = rows(describe(model))
+        for module in model.modules():
+            if isinstance(module, meshard.FSDPModule):
+                module.unshard()
+                module.reshard()
+    assert len(ledger.events) == len(cells) - 1
+    for event in ledger.events:
+        assert event.payload_bytes == 6 * int(cells[event.unit][5])  # "per rank"
+        whole, padding = int(cells[event.unit][3]), int(cells[event.unit][7])
+        assert event.payload_bytes == whole + padding
+
+
+def test_several_dtypes_and_policies():
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    with fake_group(2):
+        layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=False)
+        layer.set_gradient_sync(GradientSync.NONE)
+        layer.set_gradient_divide_factor(3)
+        assert (
+            describe(layer)
+            .splitlines()[1]
+            .endswith(
+                "shard 2  reshard_after_forward=False, param_dtype=bfloat16, reduce_dtype=float32, "
+                "output_dtype=float32, gradient_sync=NONE, divide_factor=3"
+            )
+        )
+        adapted = fully_shard(Adapted(4))
+        assert describe(adapted).splitlines()[1].endswith("partly frozen")
+        exact = MixedPrecisionPolicy(accumulate_dtype=torch.float64)
+        frozen = fully_shard(nn.Linear(4, 4).requires_grad_(False), mp_policy=exact)
+        assert describe(frozen).splitlines()[1].endswith("accumulate_dtype=float64, frozen")
+
+
+def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
+    with fake_group(2):
+        model = MixedDtype(6)
+        fully_shard(model)
+        table = describe(model)
+        _, warnings = rows(table)
+        assert "float32 + bfloat16" in table
+        (warning,) = warnings
+        assert "less than float32 (first 'blocks.0.linear.weight')" in warning
+        assert not rows(describe(model.requires_grad_(False)))[1]
+
+
+def test_what_is_in_no_unit_is_whole_on_every_rank():
+    with fake_group(4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[1])
+        cells, _ = rows(describe(model))
+        assert cells["(no unit)"][2:7] == ["20", "float32", "80", "B", "80"]
+        assert cells["total"][1:] == ["40", "160", "B", "100", "B", "0", "B"]
+
+
+def test_a_unit_without_parameters_has_a_line():
+    with fake_group(2):
+        model = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(model[0])
+        fully_shard(model)
+        assert rows(describe(model))[0]["(root)"][1] == "0"
+
+
+def test_meta_models_are_described_like_others():
+    tables = []
+    for device in ("meta", "cpu"):
+        with fake_group(16):
+            with torch.device(device):
+                model = Transformer()
+            fully_shard_units(model)
+            tables.append(describe(model))
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (9999, "9999 B"),
+        (10_000, "9.8 KiB"),
+        (2**20 - 1, "1024.0 KiB"),
+        (2**20, "1.0 MiB"),
+        (5 * 2**40, "5.0 TiB"),
+        (5 * 2**50, "5120.0 TiB"),
+    ],
+)
+def test_bytes_are_readable(num_bytes, text):
+    assert readable_bytes(num_bytes) == text
