@@ -31,8 +31,13 @@ def build(seed):
         model.norm.running_mean.fill_(seed)
         model.norm.num_batches_tracked.fill_(seed)
         model.table.copy_(torch.arange(15.0).view(5, 3) + seed)
-        model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.t().contiguous().t())
     return model
+
+
+def transpose(model):
+    """Store a weight in another order, which must not matter (the peer refuses it)."""
+    weight = model.blocks[1].up.weight
+    model.blocks[1].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
 
 
 def bits_of_shards(model):
@@ -44,6 +49,7 @@ def synced(mesh_shape, is_peer=False, **kwargs):
     model = build(seed=dist.get_rank() + 1)
     with CommLedger() as ledger:
         if not is_peer:
+            transpose(model)
             fully_shard_units(model, mesh, **kwargs)
         else:
             for each in (*model.blocks, model):
