@@ -33,10 +33,10 @@ def fully_shard_units(
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
     Modules that cannot be units are never made units: lists and dicts without a forward, what is
-    inside ``nn.MultiheadAttention`` or ``nn.TransformerEncoderLayer`` (they read the weights of
-    their children), and modules that have no parameters left. A parameter that is used in several
-    places, because it is tied or in a shared module, goes to the innermost unit around all of
-    them. Units that exist already stay as they are, so a second call changes nothing.
+    inside ``nn.MultiheadAttention`` (it reads the weights of its children instead of calling
+    them), and modules that have no parameters left. A parameter that is used in several places,
+    because it is tied or in a shared module, goes to the innermost unit around all of them. Units
+    that exist already stay as they are, so a second call changes nothing.
 
     **Collective:** every rank of the mesh, with the same model and the same arguments.
 

@@ -20,9 +20,9 @@ class CommLedger:
         module: Count only the units in this module. None: everything in this process.
 
     Attributes:
-        events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"`` or
-            ``"all_reduce"``), ``unit``, ``group_size``, ``payload_bytes``, ``dtype`` and
-            ``wire_bytes``.
+        events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
+            ``"all_reduce"`` or, before training, ``"broadcast"``), ``unit``, ``group_size``,
+            ``payload_bytes``, ``dtype`` and ``wire_bytes``.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))

@@ -20,8 +20,8 @@ from meshard._runtime.unit import unit_of, units_in
 UnitPredicate = Callable[[str, nn.Module], bool]
 UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate
 
-# These read the weights of modules inside them, the second one in evaluation only.
-READS_ITS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# It reads the weights of its output projection instead of calling it.
+_READS_ITS_CHILDREN = nn.MultiheadAttention
 
 
 class Way(NamedTuple):
@@ -77,17 +77,18 @@ def plan_units(
     }
     used = _free_parameters(model, ways, ignored)
     takers = {param: _takers(uses, planned) for param, uses in used.items()}
-    for param, uses in used.items():
-        planned[takers[param][-1]].params[param] = uses[0].fqn
+    inside: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in planned}
+    for param, modules in takers.items():
+        planned[modules[-1]].params[param] = used[param][0].fqn
+        for module in modules:
+            inside[module].append(param)
     for module, unit in list(planned.items()):
         if module is not model and _numel(unit) < max(min_params, 1):
-            for param, fqn in unit.params.items():
-                takers[param].pop()
-                planned[takers[param][-1]].params[param] = fqn
-            for others in takers.values():
-                if module in others:
-                    others.remove(module)
             del planned[module]
+            for param in inside[module]:
+                takers[param].remove(module)
+            for param, fqn in unit.params.items():
+                planned[takers[param][-1]].params[param] = fqn
     hoisted = {
         param: takers[param][-1]
         for param, uses in used.items()
@@ -134,7 +135,7 @@ def _choose(ways: list[Way], units: Any) -> set[nn.Module]:
         for way in ways
         if way.module in wanted
         and has_forward(way.module)
-        and not any(isinstance(outer, READS_ITS_CHILDREN) for outer in way.path[:-1])
+        and not any(isinstance(outer, _READS_ITS_CHILDREN) for outer in way.path[:-1])
     }
     if chosen - {ways[0].module}:
         return chosen

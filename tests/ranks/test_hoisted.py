@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -166,3 +167,15 @@ def test_hoisting_adds_no_collective(run_ranks):
         num_units = len(units)
         assert units[0] == "(root)" and "trunks.0" in units and num_units == 10
         assert found == {"all_gather": 2 * num_units - 1, "reduce_scatter": num_units}
+
+
+def peer():
+    model = CalledTrunks()
+    for each in (*model.trunks[0].blocks, *model.trunks[1].blocks, *model.trunks, model):
+        torch_fsdp.fully_shard(each)
+    with pytest.raises(ValueError, match="already managed by another FSDP group"):
+        model(integer_batch(0, 0))
+
+
+def test_the_peer_refuses_a_tie_across_units_in_the_first_forward(run_ranks):
+    run_ranks(peer, 2)

@@ -107,12 +107,14 @@ def test_every_unit_is_named_for_get_submodule():
     assert all(isinstance(model.get_submodule(name), FSDPModule) for name in names)
 
 
-@pytest.mark.parametrize("attention", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
-def test_what_reads_the_weights_of_its_children_is_a_leaf(attention):
-    model = nn.Sequential(attention(8, 2), nn.Linear(8, 8))
-    assert fully_shard_units(model, units=(nn.Linear, nn.MultiheadAttention)) == (
-        ["", "0", "1"] if attention is nn.MultiheadAttention else ["", "1"]
-    )
+def test_what_is_inside_attention_that_reads_it_is_never_a_unit():
+    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
+    assert fully_shard_units(model, units=nn.Linear) == ["", "1"]
+    assert ["0.out_proj.weight"] in taken_by(model)[""]
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
+    names = fully_shard_units(model, units=(nn.Linear, nn.MultiheadAttention))
+    assert names == ["", "0.self_attn", "0.linear1", "0.linear2"]
+    assert ["0.self_attn.out_proj.weight"] in taken_by(model)["0.self_attn"]
 
 
 # --- min_params -------------------------------------------------------------------------------
