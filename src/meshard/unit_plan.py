@@ -67,15 +67,31 @@ def plan_units(
     if isinstance(model, TorchFSDPModule):
         return UnitPlan([], {})
     # Inner units first. A shared module has its last place after all modules that contain it.
-    last = {way.module: (place, way.fqn) for place, way in enumerate(ways)}
-    order = sorted(chosen | {model}, key=lambda module: -last[module][0])
-    first = {way.module: way.fqn for way in reversed(ways)}
+    last = {way.module: place for place, way in enumerate(ways)}
+    names = {way.module: way.fqn for way in reversed(ways)}
     planned = {
-        module: PlannedUnit(first[module], module)
-        for module in order
+        module: PlannedUnit(names[module], module)
+        for module in sorted(chosen | {model}, key=last.__getitem__, reverse=True)
         if not isinstance(module, TorchFSDPModule)
     }
     used = _free_parameters(model, ways, ignored)
+    _hand_out(used, model, planned, min_params)
+    taker = {param: unit.module for unit in planned.values() for param in unit.params}
+    hoisted = {
+        param: taker[param]
+        for param, uses in used.items()
+        if any(_innermost(use, planned) is not taker[param] for use in uses)
+    }
+    return UnitPlan(list(planned.values()), hoisted)
+
+
+def _hand_out(
+    used: dict[nn.Parameter, list[Way]],
+    root: nn.Module,
+    planned: dict[nn.Module, PlannedUnit],
+    min_params: int,
+) -> None:
+    """Give every parameter to a unit, and remove the units that get too little."""
     takers = {param: _takers(uses, planned) for param, uses in used.items()}
     inside: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in planned}
     for param, modules in takers.items():
@@ -83,18 +99,12 @@ def plan_units(
         for module in modules:
             inside[module].append(param)
     for module, unit in list(planned.items()):
-        if module is not model and _numel(unit) < max(min_params, 1):
+        if module is not root and _numel(unit) < max(min_params, 1):
             del planned[module]
             for param in inside[module]:
                 takers[param].remove(module)
             for param, fqn in unit.params.items():
                 planned[takers[param][-1]].params[param] = fqn
-    hoisted = {
-        param: takers[param][-1]
-        for param, uses in used.items()
-        if any(_innermost(use, planned) is not takers[param][-1] for use in uses)
-    }
-    return UnitPlan(list(planned.values()), hoisted)
 
 
 def unit_names(model: nn.Module) -> list[str]:
