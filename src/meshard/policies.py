@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -127,9 +128,7 @@ class DataParallelMeshDims:
 class Comm(Protocol):
     """Gives the memory that a collective reads and writes."""
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor; asked for on the stream that fills it."""
 
 
@@ -138,11 +137,11 @@ class AllGather(Comm, Protocol):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Fill ``output_tensor [ranks * n]`` with every rank's ``input_tensor [n]``, in order.
 
         With ``async_op`` (on CPU tensors) a Work may be returned that ends later.
@@ -154,12 +153,12 @@ class ReduceScatter(Comm, Protocol):
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Sum part ``r`` of all ``input_tensor [ranks * n]`` into ``output_tensor [n]`` of rank r.
 
         ``op`` is always SUM: meshard divides by itself. A sum of negative zeros must be a negative
