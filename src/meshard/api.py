@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Shard
 
-from meshard._comm.checked import is_debugging
+from meshard._comm.notes import is_debugging
 from meshard._geometry.mesh_roles import MeshRoles, group_of_neighbours
 from meshard._runtime.unit import UnitSettings
 from meshard.build_unit import (

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
@@ -265,4 +266,7 @@ def _adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.devic
             if inner.parent is None:
                 inner.parent = weakref.ref(unit)
                 unit.children.append(weakref.ref(inner))
-    Lifecycle(queue_backward_callback, make_communicator(device)).set_units(units)
+    comm = make_communicator(device)
+    all_roles = [each.group.place.roles for each in units if each.group is not None]
+    number_root(comm, [group for roles in all_roles for group in roles.groups])
+    Lifecycle(queue_backward_callback, comm).set_units(units)

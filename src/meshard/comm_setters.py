@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from meshard._comm.checked import share
 from meshard._comm.customised import GroupMemory
 from meshard._geometry.mesh_roles import group_for_scatter
 from meshard._runtime.unit import CommSettings, Unit
@@ -155,7 +156,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
     for unit in units[1:]:
-        unit.lifecycle.use(units[0].lifecycle.comm)
+        unit.lifecycle.use(share(units[0].lifecycle.comm, unit.lifecycle.comm))
 
 
 def _check_sharded(module: Any) -> bool:

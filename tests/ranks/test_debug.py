@@ -1,5 +1,6 @@
 """Does a job whose ranks diverge end in an error that names unit and ranks?"""
 
+import os
 import time
 
 import pytest
@@ -37,7 +38,7 @@ def make(model):
 @pytest.fixture
 def debug(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG", "1")
-    monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", "2")
+    monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", "30")
 
 
 def diverge(choices):
@@ -59,6 +60,8 @@ def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
 def run_less():
     model = make(seeded(Choosing()))
     chosen = (0, 1, 2) if dist.get_rank() == 0 else (0, 1)
+    dist.barrier()
+    os.environ["MESHARD_DEBUG_TIMEOUT"] = "2"
     start = time.monotonic()
     with torch.no_grad():
         if dist.get_rank() == 1:
@@ -93,7 +96,7 @@ def test_a_rank_that_clips_alone_is_named(run_ranks, debug):
     for message, seconds in run_ranks(clip_on_one_rank, 3):
         assert "rank 0: all_gather of unit '(norm)'" in message
         assert "rank 2: all_gather of unit 'blocks.0'" in message
-        assert seconds < 2  # all came: nobody waits for the timeout
+        assert seconds < 30  # all came: nobody waits for the timeout
 
 
 def train():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshard._comm.checked import compare_notes, is_debugging
 from meshard._comm.communicator import CommEvent, all_gather_single, tell
+from meshard._comm.notes import compare_notes, is_debugging
 
 
 def gather_values(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import BaseCommunicator, all_gather_single
+from meshard._comm.notes import compare_notes, is_debugging
 
 _ISSUER = BaseCommunicator()
 
@@ -21,7 +22,7 @@ def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, *, labe
     """
     if group.size() == 1 or not buffer.numel():
         return
-    _ISSUER.observe("broadcast", buffer, group, label)
+    _announce("broadcast", buffer, group, label)
     dist.broadcast(buffer, group=group, group_src=0)
 
 
@@ -34,6 +35,12 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     gathered = source.new_empty((group.size(), *source.shape))
     if group.size() == 1:
         return gathered.copy_(source)
-    _ISSUER.observe("all_gather", gathered, group, label)
+    _announce("all_gather", gathered, group, label)
     all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
     return gathered
+
+
+def _announce(op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
+    if is_debugging():
+        compare_notes(op, label, payload, group)
+    _ISSUER.observe(op, payload, group, label)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.checked import CheckedCommunicator, is_debugging
+from meshard._comm.checked import CheckedCommunicator
 from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
@@ -44,6 +44,7 @@ from meshard._comm.communicator import (
     profiled,
     reduce_scatter_single,
 )
+from meshard._comm.notes import is_debugging
 
 
 class _EventPending:

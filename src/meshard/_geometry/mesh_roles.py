@@ -45,6 +45,12 @@ class MeshRoles:
             replicate_count=mesh.size(0) if mesh.ndim == 2 else 1,
         )
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The shard group, and the replica group if there is one."""
+        replicas = [] if self.replicate_group is None else [self.replicate_group]
+        return [self.shard_group, *replicas]
+
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
         if self.mesh.ndim == 1:

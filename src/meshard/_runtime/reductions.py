@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from meshard._comm.checked import CheckedCommunicator
 from meshard._comm.communicator import Communicator
+from meshard._comm.notes import compare_text
 from meshard._runtime.gradient_state import ReduceOptions, ReductionInFlight
 from meshard._runtime.unit import ReduceHook, Unit
 
@@ -31,6 +33,7 @@ class Reductions:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._is_checked = isinstance(comm, CheckedCommunicator)
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
 
@@ -65,10 +68,13 @@ class Reductions:
         self.finish_of(unit)  # what it holds is added to what comes now
         while len(self._queue) >= unit.settings.max_input_buffers:
             self._finish_oldest()
+        divide_factor = self._divide_factor(unit)
+        if self._is_checked:
+            _compare(unit, over_replicas, divide_factor)
         hooks = tuple(unit.settings.reduce_hooks)
         options = ReduceOptions(
             over_replicas=over_replicas,
-            divide_factor=self._divide_factor(unit),
+            divide_factor=divide_factor,
             zero_unused=unit.settings.zero_unused,
             shard_group=unit.settings.scatter_group,
             arrived=[hook.arrived for hook in hooks if hook.arrived],
@@ -123,3 +129,16 @@ class Reductions:
         """Have every result in ``.grad``, or in its partial."""
         while self._queue:
             self._finish_oldest()
+
+
+def _compare(unit: Unit, over_replicas: bool, divide_factor: float | None) -> None:
+    """Raise unless all ranks reduce ``unit`` alike: a wrong factor shows in no collective."""
+    assert unit.group is not None
+    roles = unit.group.place.roles
+    groups = roles.groups if over_replicas else [roles.shard_group]
+    factor = float(divide_factor or roles.shard_count * roles.replicate_count)
+    how_far = ""
+    if roles.replicate_group is not None:
+        how_far = " over shards and replicas" if over_replicas else " over the shards"
+    for group in groups:
+        compare_text(f"the reduction of unit {unit.label!r}{how_far}, divided by {factor}", group)
