@@ -18,7 +18,7 @@ from tests.support.models import MlpStack, seeded
 @pytest.fixture(autouse=True)
 def debug(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG", "1")
-    monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", "2")
+    monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", "30")
 
 
 class CountingStore:
@@ -82,7 +82,8 @@ def test_the_store_does_not_grow(run_ranks):
 
 
 def _meet_in_store_of_rank_0(rank, port, how, replies):
-    os.environ.update(MESHARD_DEBUG="1", MESHARD_DEBUG_TIMEOUT="2", GLOO_SOCKET_IFNAME="lo")
+    patience = "30" if how == "differ" else "2"
+    os.environ.update(MESHARD_DEBUG="1", MESHARD_DEBUG_TIMEOUT=patience, GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     dist.barrier()
     if rank == 1:
