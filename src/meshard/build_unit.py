@@ -19,7 +19,8 @@ from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.marks import Mark, mark_as, mark_of
+from meshard._params.sharded_param import ShardedParam, own_part
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.group_tensors import GroupTensors, Place
 from meshard._runtime.hooks import (
@@ -28,6 +29,7 @@ from meshard._runtime.hooks import (
     register_hooks,
 )
 from meshard._runtime.lifecycle import Lifecycle
+from meshard._runtime.loading import register_load_hooks
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
 from meshard.fsdp_module import FSDPModule
@@ -122,19 +124,18 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 
 def _check_free(fqn: str, param: nn.Parameter) -> None:
-    replaced_by = getattr(param, "_meshard_replaced_by", None)
-    if replaced_by is not None:
+    kind, marked = mark_of(param)
+    if kind is Mark.ORIGINAL:
         raise ValueError(
-            f"parameter {fqn!r} is tied to {replaced_by!r}, which an inner fully_shard has "
+            f"parameter {fqn!r} is tied to {marked!r}, which an inner fully_shard has "
             "already sharded, so the tie would be cut silently; shard both in one call "
             "(apply fully_shard to their common parent only, or pass both modules as a list)."
         )
     if isinstance(param, DTensor):
-        if getattr(param, "_meshard_unit", None) is not None:
+        if kind is Mark.SHARD:
             raise ValueError(
                 f"parameter {fqn!r} already belongs to a unit made for a module around it "
-                f"(as {param._meshard_unit!r}); "  # type: ignore[attr-defined]
-                "call fully_shard on children before their parents."
+                f"(as {marked!r}); call fully_shard on children before their parents."
             )
         raise NotImplementedError(
             f"parameter {fqn!r} is a DTensor already (placements {param.placements}); sharding "
@@ -190,11 +191,6 @@ def shard_dim_of(fqn: str, param: nn.Parameter, placement_fn: PlacementFn | None
     return placement.dim % param.dim()
 
 
-def _local_shard(param: nn.Parameter, layout: ParamLayout, shard_rank: int) -> torch.Tensor:
-    rows = layout.owned_rows(shard_rank)
-    return param.detach().narrow(layout.shard_dim, rows.start, len(rows))
-
-
 def make_unit(
     modules: list[nn.Module],
     found: list[Collected],
@@ -217,7 +213,7 @@ def make_unit(
     for (fqn, param, owners), shard_dim in zip(found, shard_dims, strict=True):
         layout = ParamLayout(param.shape, shard_dim, roles.shard_count)
         params.append(ShardedParam(fqn, owners, layout))
-        shards.append(_local_shard(param, layout, roles.shard_rank))
+        shards.append(own_part(param, layout, roles.shard_rank))
     tensors = GroupTensors(
         params,
         shards,
@@ -243,12 +239,12 @@ def commit(
     if unit.group is not None:
         for sharded, (fqn, param, _) in zip(unit.group.params, found, strict=True):
             # Whoever still holds the original holds a tie that the unit does not know of.
-            param._meshard_replaced_by = fqn  # type: ignore[attr-defined]
+            mark_as(param, Mark.ORIGINAL, fqn)
             sharded.show(sharded.sharded)
-            sharded.sharded._meshard_unit = fqn  # type: ignore[attr-defined]
     for module in modules:
         FSDPModule.adopt(module, unit)
     register_hooks(unit)
+    register_load_hooks(unit)
     _adopt_inner_units(unit, modules, device)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._runtime.param_group import Residence
 from meshard._runtime.unit import Unit, units_in
+from meshard._runtime.unit_copy import copy_with_units
 from meshard.comm_setters import CommSetters
 from meshard.gather_setters import GatherSetters
 from meshard.gradient_setters import GradientSetters
@@ -114,9 +115,16 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         """Forget a step that was interrupted: nothing whole, nothing on its way."""
         own_unit(self).lifecycle.abort()
 
+    # --- copies ----------------------------------------------------------------------------
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Not built yet: say so, instead of failing deep inside torch."""
-        raise NotImplementedError(
-            "copy.deepcopy of a sharded module is not built yet; build a second module, shard it, "
-            "and load the state_dict of the first."
+        """Return another sharded module, with units of its own on the same mesh."""
+        return copy_with_units(as_module(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Say what to do instead of pickling: hooks and process groups cannot be pickled."""
+        raise TypeError(
+            f"a sharded {type(self).__name__.removeprefix('FSDP')} cannot be pickled, nor copied "
+            "by copy.copy; save its state_dict() (with torch.distributed.checkpoint, or whole by "
+            "get_model_state_dict with full_state_dict=True), or use copy.deepcopy."
         )

@@ -8,6 +8,9 @@ one of these names goes.
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -36,7 +39,37 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
+def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are DTensors on the same mesh with the same placements."""
+    return (
+        isinstance(tensor, DTensor)
+        and isinstance(other, DTensor)
+        and tensor.device_mesh == other.device_mesh
+        and tensor.placements == other.placements
+    )
+
+
+def place_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """Return ``local``, of any dtype, as a DTensor with the placements and shape of ``tensor``."""
+    assert isinstance(tensor, DTensor)
+    return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return ``local`` as a DTensor placed like ``tensor``, with its shape, without autograd."""
+    """Return ``local`` as a DTensor placed like ``tensor``, with its shape, without autograd.
+
+    The wrapper takes the storage offset of the tensor it is made over, and torch can neither pickle
+    nor copy one with an offset; so it is made over the local tensor of ``tensor``, which has none.
+    """
     spec = tensor._spec  # type: ignore[attr-defined]
-    return DTensor(local, spec, requires_grad=False)
+    made = DTensor(local_of(tensor), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of ``tensor`` and of its gradient, on the same mesh."""
+    spec = tensor._spec  # type: ignore[attr-defined]
+    memo[id(spec)] = spec
+    memo[id(spec.mesh)] = spec.mesh
+    return copy.deepcopy(tensor, memo)

@@ -95,6 +95,12 @@ class GradientState:
         self.is_window_open = False  # a backward was not FULL, and none since was
         self.sharded = ShardedGrads(group)  # A
 
+    def for_copy(self, group: ParamGroup) -> GradientState:
+        """Return an empty state with the same dtypes, for a copy of the group."""
+        return GradientState(
+            group, reduce_dtype=self._reduce_dtype, accumulate_dtype=self._chosen_dtype
+        )
+
     @property
     def is_pending(self) -> bool:
         """Whether anything is accumulated that is not in ``.grad`` yet."""

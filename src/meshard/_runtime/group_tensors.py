@@ -7,17 +7,18 @@ under the shards, or other parameters into the modules; that is noticed by ident
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import GatherPlan
 from meshard._geometry.layout import FlatLayout
 from meshard._geometry.mesh_roles import MeshRoles
-from meshard._params.dtensors import local_of, set_local
+from meshard._params.dtensors import is_placed_like, local_of, set_local
+from meshard._params.marks import Mark, mark_as
 from meshard._params.shard_storage import ShardStorage
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unsharded_storage import UnshardedStorage
@@ -60,6 +61,7 @@ class GroupTensors:
         self.label = ""  # the unit's name; known once its root is sharded
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
+        self._is_partly_meta = False
         self._make_storage(shards)
         for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
             param.make_sharded(local, place.roles, requires_grad=flag)
@@ -89,6 +91,7 @@ class GroupTensors:
         self.plan.bind(self.whole.views)
         for index, (param, face) in enumerate(zip(self.params, faces, strict=True)):
             param.unsharded = face
+            mark_as(face, Mark.WHOLE_FACE, param.fqn)
             if face.is_floating_point():
                 face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
                 face.register_post_accumulate_grad_hook(self._gradient_hook(index))
@@ -102,30 +105,33 @@ class GroupTensors:
         """
         replaced = False
         for param, own in zip(self.params, self.storage.locals, strict=True):
-            stranger = param.stranger()
-            if stranger is not None:
-                self._check_replacement(param, stranger)
-                param.sharded = stranger
+            strangers = param.strangers()
+            if strangers:
+                # Of a tied parameter each owner may hold another one: the first stands for all.
+                new = self._as_shard(param, strangers[0])
+                for old in (param.sharded, *strangers):
+                    if old is not new:
+                        mark_as(old, Mark.REPLACED_LATER, param.fqn)
+                param.sharded = new
                 replaced = True
             elif local_of(param.sharded) is not own:
                 replaced = True
         return replaced
 
-    def _check_replacement(self, param: ShardedParam, new: nn.Parameter) -> None:
+    def _as_shard(self, param: ShardedParam, new: nn.Parameter) -> nn.Parameter:
+        """Return ``new`` itself, or its shard if it is a whole tensor."""
         expected = param.sharded
-        if (
-            isinstance(new, DTensor)
-            and isinstance(expected, DTensor)
-            and new.shape == expected.shape
-            and new.device_mesh == expected.device_mesh
-            and new.placements == expected.placements
-        ):
-            return
+        if new.shape == expected.shape:
+            if type(new) is nn.Parameter:
+                shard = param.shard_of(new).clone()
+                return nn.Parameter(shard, requires_grad=new.requires_grad)
+            if is_placed_like(new, expected):
+                return new
         raise RuntimeError(
             f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
-            f"{type(new).__name__} of shape {tuple(new.shape)}; assign a DTensor with its mesh and "
-            "placements (torch.distributed.tensor.distribute_tensor makes one), copy into the "
-            "existing parameter, or replace it before fully_shard."
+            f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
+            f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
+            "mesh and placements, or replace it before fully_shard."
         )
 
     def rebuild(self) -> None:
@@ -137,21 +143,41 @@ class GroupTensors:
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
                     f"but its mesh is on {self.place.device.type!r}; move it back before use."
                 )
+        # What has memory already must not be dropped because the rest has none yet.
+        self._is_partly_meta = len({local.is_meta for local in locals_}) > 1
+        if self._is_partly_meta:
+            return
         self._make_storage(locals_)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             set_local(param.sharded, own)
+            mark_as(param.sharded, Mark.SHARD, param.fqn)
         self._make_unsharded()
         for param in self.params:
             param.show(param.sharded)
+
+    def for_copy(
+        self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
+    ) -> GroupTensors:
+        """Return tensors of their own for ``params``, whose sharded faces have been copied."""
+        copied = copy.copy(self)
+        copied.params = params
+        copied._gradient_hook = gradient_hook
+        copied.rebuild()
+        return copied
 
     @property
     def version(self) -> int:
         """Grows with every edit of a shard."""
         return sum(param.version for param in self.params)
 
+    @property
+    def is_partly_meta(self) -> bool:
+        """Whether some shards have memory and others have none."""
+        return self._is_partly_meta
+
     def check_materialised(self) -> None:
         """Raise if a shard has no memory yet."""
-        if self.storage.buffer.device.type != "meta":
+        if self.storage.buffer.device.type != "meta" and not self._is_partly_meta:
             return
         for param in self.params:
             if local_of(param.sharded).device.type == "meta":

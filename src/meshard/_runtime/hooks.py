@@ -6,6 +6,7 @@ puts another lifecycle in its place.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -67,6 +68,14 @@ class _ModuleHooks:
     def __init__(self, unit: Unit, place: int) -> None:
         self._unit = weakref.ref(unit)
         self._place = place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHooks:
+        """Be the hooks of the unit's copy, if the unit is being copied: see ``unit_copy``."""
+        copied = copy.copy(self)
+        unit = self._unit()
+        if id(unit) in memo:
+            copied._unit = weakref.ref(memo[id(unit)])
+        return copied
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

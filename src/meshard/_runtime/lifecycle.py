@@ -301,6 +301,12 @@ class Lifecycle:
                 unit.group.show_sharded()
                 unit.group.has_failed = True
 
+    def is_between_steps(self) -> bool:
+        """Whether no module runs, forward or backward. Ends a step that has failed."""
+        if self.has_failed:
+            self.abort()
+        return self.phase is Phase.RESTING
+
     def abort(self) -> None:
         """Be as before a step: nothing whole, nothing on its way, no window open.
 

@@ -21,6 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshard._params.marks import Mark, mark_of
+
 
 class Stepped(Protocol):
     """What holds parameters that an optimizer may step."""
@@ -30,6 +32,9 @@ class Stepped(Protocol):
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this very tensor is one of its parameters."""
+
+    def whole_of(self, param: torch.Tensor) -> torch.Tensor:
+        """What autograd sees in the place of one of its parameters."""
 
     def check_may_step(self) -> None:
         """Raise if gradients are pending."""
@@ -71,7 +76,8 @@ def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _owners_of(params: Iterable[torch.Tensor]) -> list[Stepped]:
+def owners_of(params: Iterable[torch.Tensor]) -> list[Stepped]:
+    """Return the groups that have one of ``params`` as a sharded parameter, each once."""
     found: dict[int, Stepped] = {}
     for param in params:
         owner = _owners.get(id(param))
@@ -80,11 +86,38 @@ def _owners_of(params: Iterable[torch.Tensor]) -> list[Stepped]:
     return list(found.values())
 
 
+def owner_of(param: torch.Tensor) -> Stepped | None:
+    """Return the group whose sharded parameter this very tensor is."""
+    owner = _owners.get(id(param))
+    return owner if owner is not None and owner.owns(param) else None
+
+
+_HELD_BY_MISTAKE = {
+    Mark.ORIGINAL: "as it was before fully_shard, which has put a sharded parameter in its place; "
+    "build the optimizer after the last call of fully_shard",
+    Mark.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
+    "assign=True); build the optimizer afterwards",
+    Mark.WHOLE_FACE: "as the whole copy that exists inside forward, or after unshard; build the "
+    "optimizer outside of forward, and after reshard",
+}
+
+
+def _check_trains(optimizer: Optimizer) -> None:
+    for param in _params_of(optimizer):
+        mark, fqn = mark_of(param)
+        if mark in _HELD_BY_MISTAKE:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} would never train the model: it holds parameter "
+                f"{fqn!r} {_HELD_BY_MISTAKE[mark]}, from module.parameters()."
+            )
+
+
 def _owners_in(optimizer: Optimizer) -> list[Stepped]:
     known = _stepped_by.get(optimizer)
     if known is None or not _has_shape(optimizer, known[0]):
         shape = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
-        owners = _owners_of(_params_of(optimizer))
+        _check_trains(optimizer)  # here, because it is not done again at every step
+        owners = owners_of(_params_of(optimizer))
         known = _stepped_by[optimizer] = (shape, [weakref.ref(each) for each in owners])
     return [owner for ref in known[1] if (owner := ref()) is not None]
 
@@ -103,7 +136,7 @@ def check_may_step(params: Iterable[torch.Tensor]) -> None:
     Raises:
         RuntimeError: Naming the unit and what to do.
     """
-    for owner in _owners_of(params):
+    for owner in owners_of(params):
         owner.check_may_step()
 
 
@@ -151,7 +184,7 @@ def _clearing(
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         zero_grad(self, *args, **kwargs)
         params = list(params_of(self))
-        owners = _owners_of(params)
+        owners = owners_of(params)
         if owners:
             ids = {id(param) for param in params}
             for owner in owners:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
+from meshard._runtime.autograd_calls import explain_autograd
+from meshard._runtime.averages import watch_averages
 from meshard._runtime.group_tensors import GroupTensors
 from meshard._runtime.optimizer_steps import watch_optimizers
 
@@ -94,6 +96,8 @@ class ParamGroup:
     def _begin_watching(self) -> None:
         self._whole_version = -1
         watch_optimizers(self, [param.sharded for param in self.params])
+        explain_autograd()
+        watch_averages()
 
     @property
     def _version(self) -> int:
@@ -103,6 +107,10 @@ class ParamGroup:
     def owns(self, param: torch.Tensor) -> bool:
         """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
         return any(own.sharded is param for own in self.params)
+
+    def whole_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the whole face of one of the sharded parameters: see ``autograd_calls``."""
+        return next(own.unsharded for own in self.params if own.sharded is param)
 
     def check_may_step(self) -> None:
         """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""

@@ -62,6 +62,9 @@ class ShardedGrads:
 
     def add(self, new: Held) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
+        hooked = self._find_hooked(new)
+        if hooked:
+            self._run_tensor_hooks(new, hooked)
         shown = self._shown
         if shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
@@ -76,7 +79,8 @@ class ShardedGrads:
             added = self._add_apart(new)
         self._shown = added
         self._addresses = self._addresses_of(added)
-        self._run_hooks(new)
+        for index in hooked:
+            self._run_post_hooks(self._group.params[index].sharded)
 
     def _add_apart(self, new: Held) -> Held:
         """Add where some gradients are not what we put there, or parameters were frozen since."""
@@ -140,8 +144,12 @@ class ShardedGrads:
     def _take_edits(self, shown: Held) -> None:
         """Let the wide sums follow what the user did to the copies (clip, unscale, zero)."""
         for grad, wide in self._copies(shown):
-            # By value, because torch's foreach kernels on DTensors raise no version counter.
-            wide.copy_(torch.where(grad == wide.to(grad.dtype), wide, grad.to(wide.dtype)))
+            self._take_edit(grad, wide)
+
+    @staticmethod
+    def _take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
+        # By value, because torch's foreach kernels on DTensors raise no version counter.
+        wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
     def _addresses_of(self, held: Held) -> dict[int, int]:
         grads = ((index, self._grad(index)) for index in sorted(held.used))
@@ -154,10 +162,35 @@ class ShardedGrads:
             and all(self._grad(index) is None for index in new.used - shown.used)
         )
 
-    def _run_hooks(self, new: Held) -> None:
-        for index in sorted(new.used):
+    def _find_hooked(self, new: Held) -> list[int]:
+        """List the parameters that users have put hooks on: autograd never sees the shards."""
+        params = self._group.params
+        return [
+            index
+            for index in new.layout.indices
+            if index in new.used
+            and (
+                params[index].sharded._backward_hooks
+                or params[index].sharded._post_accumulate_grad_hooks
+            )
+        ]
+
+    def _run_tensor_hooks(self, new: Held, hooked: list[int]) -> None:
+        """Run what ``register_hook`` has registered, on what is about to be added."""
+        for index, local in self._locals(new):
             sharded = self._group.params[index].sharded
-            # Registered by the user: torch would run them, had autograd set this gradient.
-            hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-            for hook in tuple(hooks.values()) if hooks else ():
-                hook(sharded)
+            hooks = sharded._backward_hooks if index in hooked else None
+            if not hooks:
+                continue
+            # A copy: a hook may keep it.
+            grad: torch.Tensor = wrap_like(sharded, local.to(sharded.dtype, copy=True))
+            for hook in tuple(hooks.values()):
+                changed = hook(grad)
+                grad = grad if changed is None else changed
+            self._take_edit(local_of(grad), local)
+
+    @staticmethod
+    def _run_post_hooks(sharded: torch.Tensor) -> None:
+        hooks = sharded._post_accumulate_grad_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
+            hook(sharded)

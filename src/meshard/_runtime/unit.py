@@ -39,6 +39,9 @@ class StepEvents(Protocol):
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of the unit."""
 
+    def is_between_steps(self) -> bool:
+        """Whether no module runs, forward or backward."""
+
     def pre_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run."""
 
