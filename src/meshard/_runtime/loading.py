@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._params.dtensors import is_placed_like, local_of
 from meshard._params.sharded_param import ShardedParam
-from meshard._runtime.unit import Unit
+from meshard._runtime.unit import Unit, unit_of
 
 
 def register_load_hooks(unit: Unit) -> None:
@@ -32,6 +32,17 @@ def register_load_hooks(unit: Unit) -> None:
             owned.setdefault(module, []).append((name, index))
     for module, names in owned.items():
         module.register_load_state_dict_pre_hook(_LoadHook(unit, names))
+    for module_ref in unit.modules:
+        module = module_ref()
+        assert module is not None
+        module.register_load_state_dict_post_hook(_adopt_loaded)
+
+
+def _adopt_loaded(module: nn.Module, _: Any) -> None:
+    """Take over what was assigned, so that parameters are tied again before anybody lists them."""
+    unit = unit_of(module)
+    if unit is not None and unit.group is not None and not unit.group.is_showing_unsharded:
+        unit.group.adopt_edits()
 
 
 class _LoadHook:

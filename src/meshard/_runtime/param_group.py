@@ -72,7 +72,7 @@ class ParamGroup:
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
-        self._is_showing_unsharded = False
+        self.is_showing_unsharded = False  # the module sees whole parameters
         self._begin_watching()
 
     @property
@@ -256,11 +256,11 @@ class ParamGroup:
                 param.unsharded.requires_grad_(flag)
             param.show(param.unsharded)
         self.num_trainable = num_trainable
-        self._is_showing_unsharded = True
+        self.is_showing_unsharded = True
 
     def show_sharded(self) -> None:
         """Let the module see its sharded parameters, as it does outside its own forward."""
-        if self._is_showing_unsharded:
+        if self.is_showing_unsharded:
             for param in self.params:
                 param.show(param.sharded)
-            self._is_showing_unsharded = False
+            self.is_showing_unsharded = False

@@ -1,0 +1,369 @@
+"""Can whole tensors, and shards from elsewhere, be loaded into a sharded module?"""
+
+import copy
+import gc
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import meshard
+from meshard import CommLedger
+from tests.support.cases import CASES
+from tests.support.models import MlpBlock, seeded
+from tests.support.parity import assert_same, full_grads, full_state, whole
+
+
+class Normed(nn.Module):
+    """Units, a parameter of the root, buffers, and a tie."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(6, 7) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.empty(6))
+        self.head = nn.Linear(6, 6, bias=False)
+        self.second_head = nn.Linear(6, 6, bias=False)
+        self.second_head.weight = self.head.weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.second_head(self.head(self.norm(x) * self.scale))
+
+
+def shard(model, mesh, **kwargs):
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return model
+
+
+def values(seed):
+    """A plain model, with buffers that no other has."""
+    model = seeded(Normed(), seed)
+    model.norm.running_mean += seed
+    model.norm.num_batches_tracked += seed
+    return model
+
+
+def same_models(model, plain, batch):
+    """The two hold the same, compute the same, and train in the same way."""
+    state = {name: whole(value) for name, value in model.state_dict().items()}
+    assert_same(state, dict(plain.state_dict()), bitwise=True)
+    for each in (model, plain):
+        each.eval()
+    assert_same(model(batch), plain(batch))
+    for each in (model, plain):
+        each.zero_grad()
+        each(batch).square().mean().backward()
+        each.train()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+def load_whole(assign, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = shard(values(1), mesh)
+    model(BATCH)  # leaves a root, and a graph, with the old values
+    wanted = values(2)
+    given = {name: value.clone() for name, value in wanted.state_dict().items()}
+    before = dict(given)
+    with CommLedger(model) as ledger:
+        result = model.load_state_dict(given, assign=assign)
+    assert not ledger.counts
+    assert result.missing_keys == result.unexpected_keys == []
+    assert given.keys() == before.keys() and all(given[k] is v for k, v in before.items())
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    same_models(model, wanted, BATCH)
+    # A submodule that is a unit, and one that is inside of one.
+    other = values(3)
+    for of, to in ((other, model), (other, wanted)):
+        to.blocks[1].load_state_dict(copy.deepcopy(of.blocks[1].state_dict()), assign=assign)
+        to.blocks[0].up.load_state_dict(copy.deepcopy(of.blocks[0].up.state_dict()), assign=assign)
+    same_models(model, wanted, BATCH)
+    assert model.head.weight is model.second_head.weight
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_whole_tensors_are_loaded_without_communication(run_ranks, assign):
+    run_ranks(load_whole, 2, assign, (2,))
+
+
+def test_whole_tensors_are_loaded_on_a_2d_mesh(run_ranks):
+    run_ranks(load_whole, 4, False, (2, 2))
+
+
+def load_uneven(assign):
+    mesh = init_device_mesh("cpu", (3,))
+    model, wanted = CASES["uneven"].build(), seeded(CASES["uneven"].build(), 4)
+    for layer in (*model.layers, model):
+        meshard.fully_shard(layer, mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    model.load_state_dict(wanted.state_dict(), assign=assign)
+    assert_same(full_state(model), full_state(wanted), bitwise=True)
+    for param, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        # Not a view, which would keep the whole tensor, or see its edits.
+        assert param.to_local().untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+    batch = CASES["uneven"].batch(0, 0)
+    assert_same(model(batch), wanted(batch))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_whole_tensors_are_cut_on_any_dim(run_ranks, assign):
+    run_ranks(load_uneven, 3, assign)
+
+
+def reported(model, given, **kwargs):
+    try:
+        result = model.load_state_dict(given, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error).replace("FSDP", "")
+    return sorted(result.missing_keys), sorted(result.unexpected_keys)
+
+
+def report_as_torch_does():
+    mesh = init_device_mesh("cpu", (2,))
+    model, plain = shard(values(1), mesh), values(1)
+    right = values(2).state_dict()
+    partial = {name: value for name, value in right.items() if "blocks.0" in name}
+    wrong_shape = {**right, "blocks.0.up.weight": torch.ones(3, 3), "scale": torch.ones(3)}
+    extra = {**right, "blocks.0.up.more": torch.ones(2), "nothing": torch.ones(2)}
+    no_tensor = {**right, "scale": [1.0]}
+    for given in (partial, wrong_shape, extra, no_tensor):
+        for strict in (True, False):
+            for assign in (True, False):
+                ours = reported(model, given, strict=strict, assign=assign)
+                theirs = reported(plain, given, strict=strict, assign=assign)
+                assert ours == theirs, (list(given), strict, assign)
+    mixed = {
+        name: distribute_tensor(value, mesh, [Shard(0)]) if "blocks" in name else value
+        for name, value in values(5).state_dict().items()
+    }
+    model.load_state_dict(mixed)
+    same_models(model, values(5), BATCH)
+
+
+def test_what_does_not_fit_is_reported_as_torch_does(run_ranks):
+    run_ranks(report_as_torch_does, 2)
+
+
+def load_from_elsewhere(assign):
+    line = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2))
+    model = shard(values(1), grid)
+    wanted = values(2)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for mesh, placements in (
+        (line, [Shard(0)]),
+        (line, [Replicate()]),
+        (grid, [Shard(0), Replicate()]),
+    ):
+        wanted = values(wanted.norm.num_batches_tracked.item() + 1)
+        given = copy.deepcopy(wanted.state_dict())
+        for name in parameters:
+            given[name] = distribute_tensor(given[name], mesh, placements)
+        model.load_state_dict(given, assign=assign)
+        assert all(param.device_mesh == grid for param in model.parameters())
+        same_models(model, wanted, BATCH)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_shards_of_another_mesh_are_loaded(run_ranks, assign):
+    run_ranks(load_from_elsewhere, 4, assign)
+
+
+def load_from_a_mesh_without_this_rank():
+    model = shard(values(1), init_device_mesh("cpu", (2,)))
+    alone = DeviceMesh("cpu", [0])
+    given = values(2).state_dict()
+    given["scale"] = DTensor.from_local(given["scale"], alone, [Replicate()], run_check=False)
+    if dist.get_rank() == 0:
+        model.load_state_dict(given)
+        return
+    with pytest.raises(RuntimeError, match=r"'scale' cannot be loaded .* not part of that mesh"):
+        model.load_state_dict(given)
+
+
+def test_shards_of_a_mesh_without_this_rank_are_refused(run_ranks):
+    run_ranks(load_from_a_mesh_without_this_rank, 2)
+
+
+def load_onto_meta():
+    """As accelerate does: shard on meta, place each whole tensor like its parameter, assign."""
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = values(2)
+    with torch.device("meta"):
+        model = Normed()
+    shard(model, mesh)
+    shards = {}
+    for name, value in wanted.state_dict().items():
+        target = model.state_dict()[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        shards[name] = value.clone()
+    first = {name: value for name, value in shards.items() if "blocks" in name}
+    model.load_state_dict({**first}, strict=False, assign=True)
+    # Not everything is there yet; what is there must not get lost.
+    model.train(True)
+    for unit in (model.blocks[0], model):
+        unit._apply(lambda tensor: tensor)
+    rest = {name: value for name, value in shards.items() if name not in first}
+    model.load_state_dict(rest, strict=False, assign=True)
+    same_models(model, wanted, BATCH)
+    # The optimizer of a model loaded in this way steps it.
+    with torch.device("meta"):
+        model = Normed()
+    shard(model, mesh)
+    model.load_state_dict(shards, assign=True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, wanted)]
+    for each, optimizer in zip((model, wanted), optimizers, strict=True):
+        each.zero_grad()
+        each(BATCH).square().mean().backward()
+        optimizer.step()
+    assert_same(full_state(model), full_state(wanted))
+
+
+def test_a_model_on_meta_is_filled_by_assigning(run_ranks):
+    run_ranks(load_onto_meta, 2)
+
+
+def load_part_of_a_unit_on_meta():
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = seeded(MlpBlock(6, 7))
+    with torch.device("meta"):
+        model = MlpBlock(6, 7)
+    meshard.fully_shard(model, mesh)
+    model.load_state_dict({"up.weight": wanted.up.weight.detach()}, strict=False, assign=True)
+    with pytest.raises(RuntimeError, match=r"'up.bias' of unit '\(root\)' is still on the meta"):
+        model(BATCH)
+    with pytest.raises(RuntimeError, match=r"some parameters .* are on the meta device"):
+        copy.deepcopy(model)
+    rest = {name: value for name, value in wanted.state_dict().items() if name != "up.weight"}
+    model.load_state_dict(rest, strict=False, assign=True)
+    assert_same(model(BATCH), wanted(BATCH))
+
+
+def test_a_unit_on_meta_may_be_filled_in_parts(run_ranks):
+    run_ranks(load_part_of_a_unit_on_meta, 2)
+
+
+def load_into_a_whole_copy(assign):
+    """While a unit is whole by hand, what is loaded is in the shards all the same."""
+    model = shard(values(1), init_device_mesh("cpu", (2,)))
+    wanted = values(2)
+    for giver in (wanted, shard(values(2), model.scale.device_mesh)):
+        given = copy.deepcopy(giver.state_dict())
+        model.load_state_dict(values(1).state_dict())
+        model.blocks[0].unshard()
+        model.load_state_dict(given, assign=assign)
+        model.blocks[0].reshard()
+        same_models(model, wanted, BATCH)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_is_loaded_while_a_unit_is_whole_is_not_lost(run_ranks, assign):
+    run_ranks(load_into_a_whole_copy, 2, assign)
+
+
+def assign_by_hand():
+    model = shard(values(1), init_device_mesh("cpu", (2,)))
+    plain = values(1)
+    model(BATCH), plain(BATCH)
+    other = torch.randn(7, 6, generator=torch.Generator().manual_seed(3))
+    for each in (model, plain):
+        each.blocks[0].up.weight = nn.Parameter(other.clone())
+        each.head.weight = nn.Parameter(torch.eye(6), requires_grad=False)
+        each.second_head.weight = each.head.weight
+        each.eval()
+    assert_same(model(BATCH), plain(BATCH))
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    assert not model.head.weight.requires_grad
+    same_models(model, plain, BATCH)
+    model.blocks[1].up.weight = nn.Parameter(torch.ones(4, 6))
+    with pytest.raises(RuntimeError, match=r"'up.weight' of unit 'blocks.1' .* shape \(4, 6\)"):
+        model(BATCH)
+
+
+def test_a_whole_parameter_that_is_assigned_becomes_a_shard(run_ranks):
+    run_ranks(assign_by_hand, 2)
+
+
+def through_dcp(**options):
+    """Whole state dicts by torch's own functions, of model and optimizer, there and back."""
+    rank = dist.get_rank()
+    case = CASES["transformer_tied"]
+    mesh = init_device_mesh("cpu", (2,))
+
+    def build():
+        model = case.build()
+        for unit in case.units(model):
+            meshard.fully_shard(unit, mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model, optimizer, number):
+        case.loss(model(case.batch(number, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    given = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=given)
+    assert bool(model_state) is (rank == 0)
+    assert not any(isinstance(value, DTensor) for value in model_state.values())
+    other, its = build()
+    other.load_state_dict(seeded(case.build(), 7).state_dict())
+    taken = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
+    # set_state_dict would let a rank with an empty dict out of the broadcast of the model.
+    set_model_state_dict(other, model_state, options=taken)
+    # On rank 0 the two optimizers would share the tensors that count steps.
+    set_optimizer_state_dict(other, its, copy.deepcopy(optimizer_state), options=taken)
+    for each in ((model, optimizer), (other, its)):
+        step(*each, 1)
+        step(*each, 2)
+    assert_same(full_state(other), full_state(model), bitwise=True)
+    # Every rank holds the whole, and no broadcast is needed.
+    everywhere = full_state(model)
+    everywhere["head.weight"] = everywhere["embedding.weight"]
+    set_model_state_dict(other, everywhere, options=StateDictOptions(full_state_dict=True))
+    assert_same(full_state(other), full_state(model), bitwise=True)
+    sharded = get_model_state_dict(other)
+    assert all(isinstance(value, DTensor) for value in sharded.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_state_dicts_go_through_torchs_checkpoint_functions(run_ranks):
+    run_ranks(through_dcp, 2)
+
+
+def memory_of_loading():
+    """Loading keeps nothing of the whole tensors."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+    for assign in (False, True):
+        given = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+        storages = [value.untyped_storage() for value in given.values()]
+        model.load_state_dict(given, assign=assign)
+        del given
+        gc.collect()
+        assert all(sys.getrefcount(storage) <= 3 for storage in storages)
+        for param in model.parameters():
+            local = param.to_local()
+            assert local.untyped_storage().nbytes() == local.nbytes
+            assert torch.equal(param.full_tensor(), torch.ones(param.shape))
+
+
+def test_loading_keeps_no_whole_tensor(run_ranks):
+    run_ranks(memory_of_loading, 2)
