@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
 
 from meshard._runtime.param_group import Residence
 from meshard._runtime.unit import Unit, units_in
@@ -77,8 +79,14 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.reshard()
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            applied: torch.Tensor = fn(tensor)
+            # A shard is a part of a flat buffer: in channels_last, say, it would lie about that.
+            return applied.contiguous() if isinstance(applied, DTensor) else applied
+
         # Past torch's FSDPModule, whose _apply looks for torch's own state.
-        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(apply, recurse)  # type: ignore[misc]
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.adopt_edits()
