@@ -1,0 +1,153 @@
+"""What does autograd do when it is asked about sharded parameters?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshard
+from meshard import CommLedger, GradientSync
+from tests.support.fake import fake_group
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+
+
+def both(**kwargs):
+    plain = seeded(MlpStack())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return model, plain
+
+
+def batches():
+    return torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def backward(model, plain, **kwargs):
+    xs = batches()
+    model(xs[dist.get_rank()]).square().mean().backward(**kwargs)
+    plain(xs.flatten(0, 1)).square().mean().backward(**kwargs)
+
+
+@pytest.mark.parametrize("allow_unused", [False, True])
+def test_autograd_grad_by_shards_is_refused(allow_unused):
+    with fake_group(2):
+        model, plain = both()
+        x = torch.ones(1, 6, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"autograd.grad cannot .* loss\.backward\(\)"):
+            torch.autograd.grad(model(x).sum(), model.parameters(), allow_unused=allow_unused)
+        with pytest.raises(RuntimeError, match=r"autograd.grad cannot .* loss\.backward\(\)"):
+            torch.autograd.grad(model(x).sum(), model.scale, allow_unused=allow_unused)
+        (wanted,) = torch.autograd.grad(model(x).sum(), x)  # by inputs it is as ever
+        assert wanted.shape == x.shape
+        grads = torch.autograd.grad(plain(x).sum(), plain.parameters())
+        assert len(grads) == len(list(plain.parameters()))
+
+
+def backward_to_some():
+    model, plain = both()
+    xs = batches()
+    for names in (("scale", "blocks.1.up.weight"), ("blocks.2.down.bias",)):
+        for each, x in ((model, xs[dist.get_rank()]), (plain, xs.flatten(0, 1))):
+            each.zero_grad()
+            params = dict(each.named_parameters())
+            chosen = [params[name] for name in names]
+            inputs = chosen if len(chosen) > 1 else chosen[0]
+            each(x).square().mean().backward(inputs=inputs)
+        grads = full_grads(model)
+        assert {name for name, grad in grads.items() if grad is not None} == set(names)
+        assert_same(grads, full_grads(plain))
+
+
+def test_backward_to_chosen_parameters_reduces_those(run_ranks):
+    run_ranks(backward_to_some, 2)
+
+
+def hooks():
+    model, plain = both()
+    heard = []
+    for each in (model, plain):
+        name = "ours" if each is model else "theirs"
+        each.scale.register_hook(lambda grad: 2 * grad)
+        each.blocks[0].up.weight.register_hook(
+            lambda grad, name=name: heard.append((name, "tensor", grad))
+        )
+        handle = each.blocks[1].up.bias.register_hook(lambda grad: 0 * grad)
+        each.blocks[1].down.bias.register_hook(lambda grad: grad + 1)
+        each.blocks[1].down.bias.register_hook(lambda grad: 3 * grad)
+        each.blocks[2].down.bias.register_hook(lambda grad: (grad.mul_(5), None)[1])
+        each.blocks[0].up.weight.register_post_accumulate_grad_hook(
+            lambda param, name=name: heard.append((name, "post", param.grad.clone()))
+        )
+        each.removed = handle.remove
+    backward(model, plain)
+    assert_same(full_grads(model), full_grads(plain))
+    backward(model, plain)  # added to what is there; the hook sees what is added
+    assert_same(full_grads(model), full_grads(plain))
+    ours = [(kind, grad) for name, kind, grad in heard if name == "ours"]
+    theirs = [(kind, grad) for name, kind, grad in heard if name == "theirs"]
+    assert [kind for kind, _ in ours] == [kind for kind, _ in theirs] == ["tensor", "post"] * 2
+    for (_, our_grad), (_, their_grad) in zip(ours, theirs, strict=True):
+        assert isinstance(our_grad, DTensor)
+        assert_same(our_grad.full_tensor(), their_grad)
+    for each in (model, plain):
+        each.removed()
+        each.zero_grad()
+    backward(model, plain)
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_hooks_on_shards_run_on_reduced_gradients(run_ranks):
+    run_ranks(hooks, 2)
+
+
+def hooks_in_a_window():
+    """In a window the hook runs once, on the sum."""
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, _ = both(mp_policy=policy)
+    model.bfloat16()
+    seen = []
+    model.scale.register_hook(lambda grad: seen.append(grad.dtype) or 2 * grad)
+    x = torch.ones(1, 6)
+    grads = []
+    for is_doubled in (False, True):
+        for last in (False, True):
+            model.set_gradient_sync(GradientSync.FULL if last else GradientSync.NONE)
+            model(x).float().sum().backward()
+        grads.append(model.scale.grad.full_tensor())
+        model.zero_grad()
+        if not is_doubled:
+            model.scale._backward_hooks.clear()
+    assert seen == [torch.bfloat16]
+    assert_same(grads[0], 2 * grads[1], torch.bfloat16)
+
+
+def test_a_hook_runs_once_in_a_window(run_ranks):
+    run_ranks(hooks_in_a_window, 2)
+
+
+def twice_over_one_graph(reshard_after_forward):
+    model, plain = both(reshard_after_forward=reshard_after_forward)
+    xs = batches()
+    for each, x in ((model, xs[dist.get_rank()]), (plain, xs.flatten(0, 1))):
+        out = each(x)
+        out.square().mean().backward(retain_graph=True)
+        (out * 0.25).sum().div(out.numel()).backward(retain_graph=True)
+        out.square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+    with CommLedger(model) as ledger:
+        loss = model(xs[0]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    return ledger.counts
+
+
+def test_several_backwards_over_one_graph(run_ranks):
+    # Each backward gathers and reduces; a root that forward kept is gathered again by the second.
+    assert run_ranks(twice_over_one_graph, 2, None) == [{"all_gather": 11, "reduce_scatter": 8}] * 2
+    assert run_ranks(twice_over_one_graph, 2, False) == [{"all_gather": 8, "reduce_scatter": 8}] * 2

@@ -1,0 +1,168 @@
+"""Does an optimizer that would never train the model say so at its first step?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from tests.support.fake import fake_group
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_state
+
+X = torch.ones(2, 6)
+
+
+def shard(model, lib=meshard):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*model.blocks, model):
+        lib.fully_shard(unit, mesh=mesh)
+    return model
+
+
+def step(model, optimizer):
+    model(X).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def built_before(lib_name):
+    model = MlpStack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    shard(seeded(model), torch_fsdp if lib_name == "peer" else meshard)
+    before = full_state(model)
+    step(model, optimizer)
+    after = full_state(model)
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_optimizer_built_before_fully_shard_is_told_so(run_ranks):
+    # FSDP2 of torch 2.13: not a word, and the model has not changed.
+    assert run_ranks(built_before, 2, "peer") == [True, True], "the peer has changed"
+    with (
+        fake_group(2),
+        pytest.raises(
+            RuntimeError,
+            match=r"AdamW would never train the model: it holds parameter 'scale' as it was before "
+            r"fully_shard.* build the optimizer after the last call of fully_shard",
+        ),
+    ):
+        built_before("ours")
+
+
+@pytest.fixture
+def two_ranks():
+    with fake_group(2):
+        yield
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_one_parameter_of_before_among_others_is_found():
+    model = seeded(MlpStack())
+    early = model.blocks[1].up.bias
+    shard(model)
+    optimizer = torch.optim.SGD([*list(model.parameters())[:3], early], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"SGD would never train .* 'up.bias' as it was before"):
+        step(model, optimizer)
+    optimizer.param_groups[0]["params"] = list(model.parameters())  # as accelerate does
+    step(model, optimizer)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_optimizer_built_between_two_calls_of_fully_shard_is_told_so():
+    model = seeded(MlpStack())
+    for block in model.blocks:
+        meshard.fully_shard(block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.blocks[0](X).sum().backward()
+    optimizer.step()  # nothing is wrong yet
+    meshard.fully_shard(model)
+    with pytest.raises(RuntimeError, match="'scale' as it was before fully_shard"):
+        step(model, optimizer)
+
+
+class BuildsInside(MlpStack):
+    def forward(self, x):
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_optimizer_of_whole_copies_is_told_so():
+    model = shard(BuildsInside())
+    model(X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'scale' as the whole copy .* outside of forward"):
+        model.optimizer.step()
+    model.blocks[0].unshard()
+    optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
+    model.blocks[0].reshard()
+    with pytest.raises(RuntimeError, match=r"'up.weight' as the whole copy .* after reshard"):
+        step(model, optimizer)
+
+
+REPLACED = {
+    "assigned": lambda model: setattr(
+        model.blocks[0].up, "weight", nn.Parameter(torch.ones(10, 6))
+    ),
+    "loaded": lambda model: model.load_state_dict(MlpStack().state_dict(), assign=True),
+}
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("how", REPLACED)
+def test_an_optimizer_of_parameters_that_were_replaced_is_told_so(how):
+    model = shard(seeded(MlpStack()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    REPLACED[how](model)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"as it was before it was replaced .* afterwards"):
+        optimizer.step()
+    if how == "loaded":
+        early.step()  # it got the new ones
+    else:
+        with pytest.raises(RuntimeError, match=r"'up.weight' as it was before it was replaced"):
+            early.step()  # a whole parameter, whose shard the model has made since
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("convert", [lambda m: m.double(), lambda m: m.to_empty(device="cpu")])
+def test_an_optimizer_of_parameters_that_were_converted_goes_on(convert):
+    model = shard(seeded(MlpStack()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model)
+    for each in model.parameters():
+        each.data.zero_()
+    model(X.to(model.scale.dtype)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_optimizers_of_other_models_are_left_alone():
+    plain = seeded(MlpStack())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = shard(copy.deepcopy(plain))
+    step(plain, optimizer)
+    copied = copy.deepcopy(model)
+    step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
+
+
+def trains_after_an_evaluation():
+    """An optimizer built after an evaluation, which may leave the root whole, trains."""
+    model, plain = shard(seeded(MlpStack())), seeded(MlpStack())
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(X)
+    for each in (model, plain):
+        step(each, torch.optim.SGD(each.parameters(), lr=0.1))
+    assert_same(full_state(model), full_state(plain))
+
+
+def test_an_optimizer_built_after_an_evaluation_trains(run_ranks):
+    run_ranks(trains_after_an_evaluation, 2)
