@@ -1,0 +1,102 @@
+"""Do moving averages of a sharded model follow it, and may they take its place for a while?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import meshard
+from tests.support.cases import CASES
+from tests.support.models import MlpBlock, seeded
+from tests.support.parity import assert_same, full_state
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class Normed(nn.Module):
+    """A stack with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6, momentum=0.5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def average(use_buffers, multi, reshard_after_forward):
+    mesh = init_device_mesh("cpu", (2,))
+    plain = seeded(Normed())
+    model = copy.deepcopy(plain)
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit, mesh, reshard_after_forward=reshard_after_forward)
+    average_fn = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if multi else {}
+    averages = [
+        AveragedModel(each, use_buffers=use_buffers, **average_fn) for each in (model, plain)
+    ]
+    optimizers = [sgd(each.parameters()) for each in (model, plain)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        x = torch.randn(4, 6, generator=generator)  # of both ranks: BatchNorm sees a whole batch
+        for each, optimizer, averaged in zip((model, plain), optimizers, averages, strict=True):
+            each(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(each)
+        assert_same(full_state(averages[0]), full_state(averages[1]))
+        for averaged in averages:
+            averaged.eval()
+        with torch.no_grad():
+            assert_same(averages[0](x), averages[1](x))
+            for averaged in averages:
+                averaged.train()
+        assert_same(full_state(model), full_state(plain))
+
+
+@pytest.mark.parametrize(
+    ("use_buffers", "multi", "reshard_after_forward"),
+    [(False, True, None), (True, True, None), (False, False, False)],
+)
+def test_a_moving_average_follows_and_is_evaluated(
+    run_ranks, use_buffers, multi, reshard_after_forward
+):
+    run_ranks(average, 2, use_buffers, multi, reshard_after_forward)
+
+
+def swap_averages_in():
+    """Evaluate with averaged values in the model itself, put the old ones back, go on."""
+    case = CASES["mlp_stack"]
+    model, plain = case.build(), case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, init_device_mesh("cpu", (2,)))
+    rank = dist.get_rank()
+    for step in range(3):
+        for each, batch in ((model, case.batch(step, rank)), (plain, case.whole_batch(step, 2))):
+            each.saved = [param.detach().clone() for param in each.parameters()]
+            with torch.no_grad():
+                each(case.batch(9, 0))  # leaves a whole root, of the wrong values
+                for param in each.parameters():
+                    param.mul_(0.5)
+                each.seen = each(case.batch(9, 0))
+                for param, saved in zip(each.parameters(), each.saved, strict=True):
+                    param.copy_(saved)
+            case.loss(each(batch)).backward()
+            with torch.no_grad():
+                for param in each.parameters():
+                    param.sub_(param.grad, alpha=0.1)
+                    param.grad = None
+        assert_same(model.seen, plain.seen)
+        assert_same(full_state(model), full_state(plain))
+
+
+def test_averages_may_be_swapped_in_for_an_evaluation(run_ranks):
+    run_ranks(swap_averages_in, 2)
