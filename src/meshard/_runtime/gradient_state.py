@@ -98,7 +98,7 @@ class GradientState:
     def for_copy(self, group: ParamGroup) -> GradientState:
         """Return an empty state with the same dtypes, for a copy of the group."""
         return GradientState(
-            group, reduce_dtype=self._reduce_dtype, accumulate_dtype=self._chosen_dtype
+            group, reduce_dtype=self.plan.reduce_dtype, accumulate_dtype=self.plan.chosen_dtype
         )
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
 from meshard._runtime.hooks import gradient_hook_maker, queue_backward_callback
 from meshard._runtime.lifecycle import Lifecycle
@@ -148,7 +149,9 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             own.show(own.sharded)
     groups = [copied.group for copied in copies if copied.group is not None]
     device = groups[0].place.device if groups else torch.device("cpu")
-    lifecycle = Lifecycle(queue_backward_callback, make_communicator(device))
+    comm = make_communicator(device)
+    number_root(comm, [each for group in groups for each in group.place.roles.groups])
+    lifecycle = Lifecycle(queue_backward_callback, comm)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     lifecycle.set_units(copies)
 
