@@ -246,7 +246,7 @@ class ParamGroup:
         if not read_flags:
             for param in self.params:
                 param.show(param.unsharded)
-            self._is_showing_unsharded = True
+            self.is_showing_unsharded = True
             return
         num_trainable = 0
         for param in self.params:
