@@ -10,6 +10,7 @@ from meshard.api import fully_shard as fully_shard
 from meshard.auto_units import fully_shard_units as fully_shard_units
 from meshard.comm_setters import share_comm_ctx as share_comm_ctx
 from meshard.diagnostics import CommLedger as CommLedger
+from meshard.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from meshard.fsdp_module import FSDPModule as FSDPModule
 from meshard.fsdp_module import UnshardHandle as UnshardHandle
 from meshard.gradients import ShardedGradScaler as ShardedGradScaler
@@ -58,6 +59,7 @@ __all__ = [
     "microbatches",
     "no_sync",
     "pending_gradients",
+    "register_fsdp_forward_method",
     "register_reduce_hook",
     "share_comm_ctx",
 ]

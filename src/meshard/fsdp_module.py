@@ -15,6 +15,7 @@ from meshard._runtime.param_group import Residence
 from meshard._runtime.unit import Unit, units_in
 from meshard._runtime.unit_copy import copy_with_units
 from meshard.comm_setters import CommSetters
+from meshard.forward_methods import direct_forward
 from meshard.gather_setters import GatherSetters
 from meshard.gradient_setters import GradientSetters
 from meshard.setters import as_module, own_unit
@@ -69,7 +70,9 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         """Make ``module`` an instance of FSDPModule, with ``unit`` behind it."""
         original = type(module)
         if original not in _CLASSES:
-            _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+            forward = direct_forward(original)
+            members = {} if forward is None else {"forward": forward}
+            _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
         module.__class__ = _CLASSES[original]
         # Not setattr: Module.__setattr__ is slow, and the unit is no submodule.
         module.__dict__["_meshard_unit"] = unit

@@ -54,14 +54,19 @@ def register_hooks(unit: Unit) -> None:
     for place, ref in enumerate(unit.modules):
         module = ref()
         assert module is not None
-        hooks = _ModuleHooks(unit, place)
+        hooks = ModuleHooks(unit, place)
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: an exception in forward must leave the unit sharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
 
 
-class _ModuleHooks:
-    """The two hooks of one module."""
+class ModuleHooks:
+    """The two hooks of one module of a unit.
+
+    Args:
+        unit: Held weakly.
+        place: Which of the unit's modules.
+    """
 
     __slots__ = ("_place", "_unit")
 
@@ -111,6 +116,33 @@ class _ModuleHooks:
             result = _detached_from_inputs(result, args, kwargs)
             _watch(result, self._unit, of, call)
         return None if result is output else result
+
+    def run(
+        self,
+        module: nn.Module,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call ``method`` as if it were what ``module(...)`` calls."""
+        output = None
+        try:
+            changed = self.pre_forward(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+            output = method(*args, **kwargs)
+            result = self.post_forward(module, args, kwargs, output)
+        except Exception:
+            if output is None:
+                self.post_forward(module, args, kwargs, None)
+            raise
+        return output if result is None else result
+
+
+def hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
+    """Return the hooks of one of the modules of ``unit``."""
+    place = next(place for place, ref in enumerate(unit.modules) if ref() is module)
+    return ModuleHooks(unit, place)
 
 
 def _detached_from_inputs(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,11 +206,12 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether a call of ``module`` is being made inside another call of it."""
+    # Where a forward is called from, and the name that the module has there.
+    ways = {nn.Module._call_impl.__code__: "self", ModuleHooks.run.__code__: "module"}
     num_calls, frame = 0, sys._getframe()
     while frame is not None:
-        num_calls += frame.f_code is nn.Module._call_impl.__code__ and (
-            frame.f_locals.get("self") is module
-        )
+        name = ways.get(frame.f_code)
+        num_calls += name is not None and frame.f_locals.get(name) is module
         frame = frame.f_back  # type: ignore[assignment]
     return num_calls > 1
 

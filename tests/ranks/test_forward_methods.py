@@ -1,0 +1,216 @@
+"""Do direct calls of forward, and of registered methods, train like calls of the module?"""
+
+import copy
+import inspect
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshard
+from meshard import CommLedger
+from tests.support.models import MlpBlock, MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+
+
+class TwoWays(nn.Module):
+    """Its other methods call forward, are called by it, or neither."""
+
+    def __init__(self, dim=6):
+        super().__init__()
+        self.block = MlpBlock(dim, 9)
+        self.head = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x, scored=False):
+        x = self.block(x)
+        return self.score(x) if scored else x
+
+    def score(self, x):
+        return torch.tanh(x @ self.head.weight.t())
+
+    def all_at_once(self, x):
+        return self.score(self(x, scored=True)) + self(x)
+
+    def fails(self, x):
+        raise ValueError(f"a weight of shape {tuple(self.head.weight.shape)} and then")
+
+
+class InATree(nn.Module):
+    """Calls its unit in every way there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(6))
+        self.unit = TwoWays()
+
+    def forward(self, x):
+        x = self.unit.forward(x * self.scale, scored=True)
+        return self.unit.score(x) + self.unit.all_at_once(x)
+
+
+def shard(lib, model, mesh, inner=True):
+    for unit in ([model.unit] if inner else []) + [model]:
+        lib.fully_shard(unit, mesh=mesh)
+    for name in ("score", "all_at_once", "fails"):
+        lib.register_fsdp_forward_method(model.unit, name)
+    return model
+
+
+def train_in_every_way(mesh_shape, how):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = seeded(InATree())
+    plain = copy.deepcopy(model)
+    shard(meshard, model, mesh)
+    num_ranks = dist.get_world_size()
+    xs = torch.randn(num_ranks, 3, 6, generator=torch.Generator().manual_seed(0))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for _ in range(3):
+        for each, x in ((model, xs[dist.get_rank()]), (plain, xs.flatten(0, 1))):
+            call = {
+                "module": each,
+                "forward": each.forward,
+                "method": each.unit.score,
+                "calls itself": each.unit.all_at_once,
+            }[how]
+            call(x).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    units = [vars(each)["_meshard_unit"] for each in (model, model.unit)]
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert [unit.group.residence.name for unit in units] == ["SHARDED"] * 2
+
+
+@pytest.mark.parametrize("how", ["module", "forward", "method", "calls itself"])
+def test_whatever_is_called_trains_like_the_plain_model(run_ranks, how):
+    run_ranks(train_in_every_way, 2, (2,), how)
+
+
+def test_methods_that_call_one_another_train_under_hsdp(run_ranks):
+    run_ranks(train_in_every_way, 4, (2, 2), "module")
+
+
+def peer_calls_forward():
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch_fsdp.fully_shard(seeded(MlpBlock(6, 9)), mesh=mesh)
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        model.forward(torch.ones(1, 6))
+
+
+def test_the_peer_still_refuses_a_direct_forward(run_ranks):
+    run_ranks(peer_calls_forward, 2)
+
+
+def calls_cost_no_more():
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(meshard, seeded(InATree()), mesh, inner=False)
+    x = torch.ones(1, 6)
+    counts = []
+    for call in (model, model.forward, model, model.forward):
+        with CommLedger(model) as ledger:
+            call(x).sum().backward()
+        counts.append(ledger.counts)
+    assert counts == [{"all_gather": 1, "reduce_scatter": 1}] * 4
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    unit = meshard.fully_shard(seeded(TwoWays()), mesh, mp_policy=policy)
+    meshard.register_fsdp_forward_method(unit, "score")
+    for call in (unit, unit.forward, unit.score):
+        assert call(x).dtype == torch.float64
+
+
+def test_a_direct_call_communicates_and_casts_like_a_call_of_the_module(run_ranks):
+    run_ranks(calls_cost_no_more, 2)
+
+
+def raise_then_train():
+    mesh = init_device_mesh("cpu", (2,))
+    model = seeded(InATree())
+    plain = copy.deepcopy(model)
+    shard(meshard, model, mesh)
+    x = torch.ones(1, 6)
+    for method in (model.unit.fails, lambda x: model.forward(x[:, :5])):
+        with pytest.raises((ValueError, RuntimeError), match="of shape|must match"):
+            method(x)
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        whole = [vars(each)["_meshard_unit"].group.tensors.whole for each in (model, model.unit)]
+        assert [storage.nbytes() for each in whole for storage, _ in each._storages] == [0, 0]
+    for each in (model, plain):
+        each.unit.score(x).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_a_method_that_raises_leaves_everything_sharded(run_ranks):
+    run_ranks(raise_then_train, 2)
+
+
+@pytest.fixture
+def unit():
+    yield meshard.fully_shard(seeded(TwoWays()))
+    dist.destroy_process_group()
+
+
+def test_registering_is_harmless_where_there_is_nothing_to_do(unit):
+    other = meshard.fully_shard(TwoWays())
+    plain = TwoWays()
+    meshard.register_fsdp_forward_method(plain, "score")
+    assert "score" not in vars(plain) and "score" not in vars(other)
+    for _ in range(2):
+        meshard.register_fsdp_forward_method(unit, "score")
+    x = torch.ones(1, 6)
+    assert unit.score(x).shape == plain.score(x).shape == (1, 6)
+    with pytest.raises(RuntimeError, match="got mixed"):
+        other.score(x)  # asked for on another instance
+    with pytest.raises(ValueError, match="no method of that name"):
+        meshard.register_fsdp_forward_method(unit, "generate")
+    with pytest.raises(ValueError, match="TwoWays has no method"):
+        meshard.register_fsdp_forward_method(plain, "generate")
+
+
+def test_a_method_that_was_put_on_the_instance_is_registered(unit):
+    unit.twice = lambda x: 2 * unit.score(x)
+    unit.score = lambda x: x @ unit.head.weight
+    meshard.register_fsdp_forward_method(unit, "twice")
+    x = torch.ones(1, 6)
+    weight = unit.head.weight.full_tensor()
+    assert torch.equal(unit.twice(x), 2 * (x @ weight))
+    other = meshard.fully_shard(TwoWays())
+    with pytest.raises(AttributeError, match="no attribute 'twice'"):
+        other.twice(x)
+
+
+def test_what_is_wrapped_keeps_its_signature_and_its_module_is_not_kept_alive(unit):
+    meshard.register_fsdp_forward_method(unit, "score")
+    assert list(inspect.signature(unit.forward).parameters) == ["x", "scored"]
+    assert list(inspect.signature(unit.score).parameters) == ["x"]
+    module = meshard.fully_shard(TwoWays())
+    meshard.register_fsdp_forward_method(module, "score")
+    module.forward(torch.ones(1, 6)).sum().backward()
+    ref = weakref.ref(module)
+    del module
+    assert ref() is None
+
+
+def test_a_forward_that_was_replaced_on_the_class_is_the_one_that_runs(unit, monkeypatch):
+    monkeypatch.setattr(TwoWays, "forward", lambda self, x: x + self.head.weight.sum())
+    x = torch.zeros(1, 6)
+    expected = unit.head.weight.full_tensor().sum().expand(1, 6)
+    assert_same(unit(x), expected)
+    assert_same(unit.forward(x), expected)
+
+
+def test_containers_without_parameters_of_their_own_are_called_directly_too():
+    try:
+        model = MlpStack()
+        for block in model.blocks:
+            meshard.fully_shard(block)
+        wrapped = meshard.fully_shard(nn.Sequential(meshard.fully_shard(model)))
+        wrapped.forward(torch.ones(1, 6)).sum().backward()
+        assert all(param.grad is not None for param in wrapped.parameters())
+    finally:
+        dist.destroy_process_group()
