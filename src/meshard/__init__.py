@@ -30,6 +30,7 @@ from meshard.reduce_hooks import DropRanks as DropRanks
 from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 from meshard.unit_table import describe as describe
+from meshard.weights import unsharded_params as unsharded_params
 
 __all__ = [
     "AllGather",
@@ -62,4 +63,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "register_reduce_hook",
     "share_comm_ctx",
+    "unsharded_params",
 ]

@@ -30,6 +30,7 @@ from meshard._runtime.hooks import (
 )
 from meshard._runtime.lifecycle import Lifecycle
 from meshard._runtime.loading import register_load_hooks
+from meshard._runtime.misread import watch_reads
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
 from meshard.fsdp_module import FSDPModule
@@ -245,6 +246,7 @@ def commit(
         FSDPModule.adopt(module, unit)
     register_hooks(unit)
     register_load_hooks(unit)
+    watch_reads(unit)
     _adopt_inner_units(unit, modules, device)
 
 

@@ -81,6 +81,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         """Move or cast the sharded parameters, whole copies dropped first."""
         for unit in units_in(as_module(self)):
             if unit.group is not None:
+                unit.group.check_closed("moved or cast")
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,6 +110,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         unit = own_unit(self)
         if unit.group is None:
             return UnshardHandle(None) if async_op else None
+        unit.group.check_closed("gathered by unshard()")
         unit.group.forget_stale(leftover=True)
         unit.group.start_unshard()
         if async_op:

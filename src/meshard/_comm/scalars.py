@@ -22,7 +22,9 @@ def gather_values(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return values
 
 
-def agree_on_max(value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def agree_on_max(
+    value: torch.Tensor, group: dist.ProcessGroup | None, label: str = "(scaler)"
+) -> None:
     """Replace ``value`` by its maximum over ``group`` (None: the default group).
 
     **Collective:** all ranks of ``group``. **Stream:** the current one.
@@ -31,7 +33,7 @@ def agree_on_max(value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         return
     group = group if group is not None else dist.group.WORLD
     if group is not None and group.size() > 1:
-        _announce("all_reduce", "(scaler)", value, group)
+        _announce("all_reduce", label, value, group)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 

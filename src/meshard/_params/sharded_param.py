@@ -80,6 +80,11 @@ class ShardedParam:
             if module is not None:
                 module._parameters[name] = face
 
+    def held(self) -> list[nn.Parameter | None]:
+        """Return what each owner holds."""
+        modules = ((module_ref(), name) for module_ref, name in self.owners)
+        return [module._parameters.get(name) for module, name in modules if module is not None]
+
     def strangers(self) -> list[nn.Parameter]:
         """Return what owners hold instead of one of the two faces.
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshard._runtime.group_tensors import GradientHook
+from meshard._runtime.misread import explain
 from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import Unit
 
@@ -106,6 +107,8 @@ class ModuleHooks:
         # When forward raises, torch calls this inside its except block, without an output.
         failed = output is None and sys.exc_info()[0] is not None
         of = unit.lifecycle.schedule.current
+        if failed:
+            explain(sys.exc_info()[1])
         call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
         if failed or call is None:
             return None

@@ -157,6 +157,12 @@ class Lifecycle:
                     unit.group.reshard(keep=True)  # of several modules, not all have run
                 unit.step.modules_run.clear()
 
+    def is_resting(self) -> bool:
+        """Whether nothing runs; what an exception has left behind is cleaned up first."""
+        if self.has_failed:
+            self.abort()
+        return self.phase is Phase.RESTING
+
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of ``unit``."""
         return bool(self._open) and self._open[0][0] is unit
@@ -204,6 +210,11 @@ class Lifecycle:
         if len(step.arrived) >= group.num_trainable:
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
+
+    def gradient_joins(self, unit: Unit) -> None:
+        """A whole gradient comes from outside the unit's forward. Reduced once all is over."""
+        self._begin_backward()
+        unit.step.awaits_gradients = True
 
     def _note_complete_gradients(self, unit: Unit) -> None:
         if not self._has_earlier_pass(unit, unit.step.in_pass):

@@ -28,6 +28,7 @@ class Residence(enum.Enum):
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
+    OPEN = enum.auto()  # in the modules' hands: see open_unit
 
 
 class Accumulated(Protocol):
@@ -93,6 +94,14 @@ class ParamGroup:
             self.tensors.rebuild()
             self._begin_watching()
 
+    def check_closed(self, what: str) -> None:
+        """Raise if the parameters are in the modules' hands, so that ``what`` cannot be done."""
+        if self.residence is Residence.OPEN:
+            raise RuntimeError(
+                f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
+                "first."
+            )
+
     def _begin_watching(self) -> None:
         self._whole_version = -1
         watch_optimizers(self, [param.sharded for param in self.params])
@@ -100,7 +109,7 @@ class ParamGroup:
         watch_averages()
 
     @property
-    def _version(self) -> int:
+    def version(self) -> int:
         """Grows with every edit of a shard, and with every step of an optimizer."""
         return self.num_steps + self.tensors.version
 
@@ -167,7 +176,7 @@ class ParamGroup:
                     label=self.label,
                 )
         else:
-            self._whole_version = self._version
+            self._whole_version = self.version
             self._in_flight = self.tensors.plan.start(
                 self.tensors.storage.buffer,
                 self.tensors.storage.segments,
@@ -215,7 +224,7 @@ class ParamGroup:
             self.reshard()
             return
         self.adopt_edits()
-        if self._whole_version != self._version:
+        if self._whole_version != self.version:
             self.reshard()
 
     def reshard(self, *, keep: bool = False) -> None:
@@ -227,12 +236,13 @@ class ParamGroup:
         if self._in_flight is not None:
             self._in_flight.pending.wait()
             self._in_flight = None
+            self.residence = Residence.SHARDED
         self.show_sharded()
         if not keep:
             self._kept = None
         if self.residence is Residence.UNSHARDED:
             self.tensors.whole.free()
-        self.residence = Residence.SHARDED
+            self.residence = Residence.SHARDED
 
     # --- faces -----------------------------------------------------------------------------
 

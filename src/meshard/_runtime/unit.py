@@ -36,6 +36,9 @@ class StepEvents(Protocol):
     def use(self, comm: Communicator) -> None:
         """Talk through another communicator from now on. Nothing may be on its way."""
 
+    def is_resting(self) -> bool:
+        """Whether neither a forward nor a backward of the root is about."""
+
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of the unit."""
 
@@ -53,6 +56,9 @@ class StepEvents(Protocol):
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
+
+    def gradient_joins(self, unit: Unit) -> None:
+        """A whole gradient comes from outside the unit's forward, beside those that do not."""
 
     def flush(self, unit: Unit) -> None:
         """Reduce fully what the unit has accumulated, without a backward."""

@@ -1,0 +1,127 @@
+"""What happens at the moments of a step to a unit that is open?
+
+Its modules run as they are, like plain ones: nothing is gathered or given back. Gradients of whole
+parameters join those that the unit gets in the ordinary way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._runtime.unit import StepEvents, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How units are opened: the arguments of ``meshard.unsharded_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+    def check_allows(self, inner: Opening, label: str) -> None:
+        """Raise unless what ``inner`` asks for is so while ``self`` is in force."""
+        if (inner.rank0_only, inner.offload_to_cpu) != (self.rank0_only, self.offload_to_cpu):
+            raise RuntimeError(
+                f"unit {label!r} is open already, with other arguments ({self}); "
+                "use the same rank0_only and offload_to_cpu, or leave the outer context first."
+            )
+        if inner.writeback and not self.writeback:
+            raise RuntimeError(
+                f"unit {label!r} is open already, and by writeback=False its edits will be "
+                "dropped; pass writeback=False here too, or writeback=True to the outer context."
+            )
+
+
+class OpenEvents:
+    """Stands in for the lifecycle of a unit while it is open.
+
+    Args:
+        root: The lifecycle of the root, which goes on for other units.
+        opening: What was asked for.
+        is_whole_here: Whether this rank has the whole parameters.
+    """
+
+    def __init__(self, root: StepEvents, opening: Opening, *, is_whole_here: bool) -> None:
+        self.root = root
+        self.schedule: StepSchedule = root.schedule
+        self.opening = opening
+        self._is_whole_here = is_whole_here
+
+    @property
+    def is_last_backward(self) -> bool:
+        """See ``StepEvents``."""
+        return self.root.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, value: bool) -> None:
+        self.root.is_last_backward = value
+
+    def is_resting(self) -> bool:
+        """See ``StepEvents``."""
+        return self.root.is_resting()
+
+    def is_running(self, unit: Unit) -> bool:
+        """See ``StepEvents``."""
+        return False
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Let it run, if its parameters are whole here."""
+        if not self._is_whole_here:
+            raise RuntimeError(
+                f"unit {unit.label!r} is open on rank 0 only, so it cannot run on this rank; leave "
+                "unsharded_params(..., rank0_only=True) before the forward."
+            )
+
+    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+        """Nothing to give back."""
+        return None
+
+    def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+        """Refuse: what this backward needs has been given back."""
+        raise RuntimeError(
+            f"a backward reached unit {unit.label!r} inside unsharded_params, from a forward made "
+            "before it; run that backward before, or after."
+        )
+
+    def gradient_arrived(self, unit: Unit, index: int) -> None:
+        """See ``StepEvents``."""
+        self.root.gradient_arrived(unit, index)
+
+    def gradient_joins(self, unit: Unit) -> None:
+        """See ``StepEvents``."""
+        self.root.gradient_joins(unit)
+
+    def flush(self, unit: Unit) -> None:
+        """See ``StepEvents``."""
+        self.root.flush(unit)
+
+    def finish_reductions(self) -> None:
+        """See ``StepEvents``."""
+        self.root.finish_reductions()
+
+    def abort(self) -> None:
+        """See ``StepEvents``."""
+        self.root.abort()
+
+
+def joining_hook(unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
+    """Return the hook that hands the gradient of a whole parameter to its unit."""
+    unit_ref = weakref.ref(unit)
+
+    def hook(whole: torch.Tensor) -> None:
+        unit, gradient = unit_ref(), whole.grad
+        whole.grad = None
+        if unit is None or unit.group is None or gradient is None:
+            return
+        unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
+        face = unit.group.params[index].unsharded
+        moved = gradient.to(face.device, face.dtype)
+        face.grad = moved if face.grad is None else face.grad + moved
+
+    return hook
