@@ -50,6 +50,7 @@ def fully_shard(
     offload_policy: TorchOffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    unshard_on_access: bool = False,
 ) -> Modules:
     """Shard the parameters of ``module`` over ``mesh``, in place, as one unit.
 
@@ -77,6 +78,9 @@ def fully_shard(
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are.
         dp_mesh_dims: The data-parallel axes of a larger mesh.
+        unshard_on_access: When the forward of a unit around this one reads one of its parameters,
+            gather it for the rest of that forward, and for its backward. For modules whose
+            parameters others read, like ``nn.MultiheadAttention.out_proj``.
 
     Returns:
         ``module``, the same object; its class is now also a subclass of ``FSDPModule``.
@@ -99,6 +103,8 @@ def fully_shard(
     policy = _check_policies(mp_policy, offload_policy, dp_mesh_dims)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
+    if not isinstance(unshard_on_access, bool):
+        raise TypeError(f"unshard_on_access must be a bool, got {unshard_on_access!r}.")
     found = collect(modules, ignored_params or set())
     shard_dims = [shard_dim_of(fqn, param, shard_placement_fn) for fqn, param, _ in found]
     roles = MeshRoles.of(mesh if mesh is not None else default_mesh())
@@ -108,6 +114,7 @@ def fully_shard(
         named = [(entry.fqn, entry.param) for entry in found]
         check_same_start(named, roles, device, ", ".join(type(each).__name__ for each in modules))
     settings = _settings(reshard_after_forward, roles)
+    settings.unshard_on_access = unshard_on_access
     if device.type != "cpu":
         _move_buffers(modules, device)
     unit = make_unit(

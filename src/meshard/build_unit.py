@@ -31,6 +31,7 @@ from meshard._runtime.hooks import (
 from meshard._runtime.lifecycle import Lifecycle
 from meshard._runtime.loading import register_load_hooks
 from meshard._runtime.misread import watch_reads
+from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
 from meshard.fsdp_module import FSDPModule
@@ -247,6 +248,8 @@ def commit(
     register_hooks(unit)
     register_load_hooks(unit)
     watch_reads(unit)
+    if unit.settings.unshard_on_access:
+        gather_on_access(unit)
     _adopt_inner_units(unit, modules, device)
 
 

@@ -121,6 +121,13 @@ class GroupTensors:
     def _as_shard(self, param: ShardedParam, new: nn.Parameter) -> nn.Parameter:
         """Return ``new`` itself, or its shard if it is a whole tensor."""
         expected = param.sharded
+        if not isinstance(new, nn.Parameter):
+            raise RuntimeError(
+                f"parameter {param.fqn!r} of unit {self.label!r} was replaced by a "
+                f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
+                "for one call; a sharded module would not compute with it. Make that call inside "
+                "meshard.unsharded_params(module), where the module is an ordinary one."
+            )
         if new.shape == expected.shape:
             if type(new) is nn.Parameter:
                 shard = param.shard_of(new).clone()

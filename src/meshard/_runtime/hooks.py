@@ -117,7 +117,7 @@ class ModuleHooks:
             result = cast_floats(output, unit.casts.outputs)
         if unit.group is not None and torch.is_grad_enabled():
             result = _detached_from_inputs(result, args, kwargs)
-            _watch(result, self._unit, of, call)
+            watch_outputs(result, self._unit, of, call)
         return None if result is output else result
 
     def run(
@@ -177,7 +177,9 @@ def _detached_from_inputs(output: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return pytree.tree_unflatten([view(leaf) for leaf in leaves], tree)
 
 
-def _watch(output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall) -> None:
+def watch_outputs(
+    output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall
+) -> None:
     """Have ``pre_backward`` called before the first gradient of an output is used."""
 
     def output_hook(_: torch.Tensor) -> None:

@@ -163,6 +163,14 @@ class Lifecycle:
             self.abort()
         return self.phase is Phase.RESTING
 
+    def is_in_backward(self) -> bool:
+        """Whether a backward is about; also while it runs a part of forward again."""
+        return self.phase is Phase.BACKWARD
+
+    def running(self) -> list[Unit]:
+        """Return the units whose forward has begun and not ended, outermost first."""
+        return [unit for unit, _ in self._open]
+
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of ``unit``."""
         return bool(self._open) and self._open[0][0] is unit

@@ -8,6 +8,7 @@ any unit, or the program. The frames it came from tell what was read.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import sys
 import weakref
@@ -25,6 +26,11 @@ from meshard._runtime.unit import Unit
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _MAX_NODES = 8  # of a graph, between a parameter and what was computed from it
+_STATES = {
+    "GATHERING": "being gathered ahead",
+    "UNSHARDED": "whole, but kept for its own forward and backward",
+    "OPEN": "open on rank 0 only",
+}
 _Found = dict[int, tuple[Unit, ShardedParam]]  # by id of the sharded parameter
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -52,8 +58,12 @@ def explain(error: BaseException | None) -> None:
     """Add to the text of ``error`` what was read, if a shard was read where none may be."""
     if not isinstance(error, RuntimeError) or _TEXT_OF_TORCH not in str(error):
         return
-    read = list(_read_in(error.__traceback__).values())
-    if not read or "register_fsdp_forward_method" in str(error):
+    if "register_fsdp_forward_method" in str(error):
+        return  # by the unit inside
+    read = []
+    with contextlib.suppress(Exception):  # nothing may hide the error that is being explained
+        read = list(_read_in(error.__traceback__).values())
+    if not read:
         return
     # The text and not a note: notes came with Python 3.11, and logs that take str() drop them.
     error.args = (f"{error}\n\n{_explanation(read)}", *error.args[1:])
@@ -70,9 +80,9 @@ def _explanation(read: list[tuple[Unit, ShardedParam]]) -> str:
     shape, own = tuple(param.layout.shape), tuple(local_of(param.sharded).shape)
     return (
         were.format(names, unit.label)
-        + f" read while that unit is not running. It is {_state_of(unit)}: what is read is this "
-        f"rank's shard, {own} of {shape}. Parameters are whole inside their unit's own forward "
-        "and backward. What helps:\n"
+        + f" read while that unit is not running. The unit is {_state_of(unit)}; its modules "
+        f"show this rank's shard, {own} of {shape}. Parameters are whole inside their unit's own "
+        "forward and backward. What helps:\n"
         "* If the forward of a parent reads it, as that of nn.MultiheadAttention reads out_proj: "
         "apply fully_shard to the parent instead of this module, or pass unshard_on_access=True "
         "for this module.\n"
@@ -85,9 +95,7 @@ def _explanation(read: list[tuple[Unit, ShardedParam]]) -> str:
 
 def _state_of(unit: Unit) -> str:
     residence = "sharded" if unit.group is None else unit.group.residence.name
-    return {"GATHERING": "being gathered ahead", "UNSHARDED": "kept for backward"}.get(
-        residence, "sharded"
-    )
+    return _STATES.get(residence, "sharded")
 
 
 def _read_in(trace: TracebackType | None) -> _Found:
@@ -103,7 +111,7 @@ def _read_in(trace: TracebackType | None) -> _Found:
         frames.append((trace.tb_frame, trace.tb_lasti))
         trace = trace.tb_next
     for frame, at in reversed(frames):
-        for values in (_loaded(frame, at), frame.f_locals.values()):
+        for values in (_loaded(frame, at), list(frame.f_locals.values())):
             origins = (_origin(value) for value in values if isinstance(value, DTensor))
             found = {id(tensor): ours[id(tensor)] for tensor in origins if id(tensor) in ours}
             if found:

@@ -66,6 +66,14 @@ class OpenEvents:
         """See ``StepEvents``."""
         return self.root.is_resting()
 
+    def is_in_backward(self) -> bool:
+        """See ``StepEvents``."""
+        return self.root.is_in_backward()
+
+    def running(self) -> list[Unit]:
+        """See ``StepEvents``."""
+        return self.root.running()
+
     def is_running(self, unit: Unit) -> bool:
         """See ``StepEvents``."""
         return False

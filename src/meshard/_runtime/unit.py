@@ -39,6 +39,12 @@ class StepEvents(Protocol):
     def is_resting(self) -> bool:
         """Whether neither a forward nor a backward of the root is about."""
 
+    def is_in_backward(self) -> bool:
+        """Whether a backward is about; also while it runs a part of forward again."""
+
+    def running(self) -> list[Unit]:
+        """Return the units whose forward has begun and not ended, outermost first."""
+
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of the unit."""
 
@@ -142,6 +148,7 @@ class UnitSettings:
     scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
     comm: CommSettings = CommSettings()
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
+    unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
