@@ -9,7 +9,6 @@ on which units ran, never on which of their parameters got a gradient.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -19,17 +18,9 @@ from meshard._comm.communicator import Communicator
 from meshard._runtime.end_of_backward import EndOfBackward
 from meshard._runtime.prefetch import Ahead, Prefetcher
 from meshard._runtime.reductions import Reductions
-from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard._runtime.unit import Unit
 from meshard.policies import GradientSync
-
-
-class Phase(enum.Enum):
-    """What the outermost unit is doing."""
-
-    RESTING = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
 
 
 class Lifecycle:
@@ -156,16 +147,6 @@ class Lifecycle:
                 if unit.group is not None and unit.reshards_after_forward:
                     unit.group.reshard(keep=True)  # of several modules, not all have run
                 unit.step.modules_run.clear()
-
-    def is_resting(self) -> bool:
-        """Whether nothing runs; what an exception has left behind is cleaned up first."""
-        if self.has_failed:
-            self.abort()
-        return self.phase is Phase.RESTING
-
-    def is_in_backward(self) -> bool:
-        """Whether a backward is about; also while it runs a part of forward again."""
-        return self.phase is Phase.BACKWARD
 
     def running(self) -> list[Unit]:
         """Return the units whose forward has begun and not ended, outermost first."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshard._runtime.hooks import watch_outputs
 from meshard._runtime.param_group import Residence
+from meshard._runtime.schedule import Phase
 from meshard._runtime.unit import Unit, unit_of
 
 _reading: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a forward that runs
@@ -68,7 +69,7 @@ def _is_closed(unit: Unit) -> bool:
 def _read(unit: Unit) -> None:
     """Gather ``unit``, if a unit runs that can give it back."""
     lifecycle = unit.lifecycle
-    if lifecycle.is_in_backward():
+    if lifecycle.phase is Phase.BACKWARD:
         # Checkpointing runs a part of forward again. What is over is given back by the lifecycle.
         lifecycle.pre_forward(unit)
         return

@@ -9,10 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import StepEvents, Unit
 
 
@@ -39,7 +40,7 @@ class Opening:
 
 
 class OpenEvents:
-    """Stands in for the lifecycle of a unit while it is open.
+    """Stands in for the lifecycle of a unit while it is open: all that differs is here.
 
     Args:
         root: The lifecycle of the root, which goes on for other units.
@@ -49,33 +50,23 @@ class OpenEvents:
 
     def __init__(self, root: StepEvents, opening: Opening, *, is_whole_here: bool) -> None:
         self.root = root
-        self.schedule: StepSchedule = root.schedule
         self.opening = opening
         self._is_whole_here = is_whole_here
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.root, name)
+
     @property
     def is_last_backward(self) -> bool:
-        """See ``StepEvents``."""
+        """Of the root, as it is set."""
         return self.root.is_last_backward
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
         self.root.is_last_backward = value
 
-    def is_resting(self) -> bool:
-        """See ``StepEvents``."""
-        return self.root.is_resting()
-
-    def is_in_backward(self) -> bool:
-        """See ``StepEvents``."""
-        return self.root.is_in_backward()
-
-    def running(self) -> list[Unit]:
-        """See ``StepEvents``."""
-        return self.root.running()
-
     def is_running(self, unit: Unit) -> bool:
-        """See ``StepEvents``."""
+        """Not as a unit."""
         return False
 
     def pre_forward(self, unit: Unit) -> None:
@@ -96,26 +87,6 @@ class OpenEvents:
             f"a backward reached unit {unit.label!r} inside unsharded_params, from a forward made "
             "before it; run that backward before, or after."
         )
-
-    def gradient_arrived(self, unit: Unit, index: int) -> None:
-        """See ``StepEvents``."""
-        self.root.gradient_arrived(unit, index)
-
-    def gradient_joins(self, unit: Unit) -> None:
-        """See ``StepEvents``."""
-        self.root.gradient_joins(unit)
-
-    def flush(self, unit: Unit) -> None:
-        """See ``StepEvents``."""
-        self.root.flush(unit)
-
-    def finish_reductions(self) -> None:
-        """See ``StepEvents``."""
-        self.root.finish_reductions()
-
-    def abort(self) -> None:
-        """See ``StepEvents``."""
-        self.root.abort()
 
 
 def joining_hook(unit: Unit, index: int) -> Callable[[torch.Tensor], None]:

@@ -8,6 +8,7 @@ Meanwhile its lifecycle is replaced by one that gathers nothing, so the plain pa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,7 +27,8 @@ from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.open_events import OpenEvents, Opening, joining_hook
 from meshard._runtime.param_group import ParamGroup, Residence
-from meshard._runtime.unit import Casts, Unit
+from meshard._runtime.schedule import Phase
+from meshard._runtime.unit import Casts, StepEvents, Unit
 
 
 class OpenUnit:
@@ -48,7 +50,8 @@ class OpenUnit:
         self._version = self._group.version
         self._whole = self._gather()
         self._casts, unit.casts = unit.casts, Casts(None, None)
-        unit.lifecycle = OpenEvents(unit.lifecycle, opening, is_whole_here=bool(self._whole))
+        events = OpenEvents(unit.lifecycle, opening, is_whole_here=bool(self._whole))
+        unit.lifecycle = cast("StepEvents", events)
         self._group.residence = Residence.OPEN
         if self._whole:
             for param, whole in zip(self._group.params, self._whole, strict=True):
@@ -210,7 +213,9 @@ def check_may_open(unit: Unit, opening: Opening) -> bool:
     if isinstance(unit.lifecycle, OpenEvents):
         unit.lifecycle.opening.check_allows(opening, unit.label)
         return False
-    if not unit.lifecycle.is_resting():
+    if unit.lifecycle.has_failed:
+        unit.lifecycle.abort()
+    if unit.lifecycle.phase is not Phase.RESTING:
         raise RuntimeError(
             f"unsharded_params cannot open unit {unit.label!r} while a forward or backward of its "
             "root runs. Before or around the forward it can; to read a weight inside a parent's "

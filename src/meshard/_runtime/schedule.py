@@ -7,7 +7,16 @@ gathers a unit for the next forward before the optimizer has stepped it.)
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
+
+
+class Phase(enum.Enum):
+    """What the outermost unit is doing."""
+
+    RESTING = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
 
 
 @dataclass(slots=True)

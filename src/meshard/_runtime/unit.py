@@ -22,25 +22,21 @@ from meshard._comm.communicator import Communicator
 from meshard._comm.customised import CustomCommunicator, GroupMemory
 from meshard._runtime.gradient_state import GradientState, TensorHook
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 
 
 class StepEvents(Protocol):
     """What a unit tells of the moments of its step: see ``lifecycle``."""
 
+    phase: Phase
+    has_failed: bool
     schedule: StepSchedule
     is_last_backward: bool
     comm: Communicator
 
     def use(self, comm: Communicator) -> None:
         """Talk through another communicator from now on. Nothing may be on its way."""
-
-    def is_resting(self) -> bool:
-        """Whether neither a forward nor a backward of the root is about."""
-
-    def is_in_backward(self) -> bool:
-        """Whether a backward is about; also while it runs a part of forward again."""
 
     def running(self) -> list[Unit]:
         """Return the units whose forward has begun and not ended, outermost first."""
