@@ -19,8 +19,8 @@ def unsharded_params(
     module: nn.Module,
     *,
     recurse: bool = True,
-    writeback: bool = True,
     rank0_only: bool = False,
+    writeback: bool = True,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
     """Have the parameters of ``module`` whole inside, and edits in the shards afterwards.
@@ -37,10 +37,10 @@ def unsharded_params(
     Args:
         module: A module with units in it.
         recurse: Also the units inside ``module``, which is one itself otherwise.
+        rank0_only: Have whole parameters on the first rank of the mesh only, whose edits are sent
+            to all. The others keep seeing their shards, which they must not edit.
         writeback: Write edits back. Every rank writes its own part, so all must make the same
             edits; of several replicas, the first one's count.
-        rank0_only: Have whole parameters on the first rank of the mesh only, whose edits are sent
-            to all. The others keep seeing their shards, whose edits are lost.
         offload_to_cpu: Hold the whole parameters in host memory.
 
     Raises:
