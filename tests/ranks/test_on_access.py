@@ -205,6 +205,23 @@ def test_what_was_read_is_given_back_with_the_parent(run_ranks):
     run_ranks(watch_residence, 2)
 
 
+def copy_then_read():
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard_attention(seeded(AttentionStack()), mesh)
+    copied = copy.deepcopy(model)
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    for each in (copied, model, copied):
+        each.zero_grad()
+        each(x).square().mean().backward()
+        assert whole_bytes(each) == 0
+    assert_same(full_grads(copied), full_grads(model), bitwise=True)
+    assert copied.blocks[0].attention.out_proj.weight.grad is not None
+
+
+def test_a_copy_is_read_like_the_original(run_ranks):
+    run_ranks(copy_then_read, 2)
+
+
 def mixed_and_frozen():
     mesh = init_device_mesh("cpu", (2,))
     policy = meshard.MixedPrecisionPolicy(

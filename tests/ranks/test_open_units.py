@@ -126,6 +126,7 @@ def wrong_moments():
     for call, text in [
         (model.unshard, r"is open, so it cannot be gathered by unshard"),
         (model.double, r"is open, so it cannot be moved or cast"),
+        (lambda: copy.deepcopy(model), r"is open, so it cannot be copied"),
     ]:
         with unsharded_params(model), pytest.raises(RuntimeError, match=text):
             call()

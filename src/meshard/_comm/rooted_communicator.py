@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshard._comm.checked import compare_notes, is_debugging
 from meshard._comm.communicator import CommEvent, tell
+from meshard._comm.notes import compare_notes, is_debugging
 
 
 def gather_to_first(
@@ -45,18 +45,7 @@ def scatter_from_first(
     dist.scatter(output, None if rows is None else list(rows), group=group, group_src=0)
 
 
-def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
-    """Fill ``buffer`` from that of the first rank.
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
-    if group.size() > 1:
-        _announce("broadcast", label, buffer, group)
-        dist.broadcast(buffer, group=group, group_src=0)
-
-
 def _announce(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
     if is_debugging():
         compare_notes(op, label, payload, group)
-    ranks = 1 if op == "broadcast" else group.size()
-    tell(CommEvent(op, label, group.size(), ranks * payload.nbytes, payload.dtype))
+    tell(CommEvent(op, label, group.size(), group.size() * payload.nbytes, payload.dtype))

@@ -75,7 +75,7 @@ class ModuleHooks:
         self._unit = weakref.ref(unit)
         self._place = place
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleHooks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
         """Be the hooks of the unit's copy, if the unit is being copied: see ``unit_copy``."""
         copied = copy.copy(self)
         unit = self._unit()

@@ -41,8 +41,9 @@ def register_load_hooks(unit: Unit) -> None:
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Take over what was assigned, so that parameters are tied again before anybody lists them."""
     unit = unit_of(module)
-    if unit is not None and unit.group is not None and not unit.group.is_showing_unsharded:
-        unit.group.adopt_edits()
+    group = None if unit is None else unit.group
+    if group is not None and not group.is_showing_unsharded and not group.is_open:
+        group.adopt_edits()
 
 
 class _LoadHook:

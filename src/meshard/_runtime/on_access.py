@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from meshard._runtime.hooks import watch_outputs
-from meshard._runtime.param_group import Residence
 from meshard._runtime.schedule import Phase
 from meshard._runtime.unit import Unit, unit_of
 
@@ -61,9 +60,7 @@ class _NoticedReads(dict[str, Any]):
 def _is_closed(unit: Unit) -> bool:
     """Whether the modules of ``unit`` hold shards."""
     group = unit.group
-    if group is None or group.is_showing_unsharded:
-        return False
-    return group.residence is not Residence.OPEN
+    return group is not None and not group.is_showing_unsharded and not group.is_open
 
 
 def _read(unit: Unit) -> None:

@@ -17,17 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import Lane
-from meshard._comm.rooted_communicator import (
-    broadcast_from_first,
-    gather_to_first,
-    scatter_from_first,
-)
+from meshard._comm.rooted_communicator import gather_to_first, scatter_from_first
+from meshard._comm.setup_communicator import broadcast_from_first
 from meshard._comm.slots import matching_parts
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.open_events import OpenEvents, Opening, joining_hook
 from meshard._runtime.param_group import ParamGroup, Residence
-from meshard._runtime.schedule import Phase
 from meshard._runtime.unit import Casts, StepEvents, Unit
 
 
@@ -184,7 +180,7 @@ class OpenUnit:
             rows = self._rows_of(values, buffer) if values else None
             scatter_from_first(buffer, rows, roles.shard_group, group.label)
         if roles.replicate_group is not None:
-            broadcast_from_first(buffer, roles.replicate_group, group.label)
+            broadcast_from_first(buffer, roles.replicate_group, label=group.label)
         if buffer is not storage.buffer:
             storage.buffer.copy_(buffer)
         increment_version(storage.locals)
@@ -213,9 +209,7 @@ def check_may_open(unit: Unit, opening: Opening) -> bool:
     if isinstance(unit.lifecycle, OpenEvents):
         unit.lifecycle.opening.check_allows(opening, unit.label)
         return False
-    if unit.lifecycle.has_failed:
-        unit.lifecycle.abort()
-    if unit.lifecycle.phase is not Phase.RESTING:
+    if not unit.lifecycle.is_between_steps():
         raise RuntimeError(
             f"unsharded_params cannot open unit {unit.label!r} while a forward or backward of its "
             "root runs. Before or around the forward it can; to read a weight inside a parent's "

@@ -94,9 +94,14 @@ class ParamGroup:
             self.tensors.rebuild()
             self._begin_watching()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the modules hold whole parameters that are theirs: see ``open_unit``."""
+        return self.residence is Residence.OPEN
+
     def check_closed(self, what: str) -> None:
-        """Raise if the parameters are in the modules' hands, so that ``what`` cannot be done."""
-        if self.residence is Residence.OPEN:
+        """Raise if the group is open, so that it cannot be ``what``."""
+        if self.is_open:
             raise RuntimeError(
                 f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
                 "first."

@@ -30,7 +30,6 @@ class StepEvents(Protocol):
     """What a unit tells of the moments of its step: see ``lifecycle``."""
 
     phase: Phase
-    has_failed: bool
     schedule: StepSchedule
     is_last_backward: bool
     comm: Communicator

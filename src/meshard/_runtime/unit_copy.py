@@ -19,6 +19,8 @@ from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
 from meshard._runtime.hooks import gradient_hook_maker, queue_backward_callback
 from meshard._runtime.lifecycle import Lifecycle
+from meshard._runtime.misread import watch_reads
+from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import Unit, UnitSettings, UnitStep, units_in
 
@@ -93,6 +95,8 @@ def _check_at_rest(unit: Unit) -> None:
             "copy a sharded module between steps, or call reset_iter_state() on the root first if "
             "a step was interrupted."
         )
+    if unit.group is not None:
+        unit.group.check_closed("copied")
     if unit.gradients is not None and unit.gradients.pending:
         raise RuntimeError(
             f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "
@@ -154,6 +158,10 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     lifecycle = Lifecycle(queue_backward_callback, comm)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     lifecycle.set_units(copies)
+    for copied in copies:
+        watch_reads(copied)
+        if copied.settings.unshard_on_access:
+            gather_on_access(copied)
 
 
 def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings:
