@@ -25,7 +25,6 @@ from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.group_tensors import GroupTensors, Place
 from meshard._runtime.hooks import (
     gradient_hook_maker,
-    queue_backward_callback,
     register_hooks,
 )
 from meshard._runtime.lifecycle import Lifecycle
@@ -33,6 +32,7 @@ from meshard._runtime.loading import register_load_hooks
 from meshard._runtime.misread import watch_reads
 from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.private_torch import queue_backward_callback
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
 from meshard.fsdp_module import FSDPModule
 from meshard.policies import MixedPrecisionPolicy

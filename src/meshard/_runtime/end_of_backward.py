@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
+from meshard._runtime.private_torch import untraced
+
 
 class BackwardEvents(Protocol):
     """Who wants to know: see ``lifecycle``."""
@@ -26,6 +28,7 @@ class EndOfBackward:
         self._lifecycle = weakref.ref(lifecycle)
         self._was_called = False
 
+    @untraced
     def __call__(self) -> None:
         """Finish the backward."""
         self._was_called = True

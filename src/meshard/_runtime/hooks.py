@@ -9,30 +9,19 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from meshard._runtime.containers import WATCHED, cast_floats, detached_from_others, tensors_in
 from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.misread import explain
+from meshard._runtime.private_torch import untraced
 from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import Unit
-
-_MAX_DEPTH = 3  # of objects in objects that are searched for outputs
-_WATCHED = "_meshard_watched"  # on an output: a unit has put its hook there
-_PLAIN = (int, float, str, bool, bytes, type(None))
-
-
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Have ``callback`` called when the present backward ends.
-
-    Autograd has no public way to ask for this; torch's own DDP uses the same private engine.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -40,14 +29,16 @@ def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
     unit_ref = weakref.ref(unit)
 
     def make(index: int) -> GradientHook:
-        def gradient_hook(_: torch.Tensor) -> None:
-            unit = unit_ref()
-            if unit is not None:
-                unit.lifecycle.gradient_arrived(unit, index)
-
-        return gradient_hook
+        return partial(_gradient_hook, unit_ref, index)
 
     return make
+
+
+@untraced
+def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.lifecycle.gradient_arrived(unit, index)
 
 
 def register_hooks(unit: Unit) -> None:
@@ -83,6 +74,7 @@ class ModuleHooks:
             copied._unit = weakref.ref(memo[id(unit)])
         return copied
 
+    @untraced
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -98,6 +90,7 @@ class ModuleHooks:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
+    @untraced
     def post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -109,14 +102,22 @@ class ModuleHooks:
         of = unit.lifecycle.schedule.current
         if failed:
             explain(sys.exc_info()[1])
+        records = unit.group is not None and not failed and torch.is_grad_enabled()
+        # The answer decides whether the unit may be resharded now.
+        if (
+            records
+            and not isinstance(output, torch.Tensor)
+            and _is_hidden(output, unit, args, kwargs)
+        ):
+            unit.lifecycle.outputs_are_hidden(unit, output)
         call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
         if failed or call is None:
             return None
         result = output
         if unit.casts.outputs is not None:
             result = cast_floats(output, unit.casts.outputs)
-        if unit.group is not None and torch.is_grad_enabled():
-            result = _detached_from_inputs(result, args, kwargs)
+        if records:
+            result = detached_from_others(result, args, kwargs)
             watch_outputs(result, self._unit, of, call)
         return None if result is output else result
 
@@ -148,65 +149,39 @@ def hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
     return ModuleHooks(unit, place)
 
 
-def _detached_from_inputs(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``output`` with every tensor in it replaced by a view that is not this module's own.
-
-    A module may hand an input on (a layer that is dropped), or the output of a unit inside it. Its
-    hook would then be on the tensor of the other one, and their backwards could not be told apart;
-    a module that does so on some ranks only would be ahead of the other there, and behind here.
-    """
-    inputs = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
-
-    def is_of_another(leaf: Any) -> bool:
-        return (
-            isinstance(leaf, torch.Tensor)
-            and leaf.requires_grad
-            and (id(leaf) in inputs or hasattr(leaf, _WATCHED))
-        )
-
-    def view(leaf: Any) -> Any:
-        return leaf.view_as(leaf) if is_of_another(leaf) else leaf
-
-    if isinstance(output, torch.Tensor):
-        return view(output)
-    if isinstance(output, _PLAIN):
-        return output
-    leaves, tree = pytree.tree_flatten(output)
-    if not any(is_of_another(leaf) for leaf in leaves):
-        return output
-    return pytree.tree_unflatten([view(leaf) for leaf in leaves], tree)
+@untraced
+def _output_hook(
+    unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+) -> torch.Tensor | None:
+    unit = unit_ref()
+    if unit is None:
+        return None
+    return unit.lifecycle.pre_backward(unit, of, call, gradient)
 
 
 def watch_outputs(
     output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall
 ) -> None:
     """Have ``pre_backward`` called before the first gradient of an output is used."""
-
-    def output_hook(_: torch.Tensor) -> None:
-        unit = unit_ref()
-        if unit is not None:
-            unit.lifecycle.pre_backward(unit, of, call)
-
+    hook = partial(_output_hook, unit_ref, of, call)
     if isinstance(output, torch.Tensor):
         if output.requires_grad:
-            setattr(output, _WATCHED, True)
-            output.register_hook(output_hook)
+            setattr(output, WATCHED, True)
+            output.register_hook(hook)
         return
-    for tensor in _tensors_in(output):
+    for tensor in tensors_in(output):
         if tensor.requires_grad:
-            setattr(tensor, _WATCHED, True)
-            tensor.register_hook(output_hook)
+            setattr(tensor, WATCHED, True)
+            tensor.register_hook(hook)
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors in containers, and in the attributes of objects."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif not isinstance(leaf, _PLAIN) and depth < _MAX_DEPTH:
-            # torch's pytree does not know this class: a dataclass, say.
-            for attribute in getattr(leaf, "__dict__", {}).values():
-                yield from _tensors_in(attribute, depth + 1)
+def _is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is a backward to come, but no tensor in the output to hear of it by."""
+    if unit.group is None or tensors_in(output):
+        return False
+    if unit.group.num_trainable:
+        return True
+    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
 def _is_inside_itself(module: nn.Module) -> bool:
@@ -219,30 +194,3 @@ def _is_inside_itself(module: nn.Module) -> bool:
         num_calls += name is not None and frame.f_locals.get(name) is module
         frame = frame.f_back  # type: ignore[assignment]
     return num_calls > 1
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating-point tensor in it cast to ``dtype``.
-
-    Containers without anything to cast are returned as they are, the same object; plain tensors
-    and flat tuples do not pay for a walk over a tree.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.dtype != dtype:
-            return value.to(dtype)
-        return value
-    if isinstance(value, _PLAIN):
-        return value
-    if type(value) is tuple:
-        cast = tuple(cast_floats(item, dtype) for item in value)
-        return cast if any(a is not b for a, b in zip(cast, value, strict=True)) else value
-    if type(value) is dict:
-        changed = {key: cast_floats(item, dtype) for key, item in value.items()}
-        return changed if any(changed[key] is not value[key] for key in value) else value
-    leaves, tree = pytree.tree_flatten(value)
-    if len(leaves) == 1 and leaves[0] is value:
-        return value  # not a container that torch's pytree knows
-    cast_leaves = [cast_floats(leaf, dtype) for leaf in leaves]
-    if all(a is b for a, b in zip(cast_leaves, leaves, strict=True)):
-        return value
-    return pytree.tree_unflatten(cast_leaves, tree)

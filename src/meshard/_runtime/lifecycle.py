@@ -16,6 +16,7 @@ import torch
 
 from meshard._comm.communicator import Communicator
 from meshard._runtime.end_of_backward import EndOfBackward
+from meshard._runtime.held import HeldUnits
 from meshard._runtime.prefetch import Ahead, Prefetcher
 from meshard._runtime.reductions import Reductions
 from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
@@ -47,6 +48,7 @@ class Lifecycle:
         self._num_backwards = 0
         self._prefetcher = Prefetcher(self._units)
         self._reductions = Reductions(comm)
+        self._held = HeldUnits()
 
     # --- the units -------------------------------------------------------------------------
 
@@ -82,6 +84,7 @@ class Lifecycle:
         if self.has_failed:
             self.abort()
         if self.phase is Phase.RESTING:
+            self._held.begin_forward()
             self.schedule.begin_forward()
             self.phase = Phase.FORWARD
             if torch.is_grad_enabled():
@@ -136,6 +139,11 @@ class Lifecycle:
     def _may_reshard(unit: Unit) -> bool:
         return unit.reshards_after_forward and len(unit.step.modules_run) == len(unit.modules)
 
+    def outputs_are_hidden(self, unit: Unit, output: object) -> None:
+        """No tensor was found in what a module of ``unit`` returns, though it has a backward."""
+        if self.phase is Phase.FORWARD:
+            self._held.hold_hidden(unit, output, self.schedule.current)
+
     def _end_forward(self, *, failed: bool) -> None:
         self.phase = Phase.RESTING
         if failed:
@@ -166,8 +174,11 @@ class Lifecycle:
             self._num_backwards += 1
             self._reductions.begin_backward()
             self._queue_callback(EndOfBackward(self))
+            self._held.begin_backward()
 
-    def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+    def pre_backward(
+        self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
         """The first gradient of an output of ``unit`` is there."""
         self._begin_backward()
         for number in StepSchedule.over_before(of, call, self._num_backwards):
@@ -176,18 +187,21 @@ class Lifecycle:
                 self._complete(other, of)
         unit.step.in_pass = of
         if unit.group is None:
-            return
+            return None
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
             if unit.group.num_trainable:
                 unit.step.awaits_gradients = True
+        used = None
         if unit.settings.unshard_in_backward:
             ahead = self._prefetcher.after_backward_of(unit, of, call)
             self._prefetcher.unshard(unit, ahead, keep=False)
             # Checkpointing may run parts of forward again
             unit.group.show_unsharded(read_flags=False)
+            used = self._held.note_backward(unit, gradient)
         if unit.step.arrived and len(unit.step.arrived) >= unit.group.num_trainable:
             self._note_complete_gradients(unit)  # they were complete in a later pass
+        return used
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
@@ -232,7 +246,7 @@ class Lifecycle:
         unit.step.is_in_backward = False
         if unit.group is not None:
             unit.group.show_sharded()
-            if unit.settings.reshard_after_backward:
+            if unit.settings.reshard_after_backward and not unit.step.is_held:
                 unit.group.reshard()
         if of is not None and self._has_earlier_pass(unit, of):
             return
@@ -263,6 +277,7 @@ class Lifecycle:
         """Autograd is done: sweep up what never came, and finish what was started."""
         units = list(self.units())
         self._passes.clear()
+        self._held.end_backward()
         for unit in reversed(units):  # what is inside comes before what is around it
             self._complete(unit)
         for unit in reversed(units):
@@ -320,6 +335,7 @@ class Lifecycle:
         self._open.clear()
         self._prefetcher.forget()
         self.schedule.forget()
+        self._held.let_go()
         self._passes.clear()
         is_void = is_void or any(
             unit.gradients.is_window_open for unit in self.units() if unit.gradients is not None

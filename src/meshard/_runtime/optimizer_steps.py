@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from meshard._params.marks import Mark, mark_of
+from meshard._runtime.private_torch import untraced
 
 
 class Stepped(Protocol):
@@ -140,6 +141,7 @@ def check_may_step(params: Iterable[torch.Tensor]) -> None:
         owner.check_may_step()
 
 
+@untraced
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
@@ -172,6 +174,7 @@ def _watch_zero_grad(optimizer_class: type[Optimizer]) -> None:
         optimizer_class.zero_grad = _clearing(own, _params_of)  # type: ignore[method-assign]
 
 
+@untraced
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     for owner in _owners_in(optimizer):
         owner.note_step()
@@ -180,6 +183,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
 def _clearing(
     zero_grad: Callable[..., None], params_of: Callable[[Any], Iterable[torch.Tensor]]
 ) -> Callable[..., None]:
+    @untraced
     @functools.wraps(zero_grad)
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         zero_grad(self, *args, **kwargs)

@@ -118,6 +118,11 @@ class ParamGroup:
         """Grows with every edit of a shard, and with every step of an optimizer."""
         return self.num_steps + self.tensors.version
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the whole copy is older than the shards."""
+        return self.residence is not Residence.SHARDED and self._whole_version != self.version
+
     def owns(self, param: torch.Tensor) -> bool:
         """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
         return any(own.sharded is param for own in self.params)
@@ -229,7 +234,7 @@ class ParamGroup:
             self.reshard()
             return
         self.adopt_edits()
-        if self._whole_version != self.version:
+        if self.is_stale:
             self.reshard()
 
     def reshard(self, *, keep: bool = False) -> None:

@@ -52,8 +52,13 @@ class StepEvents(Protocol):
     def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
         """A module of the unit has run, or raised."""
 
-    def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
-        """The first gradient of an output is there."""
+    def pre_backward(
+        self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The first gradient of an output is there. Return what to use instead, if anything."""
+
+    def outputs_are_hidden(self, unit: Unit, output: object) -> None:
+        """No tensor was found in what a module returns, though it has a backward."""
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
@@ -172,6 +177,7 @@ class UnitStep:
     is_in_backward: bool = False  # its backward has begun and is not over
     is_ready: bool = False  # its gradients are complete, and wait for units inside it
     in_pass: ForwardPass | None = None  # whose backward it is in, or was in last
+    is_held: bool = False  # a graph may read its whole parameters again: see held
     modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
 
 
@@ -214,6 +220,8 @@ class Unit:
 
         By default the root keeps them, if a backward may follow that needs them at once.
         """
+        if self.step.is_held:
+            return False
         chosen = self.settings.reshard_after_forward
         if chosen is None:
             return not self.is_root or not torch.is_grad_enabled()
