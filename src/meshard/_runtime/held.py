@@ -44,10 +44,11 @@ class HeldUnits:
         self._num_hidden = 0  # forwards whose backward nothing will tell us of
         self._hidden_in: ForwardPass | None = None  # the last of them
         self._making: _SecondOrder | None = None  # what the present backward makes
-        self._frees = False
+        self._is_in_backward = self._frees = False
 
     def begin_backward(self) -> None:
         """A backward begins: note whether it makes a graph, and whether it frees its own."""
+        self._is_in_backward = True
         self._making = _SecondOrder() if torch.is_grad_enabled() else None
         self._frees = bool(self._units) and not keeps_graph()
 
@@ -75,6 +76,8 @@ class HeldUnits:
 
     def hold_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
         """Keep a unit whole whose output holds no tensor, for one backward of this forward."""
+        if self._is_in_backward:
+            return  # a recomputation: the unit is in its backward
         if unit not in _warned:
             _warned.add(unit)
             _warn_of_hidden(unit, output)
@@ -85,6 +88,7 @@ class HeldUnits:
 
     def end_backward(self) -> None:
         """A backward has ended: let the units go if nobody can need them any more."""
+        self._is_in_backward = False
         if self._making is not None and self._units:
             self._graphs.append(weakref.ref(self._making))
         self._making = None
@@ -123,6 +127,7 @@ class HeldUnits:
         self._units.clear()
         self._graphs.clear()
         self._num_hidden = 0
+        self._is_in_backward = False
 
 
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()

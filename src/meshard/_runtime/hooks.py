@@ -109,7 +109,7 @@ class ModuleHooks:
             and not isinstance(output, torch.Tensor)
             and _is_hidden(output, unit, args, kwargs)
         ):
-            unit.lifecycle.outputs_are_hidden(unit, output)
+            unit.lifecycle.held.hold_hidden(unit, output, of)
         call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
         if failed or call is None:
             return None

@@ -48,7 +48,7 @@ class Lifecycle:
         self._num_backwards = 0
         self._prefetcher = Prefetcher(self._units)
         self._reductions = Reductions(comm)
-        self._held = HeldUnits()
+        self.held = HeldUnits()
 
     # --- the units -------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Lifecycle:
         if self.has_failed:
             self.abort()
         if self.phase is Phase.RESTING:
-            self._held.begin_forward()
+            self.held.begin_forward()
             self.schedule.begin_forward()
             self.phase = Phase.FORWARD
             if torch.is_grad_enabled():
@@ -139,11 +139,6 @@ class Lifecycle:
     def _may_reshard(unit: Unit) -> bool:
         return unit.reshards_after_forward and len(unit.step.modules_run) == len(unit.modules)
 
-    def outputs_are_hidden(self, unit: Unit, output: object) -> None:
-        """No tensor was found in what a module of ``unit`` returns, though it has a backward."""
-        if self.phase is Phase.FORWARD:
-            self._held.hold_hidden(unit, output, self.schedule.current)
-
     def _end_forward(self, *, failed: bool) -> None:
         self.phase = Phase.RESTING
         if failed:
@@ -174,7 +169,7 @@ class Lifecycle:
             self._num_backwards += 1
             self._reductions.begin_backward()
             self._queue_callback(EndOfBackward(self))
-            self._held.begin_backward()
+            self.held.begin_backward()
 
     def pre_backward(
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
@@ -198,7 +193,7 @@ class Lifecycle:
             self._prefetcher.unshard(unit, ahead, keep=False)
             # Checkpointing may run parts of forward again
             unit.group.show_unsharded(read_flags=False)
-            used = self._held.note_backward(unit, gradient)
+            used = self.held.note_backward(unit, gradient)
         if unit.step.arrived and len(unit.step.arrived) >= unit.group.num_trainable:
             self._note_complete_gradients(unit)  # they were complete in a later pass
         return used
@@ -277,7 +272,7 @@ class Lifecycle:
         """Autograd is done: sweep up what never came, and finish what was started."""
         units = list(self.units())
         self._passes.clear()
-        self._held.end_backward()
+        self.held.end_backward()
         for unit in reversed(units):  # what is inside comes before what is around it
             self._complete(unit)
         for unit in reversed(units):
@@ -335,7 +330,7 @@ class Lifecycle:
         self._open.clear()
         self._prefetcher.forget()
         self.schedule.forget()
-        self._held.let_go()
+        self.held.let_go()
         self._passes.clear()
         is_void = is_void or any(
             unit.gradients.is_window_open for unit in self.units() if unit.gradients is not None

@@ -26,6 +26,13 @@ from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase, StepSched
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 
 
+class Holder(Protocol):
+    """Keeps units whole beyond their forward and backward: see ``held``."""
+
+    def hold_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
+        """Keep a unit whole whose output holds no tensor, for one backward of this forward."""
+
+
 class StepEvents(Protocol):
     """What a unit tells of the moments of its step: see ``lifecycle``."""
 
@@ -33,6 +40,10 @@ class StepEvents(Protocol):
     schedule: StepSchedule
     is_last_backward: bool
     comm: Communicator
+
+    @property
+    def held(self) -> Holder:
+        """What keeps units whole beyond their forward and backward."""
 
     def use(self, comm: Communicator) -> None:
         """Talk through another communicator from now on. Nothing may be on its way."""
@@ -56,9 +67,6 @@ class StepEvents(Protocol):
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
     ) -> torch.Tensor | None:
         """The first gradient of an output is there. Return what to use instead, if anything."""
-
-    def outputs_are_hidden(self, unit: Unit, output: object) -> None:
-        """No tensor was found in what a module returns, though it has a backward."""
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
