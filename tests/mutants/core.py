@@ -1,135 +1,310 @@
-"""What must every implementation of the reduction get right? Few cases, pinned, fast.
+"""What must every implementation of the reduction get right? Few cases, pinned, with their numbers.
 
 Two lessons of other implementations are in here: equality of replicas does not see a factor that is
 wrong everywhere, so every case has an absolute oracle; and a mesh with an axis of one rank is a
 case of its own.
 """
 
-import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import MixedPrecisionPolicy
 from meshard._comm.gradient_buffer import GradientLayout
-from tests.ranks.test_usage import MODES, Tables, oracle, run_window
-from tests.support.parity import assert_same
+from tests.support.models import Ones, Table, Tables
+from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
-SHAPES = [[(4,), (3, 2)], [(4,)]]
-MESHES = [(2,), (2, 2), (1, 2), (2, 1)]
-SCHEDULES = ["F", "FF", "RF", "NF", "RNRF"]
-FACTORS = [None, 4.0]
+Grads = tuple[float | None, float | None]
 
 
-def masks_of(schedule, num_ranks):
-    """The first and the last microbatch use different parameters, of one size."""
-    masks = []
-    for k in range(len(schedule)):
-        first, last = k == 0, k == len(schedule) - 1
-        row = [[[first or not last, True], [last or not first]] for _ in range(num_ranks)]
-        masks.append(row)
-    return masks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What each rank does, and what it must find."""
+
+    name: str
+    play: Callable[..., Any]  # on every rank
+    mesh: tuple[int, ...]
+    args: tuple[Any, ...] = ()
+    right: Any  # of every rank
+
+    @property
+    def num_ranks(self) -> int:
+        return torch.Size(self.mesh).numel()
+
+    def run(self) -> list[Any]:
+        """Return what each rank has found."""
+        return run_threads(self.play, self.num_ranks, self.mesh, *self.args)
 
 
-def check_windows():
-    """Sums over microbatches and ranks are exact, on every replica."""
-    for mesh, schedule, factor in itertools.product(MESHES, SCHEDULES, FACTORS):
-        num_ranks = mesh[0] * (mesh[1] if len(mesh) == 2 else 1)
-        masks = masks_of(schedule, num_ranks)
-        total = float(num_ranks) if factor is None else factor
-        expected = oracle(SHAPES, schedule, masks, total)
-        for policy in ({}, {"reduce_dtype": torch.float64}):
-            results = run_threads(
-                run_window, num_ranks, mesh, SHAPES, schedule, masks, factor, policy
-            )
-            for grads, _ in results:
-                assert_same(grads, expected, bitwise=True, what=f"{mesh} {schedule} {factor}")
+def sharded(mesh: tuple[int, ...], model: nn.Module | None = None, **policy: torch.dtype) -> Any:
+    mp_policy = MixedPrecisionPolicy(**policy)
+    device_mesh = init_device_mesh("cpu", mesh)
+    return meshard.fully_shard(model or Ones(), device_mesh, mp_policy=mp_policy)
 
 
-def two_windows(schedule):
-    """The second window must not contain anything of the first."""
-    model = meshard.fully_shard(Tables([[(4,)]]), init_device_mesh("cpu", (2, 2)))
-    for _ in range(2):
-        model.zero_grad()
-        for sync in schedule:
-            model.set_gradient_sync(MODES[sync])
-            model([[torch.ones(4)]]).backward()
-    grad = next(model.parameters()).grad.full_tensor()
-    assert grad.tolist() == [float(len(schedule))] * 4, f"{schedule}: {grad}"
+def values(model: nn.Module) -> Grads:
+    """Return the first element of each gradient."""
+    grads = [param.grad for param in model.parameters()]
+    a, b = (None if grad is None else grad.full_tensor().view(-1)[0].item() for grad in grads)
+    return a, b
 
 
-def check_windows_are_separate():
-    """Accumulators are cleared when they have been reduced."""
-    for schedule in ("NF", "RF", "NRF", "FRF", "NNF"):
-        run_threads(two_windows, 4, schedule)
+def backward(model: Any, mode: str, *args: Any) -> None:
+    model.set_gradient_sync(MODES[mode])
+    model(*args).backward()
 
 
-def many_ones(mode):
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    model = meshard.fully_shard(Tables([[(4,)]]), init_device_mesh("cpu", (2, 2)), mp_policy=policy)
-    for k in range(300):
-        model.set_gradient_sync(MODES["F" if k == 299 else mode])
-        model([[torch.ones(4)]]).backward()
-    grad = next(model.parameters()).grad.full_tensor()
-    assert grad.tolist() == [300.0] * 4, f"{mode}: {grad}"
+Script = Sequence[tuple[str, float | None, float | None]]  # mode, gradient of a, gradient of b
 
 
-def check_accumulation_is_wide():
-    """300 microbatches reduced in bfloat16, which counts to 256, add up to 300."""
-    for mode in "NRF":
-        run_threads(many_ones, 4, mode)
+def script(
+    mesh: tuple[int, ...],
+    microbatches: Script,
+    factor: float | None = None,
+    policy: dict[str, torch.dtype] | None = None,
+) -> Grads:
+    """Every rank has the same gradients."""
+    model = sharded(mesh, **(policy or {}))
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    for microbatch in microbatches:
+        backward(model, *microbatch)
+    return values(model)
 
 
-def change_factor_in_window():
-    model = meshard.fully_shard(Tables([[(4,)]]), init_device_mesh("cpu", (2, 2)))
-    model.set_gradient_sync(MODES["R"])
-    model([[torch.ones(4)]]).backward()
+def number_of_the_rank(mesh: tuple[int, ...], schedule: str) -> Grads:
+    """The first gradient is the number of the rank, those that follow are zero."""
+    model = sharded(mesh)
+    for k, mode in enumerate(schedule):
+        backward(model, mode, 0.0 if k else float(dist.get_rank()), 0.0)
+    return values(model)
+
+
+def change_factor(mesh: tuple[int, ...]) -> str | Grads:
+    model = sharded(mesh)
+    backward(model, "R", 1.0, 1.0)
     try:
         model.set_gradient_divide_factor(1.0)
     except RuntimeError:
-        return
-    model.set_gradient_sync(MODES["F"])
-    model([[torch.ones(4)]]).backward()
-    grad = next(model.parameters()).grad.full_tensor()
-    assert grad.tolist() in ([2.0] * 4, [8.0] * 4), f"part of a window: {grad}"
+        return "refused"
+    backward(model, "F", 1.0, 1.0)
+    return values(model)
 
 
-def check_one_factor_per_window():
-    """A factor holds for a whole window, or is refused."""
-    run_threads(change_factor_in_window, 4)
-
-
-def poisoned_padding():
+def count_poison(mesh: tuple[int, ...]) -> int:
+    """Return how many elements of the flat shard hold what was in memory before."""
     original = GradientLayout.allocate
 
-    def allocate(self, dtype):
+    def allocate(self: GradientLayout, dtype: torch.dtype) -> torch.Tensor:
         return original(self, dtype).fill_(float("nan"))
 
-    GradientLayout.allocate = allocate
-    try:
-        model = meshard.fully_shard(Tables([[(3,), (5, 2)]]), init_device_mesh("cpu", (4,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientLayout, "allocate", allocate)
+        model = sharded(mesh, Table([(3,), (5, 2)]))
+        dist.barrier()  # all ranks have patched
         for sync in "NF":
-            model.set_gradient_sync(MODES[sync])
-            model([[torch.ones(3), torch.ones(5, 2)]]).backward()
-        unit = vars(model)["_meshard_unit"]
-        shown = unit.gradients.sharded._shown.flat
-        assert not shown.isnan().any(), f"rank {dist.get_rank()}: {shown}"
-    finally:
-        GradientLayout.allocate = original
+            backward(model, sync, torch.zeros(()), [torch.ones(3), torch.ones(5, 2)])
+        dist.barrier()
+    unit = vars(model)["_meshard_unit"]
+    return int(unit.gradients.sharded._shown.flat.isnan().sum())
 
 
-def check_padding_is_clean():
-    """What is in nobody's shard is zero, so that norms of flat shards are right."""
-    run_threads(poisoned_padding, 4)
+def clear_what_is_on_its_way(mesh: tuple[int, ...]) -> Grads:
+    model = sharded(mesh)
+    model.set_is_last_backward(False)
+    backward(model, "F", 100.0, 100.0)
+    model.zero_grad()
+    model.set_is_last_backward(True)
+    backward(model, "F", 2.5, None)
+    return values(model)
 
 
-CHECKS = [
-    check_windows,
-    check_windows_are_separate,
-    check_accumulation_is_wide,
-    check_one_factor_per_window,
-    check_padding_is_clean,
+def units_of_their_own(
+    mesh: tuple[int, ...], script: Sequence[tuple[str, Any]]
+) -> tuple[Grads, ...]:
+    """Two units and a root without parameters; each entry has a mode per unit, the root's last.
+
+    Return the gradients of both units after each microbatch.
+    """
+    model = Tables([[(4,)], [(4,)], []])
+    for unit in model.units:
+        sharded(mesh, unit)
+    sharded(mesh, model)
+    found = []
+    for modes, (a, b) in script:
+        for unit, mode in zip([*model.units, model], modes, strict=True):
+            unit.set_gradient_sync(MODES[mode], recurse=False)
+        rows = [None if value is None else [torch.full((4,), value)] for value in (a, b)]
+        model([*rows, []]).backward()
+        found.append(values(model))
+    return tuple(found)
+
+
+def large_beside_small(mesh: tuple[int, ...]) -> Grads:
+    """256 on one rank, 1 on the others: the sum is 256 if bfloat16 adds it up one by one."""
+    model = sharded(mesh, reduce_dtype=torch.bfloat16)
+    model.set_gradient_divide_factor(1.0)
+    backward(model, "F", 1.0 if dist.get_rank() else 256.0, 1.0)
+    return values(model)
+
+
+def fine_float64(mesh: tuple[int, ...]) -> Grads:
+    model = sharded(mesh, Ones(dtype=torch.float64))
+    backward(model, "F", torch.tensor(1 + 2.0**-40, dtype=torch.float64), 1.0)
+    return values(model)
+
+
+def narrow_before_wide(mesh: tuple[int, ...]) -> Grads:
+    dtypes = [torch.bfloat16, torch.float32]
+    model = sharded(mesh, Table([(4,), (4,)], dtypes))
+    backward(model, "F", torch.zeros(()), [torch.ones(4), torch.full((4,), 257.0)])
+    return values(model)
+
+
+def freeze_in_window(mesh: tuple[int, ...]) -> Grads:
+    model = sharded(mesh)
+    backward(model, "R", 1.0, 1.0)
+    model.b.requires_grad_(False)
+    backward(model, "F", 1.0, 1.0)
+    return values(model)
+
+
+class Stop(Exception):
+    """Raised in the middle of a forward."""
+
+
+def raise_in_window(mesh: tuple[int, ...]) -> tuple[Grads, Grads]:
+    """Return the gradients after the exception, and after a window that follows."""
+    model = sharded(mesh)
+    backward(model, "F", 1.0, 1.0)
+    backward(model, "R", 1.0, 1.0)
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    handle = model.register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        model(1.0, 1.0)
+    handle.remove()
+    void = values(model)
+    backward(model, "F", 4.0, 4.0)
+    return void, values(model)
+
+
+BF16, FP16 = {"reduce_dtype": torch.bfloat16}, {"reduce_dtype": torch.float16}
+BOTH = (1.0, 1.0)
+TINY = -(2.0**-149)  # the smallest of float32: half of it is -0.0
+
+CASES = [
+    Case(
+        name="ranks_average",
+        play=number_of_the_rank,
+        mesh=(2, 2),
+        args=("RF",),
+        right=(1.5, 0.0),
+    ),
+    Case(
+        name="partials_have_the_shard_groups_share",
+        play=script,
+        mesh=(2, 2),
+        args=([("R", *BOTH), ("F", *BOTH)],),
+        right=(2.0, 2.0),
+    ),
+    Case(
+        name="a_group_of_one_divides_once",
+        play=script,
+        mesh=(2, 1),
+        args=([("F", *BOTH)], 4.0),
+        right=(0.5, 0.5),
+    ),
+    Case(
+        name="partials_are_wide",
+        play=script,
+        mesh=(2, 2),
+        args=([("R", 256.0, 0.0), *[("R", *BOTH)] * 3, ("F", *BOTH)], None, BF16),
+        right=(260.0, 4.0),
+    ),
+    Case(
+        name="another_parameter_on_full",
+        play=script,
+        mesh=(2, 2),
+        args=([("R", 2.5, None), ("F", None, 25.0)],),
+        right=(2.5, 25.0),
+    ),
+    Case(
+        name="whole_gradients_are_reduced_once",
+        play=script,
+        mesh=(2,),
+        args=([("N", *BOTH), ("F", *BOTH)],),
+        right=(2.0, 2.0),
+    ),
+    Case(
+        name="full_twice",
+        play=script,
+        mesh=(2, 2),
+        args=([("F", *BOTH), ("F", *BOTH)],),
+        right=(2.0, 2.0),
+    ),
+    Case(
+        name="a_narrow_wire_is_divided",
+        play=script,
+        mesh=(2, 2),
+        args=([("F", *BOTH)], None, BF16),
+        right=(1.0, 1.0),
+    ),
+    Case(name="one_factor_per_window", play=change_factor, mesh=(2, 2), right="refused"),
+    Case(name="padding_is_zero", play=count_poison, mesh=(4,), right=0),
+    Case(
+        name="cleared_on_its_way",
+        play=clear_what_is_on_its_way,
+        mesh=(2, 2),
+        right=(2.5, None),
+    ),
+    Case(
+        name="a_unit_that_full_skips",
+        play=units_of_their_own,
+        mesh=(2, 2),
+        args=([("RRR", BOTH), ("FFF", (1.0, None))],),
+        right=((None, None), (2.0, 1.0)),
+    ),
+    Case(
+        name="a_mode_for_each_unit",
+        play=units_of_their_own,
+        mesh=(2, 2),
+        args=([("FNR", BOTH), ("NFR", BOTH), ("FFF", BOTH)],),
+        right=((1.0, None), (1.0, 2.0), (3.0, 3.0)),
+    ),
+    Case(name="ranks_are_summed_wide", play=large_beside_small, mesh=(4,), right=(259.0, 4.0)),
+    Case(
+        name="float16_is_divided_before_it_is_narrowed",
+        play=script,
+        mesh=(4,),
+        args=([("F", 98304.0, 1.0)], None, FP16),
+        right=(98304.0, 1.0),
+    ),
+    Case(name="float64_stays", play=fine_float64, mesh=(2, 2), right=(1 + 2.0**-40, 1.0)),
+    Case(name="the_widest_on_the_wire", play=narrow_before_wide, mesh=(2, 2), right=(1.0, 257.0)),
+    Case(name="frozen_in_a_window", play=freeze_in_window, mesh=(2, 2), right=(2.0, 1.0)),
+    Case(
+        name="a_void_window",
+        play=raise_in_window,
+        mesh=(2, 2),
+        right=((None, None), (4.0, 4.0)),
+    ),
+    Case(
+        name="a_partial_that_underflows",
+        play=script,
+        mesh=(2, 2),
+        args=([("R", TINY, 1.0), ("F", None, 1.0)], 16.0),
+        right=(0.0, 0.5),
+    ),
 ]
+BY_NAME = {case.name: case for case in CASES}

@@ -11,30 +11,10 @@ from torch.distributed.tensor import Partial, Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
-from tests.support.models import MlpStack, seeded
+from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.strategies import MODES
 from tests.support.threads import run_threads
-
-MODES = {
-    "N": GradientSync.NONE,
-    "R": GradientSync.REDUCE_SCATTER,
-    "F": GradientSync.FULL,
-}
-
-
-class Ones(nn.Module):
-    """Two parameters; ``forward(a, b)`` gives each a gradient of that value, or none."""
-
-    def __init__(self, numel=4, dtype=None):
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(numel, dtype=dtype))
-        self.b = nn.Parameter(torch.zeros(numel, dtype=dtype))
-
-    def forward(self, a, b=None):
-        out = torch.zeros((), requires_grad=True) * 1.0
-        if a is not None:
-            out = out + a * self.a.sum()
-        return out if b is None else out + b * self.b.sum()
 
 
 def make(mesh_shape=(2, 2), dtype=None, **kwargs):

@@ -6,14 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync
+from meshard import CommLedger
 from tests.support.fake import fake_group
+from tests.support.strategies import MODES
 
-MODES = {
-    "N": GradientSync.NONE,
-    "R": GradientSync.REDUCE_SCATTER,
-    "F": GradientSync.FULL,
-}
 ROWS = 256  # divisible by every shard count used here: no padding
 WIDTH = 4
 

@@ -9,17 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
-from tests.support.models import MlpStack, seeded
+from meshard import CommLedger, MixedPrecisionPolicy
+from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-MODES = {
-    "N": GradientSync.NONE,
-    "R": GradientSync.REDUCE_SCATTER,
-    "F": GradientSync.FULL,
-}
 
 
 def shard(model, mesh, policy):
@@ -81,25 +77,14 @@ def test_each_collective_travels_in_its_dtype(run_ranks):
     assert run_ranks(dtypes_on_the_wire, 4) == [expected] * 4
 
 
-class Ones(nn.Module):
-    """Every backward gives gradients of one."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x):
-        return x + self.weight.sum()
-
-
 def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
     model = meshard.fully_shard(
-        Ones(6).to(param_dtype), init_device_mesh("cpu", mesh_shape), mp_policy=policy
+        Ones(6, param_dtype), init_device_mesh("cpu", mesh_shape), mp_policy=policy
     )
     for number in range(count):
         model.set_gradient_sync(MODES["F"] if number == count - 1 else MODES[mode])
-        model(torch.zeros(())).backward()
-    return full_grads(model)["weight"]
+        model(1.0).backward()
+    return full_grads(model)["a"]
 
 
 @pytest.mark.slow
@@ -118,32 +103,21 @@ def test_bfloat16_parameters_accumulate_in_float32_too(mode):
     assert grads[0].dtype == BF16
 
 
-class TwoOnes(Ones):
-    """Has a second weight, which may be frozen."""
-
-    def __init__(self, numel):
-        super().__init__(numel)
-        self.other = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x):
-        return super().forward(x) + self.other.sum()
-
-
 def toggle_while_adding(count):
-    model = TwoOnes(6).to(BF16)
-    model.other.requires_grad_(False)
+    model = Ones(6, BF16)
+    model.b.requires_grad_(False)
     model = meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
     for number in range(count):
-        model.other.requires_grad_(number % 4 < 2)
-        model(torch.zeros(())).backward()
+        model.b.requires_grad_(number % 4 < 2)
+        model(1.0, 1.0).backward()
     return full_grads(model)
 
 
 def test_sums_stay_wide_when_parameters_are_frozen_and_thawed():
     for grads in run_threads(toggle_while_adding, 2, 600):
         # added up in bfloat16, ones stop at 256
-        assert grads["weight"].tolist() == [600.0] * 6
-        assert grads["other"].tolist() == [300.0] * 6
+        assert grads["a"].tolist() == [600.0] * 6
+        assert grads["b"].tolist() == [300.0] * 6
 
 
 def test_the_accumulate_dtype_is_the_users_choice():
@@ -155,8 +129,8 @@ def test_the_accumulate_dtype_is_the_users_choice():
 def large_gradients(mesh_shape, value):
     policy = MixedPrecisionPolicy(reduce_dtype=FP16)
     model = meshard.fully_shard(Ones(6), init_device_mesh("cpu", mesh_shape), mp_policy=policy)
-    (model(torch.zeros(())) * value).backward()
-    return full_grads(model)["weight"]
+    model(value).backward()
+    return full_grads(model)["a"]
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (4, 1), (8,)])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -11,140 +12,51 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync
 from tests.support import strategies
+from tests.support.models import Table
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.strategies import MODES
 from tests.support.threads import run_threads
-
-MODES = {
-    "N": GradientSync.NONE,
-    "R": GradientSync.REDUCE_SCATTER,
-    "F": GradientSync.FULL,
-}
-
-
-class Table(nn.Module):
-    """Parameters whose gradients are chosen freely: ``sum(param * given gradient)``."""
-
-    def __init__(self, shapes):
-        super().__init__()
-        self.params = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-
-    def forward(self, x, gradients):
-        terms = [
-            (p * g).sum() for p, g in zip(self.params, gradients, strict=True) if g is not None
-        ]
-        return x + sum(terms) if terms else x
-
-
-class Tables(nn.Module):
-    """Units of a table each, and a table that the root owns."""
-
-    def __init__(self, shapes_per_unit):
-        super().__init__()
-        self.units = nn.ModuleList(Table(shapes) for shapes in shapes_per_unit)
-
-    def forward(self, gradients):
-        x = torch.zeros((), requires_grad=True) * 1.0
-        for unit, own in zip(self.units, gradients, strict=True):
-            x = unit(x, own)
-        return x
-
-
-def integer_gradients(shapes_per_unit, masks, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        [
-            # Times -1.0: a zero becomes -0.0, which must not be taken for a mark of non-use.
-            torch.randint(-8, 9, shape, generator=generator) * -1.0 if used else None
-            for shape, used in zip(shapes, mask, strict=True)
-        ]
-        for shapes, mask in zip(shapes_per_unit, masks, strict=True)
-    ]
-
-
-@st.composite
-def windows(draw):
-    mesh = draw(strategies.meshes())
-    num_units = draw(st.integers(1, 2))
-    shapes = [
-        draw(st.lists(strategies.param_shapes(), min_size=1, max_size=3)) for _ in range(num_units)
-    ]
-    schedule = draw(strategies.schedules(4))
-    ranks = strategies.num_ranks(mesh)
-    masks = [
-        [
-            [draw(st.lists(st.booleans(), min_size=len(s), max_size=len(s))) for s in shapes]
-            for _ in range(ranks)
-        ]
-        for _ in schedule
-    ]
-    factor = draw(st.sampled_from([None, 1.0, 0.5, 4.0, 256.0]))
-    policy = draw(
-        st.sampled_from([{}, {"reduce_dtype": torch.bfloat16}, {"reduce_dtype": torch.float64}])
-    )
-    return mesh, shapes, schedule, masks, factor, policy
-
-
-def oracle(shapes, schedule, masks, total):
-    """Exact sums over all microbatches and ranks, divided once; None where nobody had any."""
-    expected = [[None] * len(unit) for unit in shapes]
-    for k in range(len(schedule)):
-        for rank, mask in enumerate(masks[k]):
-            for u, unit in enumerate(integer_gradients(shapes, mask, 100 * k + rank)):
-                for p, gradient in enumerate(unit):
-                    if gradient is not None:
-                        before = expected[u][p]
-                        expected[u][p] = gradient if before is None else before + gradient
-    return {
-        f"units.{u}.params.{p}": None if value is None else value / total
-        for u, unit in enumerate(expected)
-        for p, value in enumerate(unit)
-    }
-
-
-def run_window(mesh_shape, shapes, schedule, masks, factor, policy):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = Tables(shapes)
-    kwargs = {"mp_policy": meshard.MixedPrecisionPolicy(**policy)}
-    for unit in model.units:
-        meshard.fully_shard(unit, mesh, **kwargs)
-    meshard.fully_shard(model, mesh, **kwargs)
-    if factor is not None:
-        model.set_gradient_divide_factor(factor)
-    rank = dist.get_rank()
-    with CommLedger(model) as ledger:
-        for k, sync in enumerate(schedule):
-            model.set_gradient_sync(MODES[sync])
-            model(integer_gradients(shapes, masks[k][rank], 100 * k + rank)).backward()
-    events = [(event.op, event.unit, event.payload_bytes) for event in ledger.events]
-    return full_grads(model), events
+from tests.support.windows import (
+    expected_reductions,
+    growth_of_errors,
+    run_window,
+    sums,
+    windows,
+)
 
 
 @given(window=windows())
-def test_any_schedule_mesh_and_use_gives_the_exact_sum(window):
-    mesh, shapes, schedule, masks, factor, policy = window
-    ranks = strategies.num_ranks(mesh)
-    results = run_threads(run_window, ranks, mesh, shapes, schedule, masks, factor, policy)
-    total = float(ranks) if factor is None else factor
-    expected = oracle(shapes, schedule, masks, total)
-    for name in list(expected):  # an empty parameter has nothing to be used
-        u, p = int(name.split(".")[1]), int(name.split(".")[3])
-        if 0 in shapes[u][p]:
-            for grads, _ in results:
-                grads.pop(name)
-            expected[name] = "empty"
-    expected = {name: value for name, value in expected.items() if value != "empty"}
-    is_exact = (total.as_integer_ratio()[0] & (total.as_integer_ratio()[0] - 1)) == 0
-    for grads, events in results:
-        assert [event[:2] for event in events] == [event[:2] for event in results[0][1]]
-        if is_exact and "reduce_dtype" not in policy:
-            assert_same(grads, expected, bitwise=True)
-        else:
-            dtype = (
-                torch.bfloat16 if policy.get("reduce_dtype") == torch.bfloat16 else torch.float32
-            )
-            assert_same(grads, expected, dtype)
+def test_any_window_leaves_the_right_sums_and_sends_the_same_on_all_ranks(window):
+    ranks = strategies.num_ranks(window.mesh)
+    results = run_threads(run_window, ranks, window)
+    for _, events in results:
+        assert events == results[0][1]
+    for u, label in enumerate([*(f"units.{u}" for u in range(len(window.params) - 1)), "(root)"]):
+        sent = [event for event in results[0][1] if event.unit == label]
+        reductions = [event for event in sent if event.op != "all_gather"]
+        counted = Counter((event.op, event.payload_bytes, event.dtype) for event in reductions)
+        assert counted == expected_reductions(window, u), label
+    is_exact = math.log2(window.factor).is_integer()
+    for u, row in enumerate(sums(window)):
+        for p, total in enumerate(row):
+            param = window.params[u][p]
+            if 0 in param.shape:
+                continue  # has nothing that could be used
+            for rank, (shards, _) in enumerate(results):
+                found, where = shards[u][p], f"unit {u} parameter {p} on rank {rank}"
+                assert (found is None) == (total is None), where
+                if total is None:
+                    continue
+                exact, magnitude = (
+                    param.shard_of(value / window.factor, window.shards, rank % window.shards)
+                    for value in total
+                )
+                assert found.dtype == param.dtype and found.shape == exact.shape, where
+                bound = 0.0 if is_exact else growth_of_errors(window, u, param) * magnitude
+                assert ((found.double() - exact).abs() <= bound).all(), where
+                replica_0 = results[rank % window.shards][0][u][p]
+                assert torch.equal(found, replica_0), where
 
 
 def diverge(schedule):
@@ -209,13 +121,13 @@ def float_window(mesh_shape, schedule, wire_dtype, seed):
     """Return the first parameter's gradient and the exact sum, for gradients that are floats."""
     mesh = init_device_mesh("cpu", mesh_shape)
     policy = meshard.MixedPrecisionPolicy(reduce_dtype=wire_dtype)
-    model = meshard.fully_shard(Tables([[(7, 3)]]), mesh, mp_policy=policy)
+    model = meshard.fully_shard(Table([(7, 3)]), mesh, mp_policy=policy)
     generator = torch.Generator().manual_seed(seed)
     ranks = dist.get_world_size()
     all_gradients = torch.randn(len(schedule), ranks, 7, 3, generator=generator)
     for k, sync in enumerate(schedule):
         model.set_gradient_sync(MODES[sync])
-        model([[all_gradients[k, dist.get_rank()]]]).backward()
+        model(torch.zeros(()), [all_gradients[k, dist.get_rank()]]).backward()
     return next(model.parameters()).grad.full_tensor(), all_gradients
 
 

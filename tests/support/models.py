@@ -228,3 +228,63 @@ class SometimesUnused(nn.Module):
         for block in self.blocks:
             x = block(x, used)
         return x
+
+
+class Ones(nn.Module):
+    """Two vectors; ``forward(a, b)`` gives each a gradient of that value, or none."""
+
+    def __init__(self, numel: int = 4, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(numel, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, a: float | None, b: float | None = None) -> torch.Tensor:
+        out = torch.zeros((), requires_grad=True) * 1.0
+        if a is not None:
+            out = out + a * self.a.sum()
+        return out if b is None else out + b * self.b.sum()
+
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Table(nn.Module):
+    """Parameters whose gradients are chosen freely: ``sum(param * given gradient)``."""
+
+    def __init__(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype] | None = None
+    ) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(
+            nn.Parameter(torch.zeros(tuple(shape), dtype=dtype))
+            for shape, dtype in zip(shapes, dtypes or [None] * len(shapes), strict=True)
+        )
+
+    def forward(self, x: torch.Tensor, gradients: Gradients) -> torch.Tensor:
+        terms = [
+            (p * g).sum() for p, g in zip(self.params, gradients, strict=True) if g is not None
+        ]
+        return x + sum(terms) if terms else x
+
+
+class Tables(Table):
+    """Units of a table each, and a table that the root owns.
+
+    ``forward`` takes a row of gradients per unit, the root's last; a unit whose row is None is not
+    run.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[Sequence[int]]],
+        dtypes: Sequence[Sequence[torch.dtype]] | None = None,
+    ) -> None:
+        rows = dtypes or [None] * len(shapes)
+        super().__init__(shapes[-1], rows[-1])
+        self.units = nn.ModuleList(Table(*row) for row in zip(shapes[:-1], rows[:-1], strict=True))
+
+    def forward(self, gradients: Sequence[Gradients | None]) -> torch.Tensor:  # type: ignore[override]
+        x = torch.zeros((), requires_grad=True) * 1.0
+        for unit, own in zip(self.units, gradients[:-1], strict=True):
+            x = x if own is None else unit(x, own)
+        return super().forward(x, gradients[-1])

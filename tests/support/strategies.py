@@ -5,7 +5,14 @@ import math
 import torch
 from hypothesis import strategies as st
 
+from meshard import GradientSync
+
 MAX_RANKS = 8
+MODES = {  # what a letter of a schedule stands for
+    "N": GradientSync.NONE,
+    "R": GradientSync.REDUCE_SCATTER,
+    "F": GradientSync.FULL,
+}
 
 Mesh = tuple[int, ...]  # (shard_count,) or (replicate_count, shard_count)
 DivideFactor = float | str | None

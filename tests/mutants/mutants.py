@@ -1,0 +1,282 @@
+"""Which mistakes are classic in reductions of gradients? Each is a patch of ours.
+
+A mutant is the mistake and nothing else: it must not fall over by itself, or on the way to where it
+would do harm, so that what finds it are its numbers.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from meshard._comm import communicator
+from meshard._comm.foreach_reduce import Divisors, Reduced, Reduction
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._runtime.gradient_state import GradientState
+from meshard._runtime.lifecycle import Lifecycle
+from meshard._runtime.sharded_grads import ShardedGrads
+
+ONE = Fraction(1)
+Patch = pytest.MonkeyPatch
+
+
+def partial_added_after_the_all_reduce(patch: Patch) -> None:
+    init, finish = Reduction.__init__, Reduction.finish
+
+    def start(self: Any, request: Any, comm: Any) -> None:
+        self.late, request.partial = request.partial, None
+        init(self, request, comm)
+
+    def add_late(self: Any) -> Reduced:
+        reduced = finish(self)
+        return reduced if self.late is None else reduced._replace(shard=reduced.shard + self.late)
+
+    patch.setattr(Reduction, "__init__", start)
+    patch.setattr(Reduction, "finish", add_late)
+
+
+def partial_divided_by_all_ranks(patch: Patch) -> None:
+    init = Reduction.__init__
+
+    def start(self: Any, request: Any, comm: Any) -> None:
+        init(self, request, comm)
+        if request.replicate_group is None and request.replicate_count > 1:
+            after = self._divisors.after_scatter * request.replicate_count
+            self._divisors = self._divisors._replace(after_scatter=after)
+
+    patch.setattr(Reduction, "__init__", start)
+
+
+def divided_twice_in_groups_of_one(patch: Patch) -> None:
+    init = Reduction.__init__
+
+    def start(self: Any, request: Any, comm: Any) -> None:
+        if request.shard_group.size() == 1:
+            total = request.divide_factor or request.replicate_count
+            request.buffer.div_(total / request.replicate_count)
+        init(self, request, comm)
+
+    patch.setattr(Reduction, "__init__", start)
+
+
+def partial_in_the_reduce_dtype(patch: Patch) -> None:
+    finish = GradientState.finish_reduce
+
+    def round_partial(self: Any, in_flight: Any, after: Any = ()) -> None:
+        finish(self, in_flight, after)
+        if self._partial is not None:
+            wire = self._wire_dtype(in_flight.layout)
+            flat = self._partial.flat.to(wire).to(self._partial.flat.dtype)
+            self._partial = self._partial._replace(flat=flat)
+
+    patch.setattr(GradientState, "finish_reduce", round_partial)
+
+
+def partial_keyed_by_position(patch: Patch) -> None:
+    """A buffer has room for what this reduction uses, and the partial is added as it stands."""
+
+    def move(self: Any, buffer: torch.Tensor, to: Any, held: frozenset[int]) -> torch.Tensor:
+        moved = buffer.new_full((*buffer.shape[:-1], to.shard_numel), -0.0)
+        common = min(moved.shape[-1], buffer.shape[-1])
+        moved.narrow(-1, 0, common).copy_(buffer.narrow(-1, 0, common))
+        return moved
+
+    def only_used(self: Any, gradients: list[torch.Tensor | None]) -> GradientLayout:
+        indices = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+        return GradientLayout(
+            [param.layout for param in self._group.params], indices, self._group.place.device
+        )
+
+    patch.setattr(GradientLayout, "move", move)
+    patch.setattr(GradientState, "_layout_for", only_used)
+
+
+def _keep(patch: Patch, accumulator: str) -> None:
+    start = GradientState.start_reduce
+
+    def keep(self: Any, **kwargs: Any) -> Any:
+        held = getattr(self, accumulator)
+        in_flight = start(self, **kwargs)
+        setattr(self, accumulator, held)
+        return in_flight
+
+    patch.setattr(GradientState, "start_reduce", keep)
+
+
+def partial_not_cleared(patch: Patch) -> None:
+    _keep(patch, "_partial")
+
+
+def whole_gradients_reduced_but_not_cleared(patch: Patch) -> None:
+    _keep(patch, "_unreduced")
+
+
+def factor_applied_again_to_grad(patch: Patch) -> None:
+    add = ShardedGrads.add
+
+    def divide_old(self: Any, new: Any) -> None:
+        if self._shown is not None:
+            self._shown.flat.div_(self._group.place.roles.shard_count)
+        add(self, new)
+
+    patch.setattr(ShardedGrads, "add", divide_old)
+
+
+def all_reduce_of_grad_and_new(patch: Patch) -> None:
+    start = GradientState.start_reduce
+
+    def reduce_grad_too(self: Any, **kwargs: Any) -> Any:
+        shown = self.sharded._shown
+        if shown is not None and kwargs["over_replicas"]:
+            self._partial = shown._replace(flat=shown.flat.clone())
+        return start(self, **kwargs)
+
+    patch.setattr(GradientState, "start_reduce", reduce_grad_too)
+
+
+def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
+    init = Reduction.__init__
+
+    def start(self: Any, request: Any, comm: Any) -> None:
+        init(self, request, comm)
+        if request.buffer.dtype != request.accumulate_dtype:
+            self._divisors = Divisors(ONE, ONE, ONE, ONE)
+
+    patch.setattr(Reduction, "__init__", start)
+
+
+def factor_changed_in_part_of_a_window(patch: Patch) -> None:
+    patch.setattr(GradientState, "is_pending", property(lambda self: False))
+
+
+def padding_not_zeroed(patch: Patch) -> None:
+    """What is missing is the padding of slots that are used; unused ones are filled as they were.
+
+    A slot that is used is first put back to what memory held.
+    """
+    pack = GradientLayout.pack
+
+    def pack_without_padding(self: Any, buffer: torch.Tensor, gradients: Any) -> None:
+        before = buffer.clone()
+        pack(self, buffer, gradients)
+        for slot in self.irregular:
+            if gradients[slot.index] is not None:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                buffer[:, part] = before[:, part]
+        self._write(buffer, gradients, self.irregular)
+
+    patch.setattr(GradientLayout, "pack", pack_without_padding)
+
+
+def zero_grad_forgets_what_is_on_its_way(patch: Patch) -> None:
+    clear = GradientState.clear
+
+    def clear_what_has_arrived(self: Any, indices: frozenset[int] | None = None) -> None:
+        dropped = self._dropped
+        clear(self, indices)
+        self._dropped = dropped
+
+    patch.setattr(GradientState, "clear", clear_what_has_arrived)
+
+
+def no_flush_at_the_end_of_backward(patch: Patch) -> None:
+    finish = Lifecycle.finish_backward
+
+    def finish_without(self: Any) -> None:
+        self.flush = lambda unit: None
+        try:
+            finish(self)
+        finally:
+            del self.flush
+
+    patch.setattr(Lifecycle, "finish_backward", finish_without)
+
+
+def mode_of_the_root_for_every_unit(patch: Patch) -> None:
+    begin = Lifecycle._begin_backward
+
+    def begin_as_the_root(self: Any) -> None:
+        root, *others = self.units()
+        for unit in others:
+            unit.settings.sync = root.settings.sync
+        begin(self)
+
+    patch.setattr(Lifecycle, "_begin_backward", begin_as_the_root)
+
+
+def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
+    sum_rows = communicator._sum_rows
+
+    def sum_narrow(output: torch.Tensor, rows: torch.Tensor) -> None:
+        narrow = torch.empty_like(output, dtype=rows.dtype)
+        sum_rows(narrow, rows)
+        output.copy_(narrow)
+
+    patch.setattr(communicator, "_sum_rows", sum_narrow)
+
+
+def narrowed_before_it_is_divided(patch: Patch) -> None:
+    init = Reduction.__init__
+
+    def start(self: Any, request: Any, comm: Any) -> None:
+        request.buffer = request.buffer.to(request.wire_dtype)
+        init(self, request, comm)
+
+    patch.setattr(Reduction, "__init__", start)
+
+
+def accumulate_dtype_always_float32(patch: Patch) -> None:
+    patch.setattr(GradientState, "_accumulate_dtype", torch.float32)
+
+
+def wire_dtype_of_the_first_parameter(patch: Patch) -> None:
+    def first(self: Any, layout: GradientLayout) -> torch.dtype:
+        return self._reduce_dtype or self._group.tensors.compute_dtypes[layout.indices[0]]
+
+    patch.setattr(GradientState, "_wire_dtype", first)
+
+
+def frozen_in_a_window_is_lost(patch: Patch) -> None:
+    def only_trainable(self: Any, gradients: list[torch.Tensor | None]) -> GradientLayout:
+        params = self._group.params
+        indices = tuple(i for i, param in enumerate(params) if param.sharded.requires_grad)
+        return GradientLayout([param.layout for param in params], indices, self._group.place.device)
+
+    move = GradientLayout.move
+
+    def move_what_fits(self: Any, buffer: Any, to: Any, held: frozenset[int]) -> torch.Tensor:
+        return move(self, buffer, to, held & frozenset(to.indices))
+
+    patch.setattr(GradientState, "_layout_for", only_trainable)
+    patch.setattr(GradientLayout, "move", move_what_fits)
+
+
+def grad_of_a_void_window_kept(patch: Patch) -> None:
+    patch.setattr(GradientState, "clear_window", GradientState.clear)
+
+
+class _Unmarking:
+    """Marks that are read, and not restored after a division."""
+
+    def __init__(self, marks: Any) -> None:
+        self._marks = marks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._marks, name)
+
+    def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
+        pass
+
+
+def mark_of_a_partial_not_restored(patch: Patch) -> None:
+    after = Reduction._after_scatter
+
+    def without_writing(self: Any) -> None:
+        marks = self._request.marks
+        if self._request.replicate_group is None:  # its end is a partial
+            self._request.marks = _Unmarking(marks)
+        after(self)
+        self._request.marks = marks
+
+    patch.setattr(Reduction, "_after_scatter", without_writing)

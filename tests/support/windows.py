@@ -1,0 +1,268 @@
+"""What is a window of microbatches, and what must it leave and send?
+
+Gradients are integers, small enough that sums of them are exact in every dtype on the way. Divided
+by a power of two they stay exact, so nothing but the right bits will do; by other factors they are
+within a bound that counts the roundings.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import meshard
+from tests.support import strategies
+from tests.support.models import Tables
+
+MAX_MICROBATCHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter of a window."""
+
+    shape: tuple[int, ...]
+    dim: int = 0  # that is sharded
+    dtype: torch.dtype = torch.float32
+    is_frozen: bool = False
+
+    def chunk_rows(self, shards: int) -> int:
+        return math.ceil(self.shape[self.dim] / shards)
+
+    def slot_numel(self, shards: int) -> int:
+        return math.prod(self.shape) // max(self.shape[self.dim], 1) * self.chunk_rows(shards)
+
+    def shard_of(self, whole: torch.Tensor, shards: int, rank: int) -> torch.Tensor:
+        rows, count = self.chunk_rows(shards), self.shape[self.dim]
+        start = min(rank * rows, count)
+        return whole.narrow(self.dim, start, min(rows, count - start))
+
+
+Uses = list[list[bool] | None]  # per unit: which parameters are used; None: the unit is not run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Microbatches that end with F, for units of which the last is the root."""
+
+    mesh: strategies.Mesh
+    params: list[list[Param]]  # of each unit
+    modes: list[str]  # per microbatch, one letter per unit
+    uses: list[list[Uses]]  # per microbatch and rank
+    factor: float
+    policy: dict[str, torch.dtype] = field(default_factory=dict)
+
+    @property
+    def shards(self) -> int:
+        return self.mesh[-1]
+
+    @property
+    def replicas(self) -> int:
+        return math.prod(self.mesh[:-1])
+
+    def compute_dtype(self, param: Param) -> torch.dtype:
+        return self.policy.get("param_dtype", param.dtype)
+
+    def wire_dtype(self, unit: int) -> torch.dtype:
+        dtypes = [self.compute_dtype(p) for p in self.params[unit] if not p.is_frozen]
+        return self.policy.get("reduce_dtype") or _widest(dtypes)
+
+    def accumulate_dtype(self, unit: int) -> torch.dtype:
+        dtypes = [param.dtype for param in self.params[unit]]
+        return self.policy.get("accumulate_dtype") or _widest([torch.float32, *dtypes])
+
+    def trains(self, unit: int) -> bool:
+        return any(not param.is_frozen for param in self.params[unit])
+
+    @property
+    def amplitude(self) -> int:
+        """The largest gradient with which every intermediate has few enough digits.
+
+        With R replicas a partial is a multiple of R/c, so an odd R costs digits.
+        """
+        dtypes = {torch.float32, *self.policy.values()}
+        dtypes |= {param.dtype for unit in self.params for param in unit}
+        most = min(round(1 / torch.finfo(dtype).eps) * 2 for dtype in dtypes)
+        odd = self.replicas // (self.replicas & -self.replicas)
+        return min(8, most // (len(self.modes) * self.replicas * self.shards * odd))
+
+    def gradients(self, k: int, rank: int) -> list[list[torch.Tensor | None] | None]:
+        """Return the whole gradients of one microbatch of one rank, as ``Tables`` takes them."""
+        generator = torch.Generator().manual_seed(100 * k + rank)
+        most = self.amplitude
+        rows = []
+        for unit, use in zip(self.params, self.uses[k][rank], strict=True):
+            drawn = [torch.randint(-most, most + 1, p.shape, generator=generator) for p in unit]
+            # Times -1.0: a zero becomes -0.0, which must not be taken for a mark of non-use.
+            rows.append(
+                None
+                if use is None
+                else [g * -1.0 if used else None for g, used in zip(drawn, use, strict=True)]
+            )
+        return rows
+
+
+def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def build(window: Window) -> torch.nn.Module:
+    """Return the sharded model of ``window``. Collective."""
+    mesh = init_device_mesh("cpu", window.mesh)
+    shapes = [[param.shape for param in unit] for unit in window.params]
+    model = Tables(shapes, [[param.dtype for param in unit] for unit in window.params])
+    tables = [*model.units, model]
+    dims = {}
+    for table, unit in zip(tables, window.params, strict=True):
+        for tensor, param in zip(table.params, unit, strict=True):
+            dims[tensor] = Shard(param.dim)
+            tensor.requires_grad_(not param.is_frozen)
+    for table in tables:
+        meshard.fully_shard(
+            table,
+            mesh,
+            shard_placement_fn=dims.get,
+            mp_policy=meshard.MixedPrecisionPolicy(**window.policy),
+        )
+    model.set_gradient_divide_factor(window.factor)
+    return model
+
+
+def run_window(window: Window) -> tuple[list[list[torch.Tensor | None]], list[object]]:
+    """Run ``window`` on this rank; return its shards of gradients per unit, and its events."""
+    model = build(window)
+    tables = [*model.units, model]
+    with meshard.CommLedger(model) as ledger:
+        for k, modes in enumerate(window.modes):
+            for table, mode in zip(tables, modes, strict=True):
+                table.set_gradient_sync(strategies.MODES[mode], recurse=False)
+            model(window.gradients(k, dist.get_rank())).backward()
+    assert not meshard.pending_gradients(model)
+    shards = [
+        [None if p.grad is None else p.grad.to_local().clone() for p in table.params]
+        for table in tables
+    ]
+    return shards, ledger.events
+
+
+def sums(window: Window) -> list[list[tuple[torch.Tensor, torch.Tensor] | None]]:
+    """Return the sum and the sum of magnitudes of all gradients, exactly; None: there are none."""
+    totals: list[list[tuple[torch.Tensor, torch.Tensor] | None]]
+    totals = [[None] * len(unit) for unit in window.params]
+    for k in range(len(window.modes)):
+        for rank in range(window.replicas * window.shards):
+            for u, row in enumerate(window.gradients(k, rank)):
+                for p, gradient in enumerate(row or []):
+                    if gradient is not None and not window.params[u][p].is_frozen:
+                        old = totals[u][p] or (0.0, 0.0)
+                        totals[u][p] = (
+                            old[0] + gradient.double(),
+                            old[1] + gradient.double().abs(),
+                        )
+    return totals
+
+
+def growth_of_errors(window: Window, unit: int, param: Param) -> float:
+    """Return by how much of the sum of magnitudes a gradient may be off: one factor per rounding.
+
+    (K + log2 D + 2) eps of the accumulate dtype, a rounding to the wire per collective and per sum
+    that is made there, and one to the dtype of the parameter.
+    """
+
+    def rounded(dtype: torch.dtype, times: int) -> float:
+        return (1 + torch.finfo(dtype).eps / 2) ** times
+
+    ranks = window.replicas * window.shards
+    in_accumulator = 2 * (len(window.modes) + math.ceil(math.log2(ranks)) + 2)
+    on_wire = 1 + window.replicas * (len(window.mesh) == 2)
+    grown = rounded(window.accumulate_dtype(unit), in_accumulator)
+    return grown * rounded(window.wire_dtype(unit), on_wire) * rounded(param.dtype, 1) - 1
+
+
+def expected_reductions(window: Window, unit: int) -> Counter[tuple[str, int, torch.dtype]]:
+    """Return what a unit must send to reduce its gradients, whoever uses what of it.
+
+    A unit that is not run holds its peace, except that F flushes what it has accumulated.
+    """
+    counted: Counter[tuple[str, int, torch.dtype]] = Counter()
+    if not window.trains(unit):
+        return counted
+    slots = [p.slot_numel(window.shards) for p in window.params[unit] if not p.is_frozen]
+    dtype = window.wire_dtype(unit)
+    is_pending = False
+    for k, modes in enumerate(window.modes):
+        is_run = window.uses[k][0][unit] is not None
+        mode = "F" if modes[unit] == "R" and len(window.mesh) == 1 else modes[unit]
+        if (is_run and mode != "N") or (is_pending and modes[unit] == "F"):
+            if window.shards > 1:
+                payload = window.shards * sum(slots) * dtype.itemsize
+                counted["reduce_scatter", payload, dtype] += 1
+            if mode == "F" and window.replicas > 1:
+                counted["all_reduce", sum(slots) * dtype.itemsize, dtype] += 1
+            is_pending = mode != "F"
+        else:
+            is_pending = is_pending or is_run
+    return counted
+
+
+def _dtypes() -> st.SearchStrategy[torch.dtype]:
+    return st.sampled_from([torch.float32]) | strategies.dtypes()
+
+
+@st.composite
+def params(draw: st.DrawFn) -> Param:
+    shape = draw(strategies.param_shapes())
+    return Param(
+        shape=shape,
+        dim=draw(st.integers(0, len(shape) - 1)),
+        dtype=draw(_dtypes()),
+        is_frozen=draw(st.sampled_from([False] * 5 + [True])),
+    )
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> Window:
+    """Windows on any mesh, of one or two units and a root that may own parameters itself."""
+    mesh = draw(strategies.meshes())
+    units = draw(st.lists(st.lists(params(), min_size=1, max_size=3), min_size=1, max_size=2))
+    units.append(draw(st.lists(params(), max_size=2)))
+    letters = st.text("NRF", min_size=len(units), max_size=len(units))
+    modes = [*draw(st.lists(letters, max_size=MAX_MICROBATCHES - 1)), "F" * len(units)]
+    policy = {}
+    for name in ("param_dtype", "reduce_dtype", "accumulate_dtype"):
+        dtype = draw(st.none() | _dtypes())
+        if dtype is not None:
+            policy[name] = dtype
+    factor = draw(strategies.divide_factors() | strategies.dyadic_divide_factors())
+    return Window(
+        mesh=mesh,
+        params=units,
+        modes=modes,
+        uses=[_draw_uses(draw, units, strategies.num_ranks(mesh)) for _ in modes],
+        factor=strategies.as_number(factor, mesh),
+        policy=policy,
+    )
+
+
+def _draw_uses(draw: st.DrawFn, units: list[list[Param]], num_ranks: int) -> list[Uses]:
+    """Draw what each rank uses; a unit is run by all ranks or by none.
+
+    Some unit with parameters is run always: a backward that meets none is not noticed.
+    """
+    always = {len(units) - 1} if units[-1] else {0, len(units) - 1}
+    per_unit = []
+    for number, unit in enumerate(units):
+        is_run = number in always or draw(st.sampled_from([True, True, True, False]))
+        bits = draw(st.integers(0, 2 ** (num_ranks * len(unit)) - 1))
+        flags = [bool(bits >> place & 1) for place in range(num_ranks * len(unit))]
+        rows = [flags[rank * len(unit) : (rank + 1) * len(unit)] for rank in range(num_ranks)]
+        per_unit.append(rows if is_run else [None] * num_ranks)
+    return [[rows[rank] for rows in per_unit] for rank in range(num_ranks)]
