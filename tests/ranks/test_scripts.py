@@ -1,12 +1,12 @@
 """Does any sequence of what users do agree with an exact model?
 
-Hypothesis writes a script of operations; all ranks run it on threads, and a model in exact
-rationals runs it beside them. Gradients are integers and factors powers of two, so that every
-intermediate is exact in float32 and the two must agree bit for bit after every operation.
+Hypothesis writes a script of operations; all ranks run it on threads, and a model of one process
+runs it beside them. Gradients are integers, another one for every element, and factors powers of
+two, so that every intermediate is exact in float32 and in the float64 of the model: the two must
+agree bit for bit after every operation, partials included.
 """
 
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Shard
 
 import meshard
-from meshard import GradientSync
-from tests.ranks.test_usage import MODES, Tables
+from tests.support.models import Tables
+from tests.support.strategies import MODES, Mesh, num_ranks
 from tests.support.threads import run_threads
 
-SHAPES = [[(3,), (2, 2)], [(5,), (1,)]]
+SHAPES = [[(3,), (2, 2)], [(5,)], [(1,)]]  # the root's last
 PARAMS = [(u, p) for u, shapes in enumerate(SHAPES) for p in range(len(shapes))]
 LEARNING_RATE = 0.25
 
@@ -29,72 +30,116 @@ class Stop(Exception):
     """Raised in the middle of a forward."""
 
 
-def gradient(seed, rank, param, used):
-    """One integer stands for a whole gradient: every element has that value."""
-    if not used:
-        return None
+def gradient(seed, rank, param):
     generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + param)
-    return int(torch.randint(-8, 9, (), generator=generator))
+    unit, place = PARAMS[param]
+    return torch.randint(-8, 9, SHAPES[unit][place], generator=generator).double()
+
+
+def add(old, new):
+    """Add two values of which either may be None, for there is none."""
+    return new if old is None else old if new is None else old + new
+
+
+def nothing():
+    return [None] * len(PARAMS)
 
 
 @dataclass
 class Model:
-    """What should happen, in rationals; one number per parameter."""
+    """What should happen: values and gradients whole, what is pending where it is held."""
 
-    num_ranks: int
-    is_flat: bool
-    values: list = field(default_factory=lambda: [Fraction(0)] * len(PARAMS))
-    grads: list = field(default_factory=lambda: [None] * len(PARAMS))
-    pending: list = field(default_factory=lambda: [None] * len(PARAMS))
+    mesh: Mesh
+    values: list = field(default_factory=lambda: [torch.zeros(SHAPES[u][p]) for u, p in PARAMS])
+    grads: list = field(default_factory=nothing)
     frozen: set = field(default_factory=set)
-    factor: Fraction | None = None
+    factor: float | None = None
     is_open: bool = False
     is_window: bool = False  # also on a flat mesh, where nothing is pending after R
+
+    def __post_init__(self):
+        self.values = [value.double() for value in self.values]
+        self.close()
+
+    def close(self):
+        """Hold nothing that is not in ``.grad``."""
+        self.whole = [nothing() for _ in range(num_ranks(self.mesh))]  # per rank
+        self.partials = [nothing() for _ in range(self.replicas)]  # means over shard groups
+        self.is_open = False
+
+    @property
+    def replicas(self):
+        return self.mesh[0] if len(self.mesh) == 2 else 1
+
+    @property
+    def divisor(self):
+        return self.factor or num_ranks(self.mesh)
 
     def microbatch(self, seed, mode, masks, fails):
         if fails:
             if self.is_window:  # half a window is void
-                self.grads = [None] * len(PARAMS)
-                self.pending = [None] * len(PARAMS)
-                self.is_open = self.is_window = False
+                self.grads = nothing()
+                self.close()
+                self.is_window = False
             return
         for rank, mask in enumerate(masks):
             for param, used in enumerate(mask):
-                value = gradient(seed, rank, param, used and param not in self.frozen)
-                if value is not None:
-                    self.pending[param] = (self.pending[param] or 0) + value
+                if used and param not in self.frozen:
+                    new = gradient(seed, rank, param)
+                    self.whole[rank][param] = add(self.whole[rank][param], new)
         self.is_open = True  # also if no rank had a gradient: none can know that yet
-        if mode == "F" or (mode == "R" and self.is_flat):
-            divisor = self.factor or self.num_ranks
-            for param, value in enumerate(self.pending):
-                if value is not None:
-                    self.grads[param] = (self.grads[param] or 0) + Fraction(value) / divisor
-            self.pending = [None] * len(PARAMS)
-            self.is_open = False
+        if mode != "N":
+            self.reduce_scatter()
+        if mode == "F" or (mode == "R" and len(self.mesh) == 1):
+            self.all_reduce()
         self.is_window = mode != "F"
 
+    def reduce_scatter(self):
+        for rank, row in enumerate(self.whole):
+            partials = self.partials[rank // self.mesh[-1]]
+            for param, value in enumerate(row):
+                if value is not None:
+                    share = value * self.replicas / self.divisor
+                    partials[param] = add(partials[param], share)
+        self.whole = [nothing() for _ in self.whole]
+
+    def all_reduce(self):
+        for partials in self.partials:
+            for param, value in enumerate(partials):
+                if value is not None:
+                    self.grads[param] = add(self.grads[param], value / self.replicas)
+        self.close()
+
+    def held_by(self, rank):
+        """Return what ``pending_gradients`` shows this rank: parameter to whole partial or None."""
+        partials = self.partials[rank // self.mesh[-1]]
+        shown = {param: value for param, value in enumerate(partials) if value is not None}
+        for param, value in enumerate(self.whole[rank]):
+            if value is not None:
+                shown[param] = None
+        return shown
+
     def zero(self, how):
-        zeros = [None if grad is None else Fraction(0) for grad in self.grads]
-        self.grads = zeros if how == "zeros" else [None] * len(PARAMS)
-        self.pending = [None] * len(PARAMS)
-        self.is_open = self.is_window = False
+        zeros = [None if grad is None else torch.zeros_like(grad) for grad in self.grads]
+        self.grads = zeros if how == "zeros" else nothing()
+        self.close()
+        self.is_window = False
 
     def step(self):
         self.is_window = False
         for param, grad in enumerate(self.grads):
             if grad is not None:
-                self.values[param] -= Fraction(LEARNING_RATE) * grad
+                self.values[param] = self.values[param] - LEARNING_RATE * grad
 
 
 @st.composite
 def scripts(draw):
     mesh = draw(st.sampled_from([(1,), (2,), (3,), (4,), (2, 2), (4, 1), (1, 2), (2, 1)]))
-    num_ranks = mesh[0] * (mesh[1] if len(mesh) == 2 else 1)
     mask = st.tuples(*[st.booleans()] * len(PARAMS))
     microbatch = st.tuples(
         st.just("microbatch"),
         st.sampled_from("NRFF"),
-        st.tuples(*[mask] * num_ranks),
+        st.tuples(*[mask] * num_ranks(mesh)),
         st.sampled_from([False] * 7 + [True]),
     )
     other = st.one_of(
@@ -123,20 +168,19 @@ class Player:
             meshard.fully_shard(unit, mesh)
         meshard.fully_shard(self.net, mesh)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=LEARNING_RATE)
-        self.params = [self.net.units[u].params[p] for u, p in PARAMS]
-        self.model = Model(dist.get_world_size(), len(mesh_shape) == 1)
+        tables = [*self.net.units, self.net]
+        self.params = [tables[u].params[p] for u, p in PARAMS]
+        self.names = {id(param): name for name, param in self.net.named_parameters()}
+        self.model = Model(mesh_shape)
         if dist.get_world_size() == 3:  # a third is not exact: no script without a factor
             self.do_factor(-1, 4.0)
 
     def gradients(self, seed, mask):
-        rank, grads = dist.get_rank(), []
-        for u, shapes in enumerate(SHAPES):
-            row = []
-            for p, shape in enumerate(shapes):
-                value = gradient(seed, rank, PARAMS.index((u, p)), mask[PARAMS.index((u, p))])
-                row.append(None if value is None else torch.full(shape, float(value)))
-            grads.append(row)
-        return grads
+        drawn = [
+            gradient(seed, dist.get_rank(), param).float() if used else None
+            for param, used in enumerate(mask)
+        ]
+        return [[drawn[PARAMS.index((u, p))] for p in range(len(SHAPES[u]))] for u in range(3)]
 
     def play(self, place, operation):
         name, *args = operation
@@ -189,7 +233,7 @@ class Player:
         meshard.pending_gradients(self.net)
         if not self.refused(lambda: self.net.set_gradient_divide_factor(factor)):
             assert not self.model.is_window
-            self.model.factor = Fraction(factor)
+            self.model.factor = factor
         else:
             assert self.model.is_window
 
@@ -221,24 +265,38 @@ class Player:
 
     def do_finalize(self, place):
         meshard.finalize_gradients(self.net)
-        if self.model.is_open:
-            self.model.microbatch(-1, "F", [(False,) * len(PARAMS)], False)
+        self.model.reduce_scatter()
+        self.model.all_reduce()
         self.model.is_window = False
 
     def check(self, place, operation):
-        """Compare every parameter and gradient, bit for bit."""
+        """Compare every parameter, gradient and partial, bit for bit."""
         pending = meshard.pending_gradients(self.net)
         assert bool(pending) is self.model.is_open
-        for number, (param, value, grad, held) in enumerate(
-            zip(self.params, self.model.values, self.model.grads, self.model.pending, strict=True)
+        rank = dist.get_rank()
+        held = self.model.held_by(rank)
+        assert set(pending) == {self.names[id(self.params[param])] for param in held}
+        for number, (param, value, grad) in enumerate(
+            zip(self.params, self.model.values, self.model.grads, strict=True)
         ):
-            where = f"operation {place} {operation}, parameter {number}"
-            assert (param.full_tensor() == float(value)).all(), where
+            where = f"operation {place} {operation}, parameter {number} on rank {rank}"
+            self.same(param, value, f"{where}: value")
             assert (param.grad is None) == (grad is None), where
             if grad is not None:
-                assert (param.grad.full_tensor() == float(grad)).all(), f"{where}: {param.grad}"
-            name = f"units.{PARAMS[number][0]}.params.{PARAMS[number][1]}"
-            assert held is not None or pending.get(name) is None, where
+                self.same(param.grad, grad, f"{where}: gradient")
+            if number in held:
+                partial = pending[self.names[id(param)]]
+                assert (partial is None) == (held[number] is None), where
+                if partial is not None:
+                    assert partial.placements == (Partial("avg"), Shard(0)), where
+                    self.same(partial, held[number], f"{where}: partial")
+
+    def same(self, found, whole, where):
+        """Compare this rank's shard with its part of ``whole``."""
+        local, shards = found.to_local(), self.model.mesh[-1]
+        rows = -(-whole.shape[0] // shards)
+        start = rows * (dist.get_rank() % shards)
+        assert torch.equal(local.double(), whole[start : start + rows]), f"{where}: {local}"
 
 
 def play(mesh_shape, script):
@@ -250,9 +308,4 @@ def play(mesh_shape, script):
 @given(script=scripts())
 def test_any_script_agrees_with_the_exact_model(script):
     mesh, operations = script
-    num_ranks = mesh[0] * (mesh[1] if len(mesh) == 2 else 1)
-    run_threads(play, num_ranks, mesh, operations)
-
-
-def test_the_modes_of_the_script_are_all_there():
-    assert set(MODES.values()) == set(GradientSync)
+    run_threads(play, num_ranks(mesh), mesh, operations)
