@@ -5,6 +5,8 @@ python examples/hsdp_microbatches.py
 
 from __future__ import annotations
 
+import gc
+import time
 from argparse import ArgumentParser, Namespace
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from launch import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from meshard import CommLedger, GradientSync, fully_shard, microbatches, pending_gradients
 
@@ -28,26 +31,34 @@ def build(mesh_shape: tuple[int, int]) -> nn.Module:
     return fully_shard(model, mesh)
 
 
-def retained_bytes(model: nn.Module, whole_bytes: int, mode: GradientSync) -> int:
-    """Return the bytes of gradients that this rank keeps between two microbatches."""
-    if mode is GradientSync.NONE:
-        return whole_bytes if pending_gradients(model) else 0
-    kept = [partial for partial in pending_gradients(model).values() if partial is not None]
-    kept += [param.grad for param in model.parameters() if param.grad is not None]
-    return sum(tensor.to_local().nbytes for tensor in kept)
+def live_bytes() -> int:
+    """Return the bytes of all tensors that are alive in this process, each storage once."""
+    dist.barrier()
+    time.sleep(0.2)  # gloo's threads let go of what was sent a little after it has arrived
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        # By type: to ask some objects of torch for their class raises a warning.
+        if issubclass(type(thing), torch.Tensor):
+            local = thing.to_local() if isinstance(thing, DTensor) else thing
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def measure(args: Namespace, mode: GradientSync) -> tuple[CommLedger, int, torch.Tensor]:
-    """Run one window under ``mode`` until its last microbatch."""
+    """Run one window under ``mode``; look at memory before it, and before its last microbatch."""
     model = build((args.replicas, args.ranks // args.replicas))
-    whole_bytes = sum(param.numel() * 4 for param in model.parameters())
     generator = torch.Generator().manual_seed(1)
     batches = torch.randn(args.microbatches, args.ranks, 8, 512, generator=generator)
-    retained = 0
+    model(batches[0, 0]).sum().backward()  # what is made once is made now
+    model.zero_grad()
+    before, retained = live_bytes(), 0
     with CommLedger(model) as ledger:
         for number, batch in enumerate(microbatches(model, batches, until_last=mode)):
             if number == args.microbatches - 1:
-                retained = retained_bytes(model, whole_bytes, mode)
+                pending_gradients(model)  # has what is on its way arrive
+                retained = live_bytes() - before
             model(batch[dist.get_rank()]).square().mean().backward()
     gradient = next(model.parameters()).grad.full_tensor()
     return ledger, retained, gradient
@@ -78,8 +89,8 @@ def run(args: Namespace, device: torch.device) -> None:
             mode.name,
             ledger.counts["reduce_scatter"],
             ledger.counts["all_reduce"],
-            f"{ledger.wire_bytes / MIB:.1f}",
-            f"{retained / MIB:.1f}",
+            f"{ledger.wire_bytes / MIB:g}",
+            f"{retained / MIB:g}",
             "yes" if is_same else "NO",
         )
         print("  ".join(f"{cell!s:>14}" for cell in row))

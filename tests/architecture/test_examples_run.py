@@ -1,4 +1,4 @@
-"""Does the example train, and does it report what it promises?"""
+"""Do the examples run, and do they report what they promise?"""
 
 import json
 import math
@@ -10,7 +10,7 @@ import pytest
 
 from tests.architecture.sources import ROOT
 
-EXAMPLE = ROOT / "examples" / "train_gpt.py"
+EXAMPLES = ROOT / "examples"
 # The smallest run; `--json` names the file for the report, the figure goes to the folder we are in.
 TINY = ["--steps", "3"]
 
@@ -18,14 +18,12 @@ REPORT_KEYS = {"bytes_per_step", "held_out_loss", "peak_bytes_per_rank", "steps"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.slow
-def test_the_example_trains_and_reports(tmp_path):
-    report = tmp_path / "report.json"
+def run_example(name, folder, *args):
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *TINY, "--json", str(report)],
-        cwd=tmp_path,
+        [sys.executable, str(EXAMPLES / name), *args],
+        cwd=folder,
         env=env,
         capture_output=True,
         text=True,
@@ -33,8 +31,22 @@ def test_the_example_trains_and_reports(tmp_path):
         check=False,
     )
     assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_training_example_trains_and_reports(tmp_path):
+    report = tmp_path / "report.json"
+    run_example("train_gpt.py", tmp_path, *TINY, "--json", str(report))
     values = json.loads(report.read_text())
     assert set(values) >= REPORT_KEYS
     assert all(math.isfinite(values[key]) for key in ("held_out_loss", "tokens_per_s"))
     assert values["steps"] == 3
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
+    printed = run_example("hsdp_microbatches.py", tmp_path).strip()
+    page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
+    assert f"```text\n{printed}\n```" in page, printed

@@ -76,6 +76,18 @@ def test_zero_grad_clears_what_is_hidden(how, schedule):
         assert found["b"] == (0.0 if (how, schedule) == ("zeros", "F") else None)
 
 
+def drop_grad_by_hand():
+    model = make()
+    run(model, "R", 100.0, 7.0)
+    model.a.grad = model.b.grad = None
+    run(model, "F", 2.5, None)
+    return values(model)
+
+
+def test_dropping_grad_by_hand_leaves_what_is_pending():
+    assert run_threads(drop_grad_by_hand, 4) == [{"a": 102.5, "b": 7.0}] * 4
+
+
 def zero_in_a_plain_parent():
     parent = nn.ModuleDict({"unit": make()})
     run(parent["unit"], "N", 100.0, 7.0)

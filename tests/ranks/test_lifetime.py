@@ -105,6 +105,40 @@ def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole):
     assert run_ranks(retained_after_a_microbatch, 4, mode, (2, 2)) == [of_whole] * 4
 
 
+def retained_of_a_narrow_parameter(mode, mesh_shape):
+    """15 rows of 16 over two shards: a slot has 8 rows, and rank 1 owns 7."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16)
+    meshard.fully_shard(model, mesh)
+    x = torch.ones(1, 16, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    model.zero_grad()
+    before = settled_tensor_bytes()
+    model.set_gradient_sync(mode)
+    model(x).sum().backward()
+    after = settled_tensor_bytes()
+    meshard.finalize_gradients(model)
+    assert (model.weight.grad.full_tensor() == 1).all()
+    return after - before
+
+
+@pytest.mark.parametrize(
+    ("mode", "mesh_shape", "kept"),
+    [
+        (GradientSync.NONE, (2, 2), [2 * 8 * 16 * 4] * 2),
+        (GradientSync.REDUCE_SCATTER, (2, 2), [8 * 16 * 4] * 2),
+        (GradientSync.REDUCE_SCATTER, (2,), [8 * 16 * (4 + 2), 8 * 16 * 4 + 7 * 16 * 2]),
+        (GradientSync.FULL, (2, 2), [8 * 16 * (4 + 2), 8 * 16 * 4 + 7 * 16 * 2]),
+    ],
+)
+def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
+    run_ranks, mode, mesh_shape, kept
+):
+    num_ranks = torch.Size(mesh_shape).numel()
+    found = run_ranks(retained_of_a_narrow_parameter, num_ranks, mode, mesh_shape)
+    assert found == kept * (num_ranks // 2)
+
+
 def whole_bytes(unit):
     return sum(storage.nbytes() for storage, _ in unit.group.tensors.whole._storages)
 
