@@ -121,7 +121,7 @@ def test_real_ranks_issue_the_same_in_the_same_order(run_ranks, mesh_shape, resh
         reshard_after_forward=None if reshards else False,
     )
     for events, counts, totals, wire in ledgers:
-        assert events == ledgers[0][0]
+        assert events == ledgers[0][0]  # bytes and dtypes included
         assert counts == expected_counts(mesh_shape, 3, "RNF", reshards=reshards)
         assert totals == expected_bytes(mesh_shape, 3, "RNF", reshards=reshards)
         assert wire == ledgers[0][3]
@@ -129,8 +129,7 @@ def test_real_ranks_issue_the_same_in_the_same_order(run_ranks, mesh_shape, resh
 
 def ledger_events(*args, **kwargs):
     ledger = measure(*args, **kwargs)
-    events = [(event.op, event.unit, event.group_size) for event in ledger.events]
-    return events, ledger.counts, ledger.bytes, ledger.wire_bytes
+    return ledger.events, ledger.counts, ledger.bytes, ledger.wire_bytes
 
 
 def test_resharding_moves_one_and_a_half_times_the_bytes_of_data_parallelism():
@@ -169,6 +168,26 @@ def test_frozen_parameters_are_not_reduced():
         with CommLedger() as ledger:
             layer(torch.ones(1, 4)).sum().backward()
     assert ledger.bytes == {"all_gather": (32 + 8) * 4, "reduce_scatter": 8 * 4}
+
+
+def reduced_bytes(layer, mode):
+    layer.set_gradient_sync(MODES[mode])
+    with CommLedger() as ledger:
+        layer(torch.ones(1, 4)).sum().backward()
+    return {op: total for op, total in ledger.bytes.items() if op != "all_gather"}
+
+
+def test_a_parameter_that_is_frozen_travels_once_more_if_something_of_it_is_pending():
+    with fake_group(4):
+        layer = meshard.fully_shard(nn.Linear(4, 8), init_device_mesh("cpu", (2, 2)))
+        both, bias = (32 + 8) * 4, 8 * 4
+        assert reduced_bytes(layer, "R") == {"reduce_scatter": both}
+        layer.weight.requires_grad_(False)
+        assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
+        assert reduced_bytes(layer, "R") == {"reduce_scatter": bias}
+        assert reduced_bytes(layer, "F") == {"reduce_scatter": bias, "all_reduce": bias // 2}
+        layer.weight.requires_grad_(True)
+        assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
 
 
 def test_a_ledger_of_one_module_does_not_count_another():

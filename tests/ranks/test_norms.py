@@ -6,12 +6,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.models import MlpStack, UnevenMlp, seeded
+from tests.support import strategies
+from tests.support.models import MlpStack, Table, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.threads import run_threads
 
@@ -61,6 +64,50 @@ def norms_agree():
 
 def test_norms_over_mixed_meshes_equal_those_of_whole_gradients(run_ranks):
     run_ranks(norms_agree, 4)
+
+
+def norm_of_drawn_shapes(mesh_shape, shapes, dtypes, norm_type, max_norm):
+    """Every rank has the same gradients; the last parameter is not sharded."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    model = Table(shapes, dtypes)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    meshard.fully_shard(model, mesh, ignored_params={model.params[-1]})
+    model(torch.zeros(()), grads).backward()
+    norm = meshard.clip_grad_norm_(model, max_norm, norm_type)
+    after = meshard.get_total_norm([param.grad for param in model.parameters()], norm_type)
+    return norm, after, full_grads(model)
+
+
+@given(
+    mesh=strategies.meshes(),
+    shapes=st.lists(strategies.param_shapes(), min_size=1, max_size=3),
+    narrow=st.booleans(),
+    norm_type=st.sampled_from(NORMS),
+    max_norm=st.sampled_from([0.5, 1e6]),
+)
+def test_norms_of_any_shapes_equal_those_of_whole_gradients(
+    mesh, shapes, narrow, norm_type, max_norm
+):
+    shapes = [*shapes, (3, 2)]
+    dtypes = [torch.float64] * len(shapes)
+    if narrow:
+        dtypes[0] = dtypes[-1] = torch.float32
+    coarsest = torch.float32 if narrow else torch.float64
+    args = (mesh, shapes, dtypes, norm_type, max_norm)
+    results = run_threads(norm_of_drawn_shapes, strategies.num_ranks(mesh), *args)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    flat = torch.cat([gradient.flatten() for gradient in whole])
+    expected = torch.linalg.vector_norm(flat, norm_type)
+    scale = min(1.0, max_norm / (expected.item() + 1e-6))
+    for norm, after, grads in results:
+        assert torch.equal(norm, results[0][0])  # ranks clip alike, to the bit
+        assert_same(norm.double(), expected, coarsest)
+        assert_same(after.double(), expected * scale, coarsest)
+        for gradient, found in zip(whole, grads.values(), strict=True):
+            if found is not None:  # of an empty parameter there may be none
+                assert_same(found.double(), gradient * scale, coarsest)
 
 
 def norm_of_float64_with_empty_shards():
