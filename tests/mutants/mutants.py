@@ -13,6 +13,7 @@ import torch
 from meshard._comm import communicator
 from meshard._comm.foreach_reduce import Divisors, Reduced, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._runtime.gradient_plan import GradientPlan
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.lifecycle import Lifecycle
 from meshard._runtime.sharded_grads import ShardedGrads
@@ -66,7 +67,7 @@ def partial_in_the_reduce_dtype(patch: Patch) -> None:
     def round_partial(self: Any, in_flight: Any, after: Any = ()) -> None:
         finish(self, in_flight, after)
         if self._partial is not None:
-            wire = self._wire_dtype(in_flight.layout)
+            wire = self.plan.wire_dtype(in_flight.layout)
             flat = self._partial.flat.to(wire).to(self._partial.flat.dtype)
             self._partial = self._partial._replace(flat=flat)
 
@@ -82,22 +83,22 @@ def partial_keyed_by_position(patch: Patch) -> None:
         moved.narrow(-1, 0, common).copy_(buffer.narrow(-1, 0, common))
         return moved
 
-    def only_used(self: Any, gradients: list[torch.Tensor | None]) -> GradientLayout:
+    def only_used(self: Any, gradients: list[torch.Tensor | None], _: Any) -> GradientLayout:
         indices = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
         return GradientLayout(
             [param.layout for param in self._group.params], indices, self._group.place.device
         )
 
     patch.setattr(GradientLayout, "move", move)
-    patch.setattr(GradientState, "_layout_for", only_used)
+    patch.setattr(GradientPlan, "layout_for", only_used)
 
 
 def _keep(patch: Patch, accumulator: str) -> None:
     start = GradientState.start_reduce
 
-    def keep(self: Any, **kwargs: Any) -> Any:
+    def keep(self: Any, options: Any) -> Any:
         held = getattr(self, accumulator)
-        in_flight = start(self, **kwargs)
+        in_flight = start(self, options)
         setattr(self, accumulator, held)
         return in_flight
 
@@ -126,11 +127,11 @@ def factor_applied_again_to_grad(patch: Patch) -> None:
 def all_reduce_of_grad_and_new(patch: Patch) -> None:
     start = GradientState.start_reduce
 
-    def reduce_grad_too(self: Any, **kwargs: Any) -> Any:
+    def reduce_grad_too(self: Any, options: Any) -> Any:
         shown = self.sharded._shown
-        if shown is not None and kwargs["over_replicas"]:
+        if shown is not None and options.over_replicas:
             self._partial = shown._replace(flat=shown.flat.clone())
-        return start(self, **kwargs)
+        return start(self, options)
 
     patch.setattr(GradientState, "start_reduce", reduce_grad_too)
 
@@ -147,7 +148,10 @@ def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
 
 
 def factor_changed_in_part_of_a_window(patch: Patch) -> None:
-    patch.setattr(GradientState, "is_pending", property(lambda self: False))
+    """Neither the setter nor the reduction knows what the window was begun with."""
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(GradientState, "is_window_open", never, raising=False)
+    patch.setattr(GradientState, "_check_factor", lambda self, options: None)
 
 
 def padding_not_zeroed(patch: Patch) -> None:
@@ -227,18 +231,18 @@ def narrowed_before_it_is_divided(patch: Patch) -> None:
 
 
 def accumulate_dtype_always_float32(patch: Patch) -> None:
-    patch.setattr(GradientState, "_accumulate_dtype", torch.float32)
+    patch.setattr(GradientPlan, "accumulate_dtype", torch.float32)
 
 
 def wire_dtype_of_the_first_parameter(patch: Patch) -> None:
     def first(self: Any, layout: GradientLayout) -> torch.dtype:
-        return self._reduce_dtype or self._group.tensors.compute_dtypes[layout.indices[0]]
+        return self.reduce_dtype or self._group.tensors.compute_dtypes[layout.indices[0]]
 
-    patch.setattr(GradientState, "_wire_dtype", first)
+    patch.setattr(GradientPlan, "wire_dtype", first)
 
 
 def frozen_in_a_window_is_lost(patch: Patch) -> None:
-    def only_trainable(self: Any, gradients: list[torch.Tensor | None]) -> GradientLayout:
+    def only_trainable(self: Any, gradients: Any, accumulated: Any) -> GradientLayout:
         params = self._group.params
         indices = tuple(i for i, param in enumerate(params) if param.sharded.requires_grad)
         return GradientLayout([param.layout for param in params], indices, self._group.place.device)
@@ -248,7 +252,7 @@ def frozen_in_a_window_is_lost(patch: Patch) -> None:
     def move_what_fits(self: Any, buffer: Any, to: Any, held: frozenset[int]) -> torch.Tensor:
         return move(self, buffer, to, held & frozenset(to.indices))
 
-    patch.setattr(GradientState, "_layout_for", only_trainable)
+    patch.setattr(GradientPlan, "layout_for", only_trainable)
     patch.setattr(GradientLayout, "move", move_what_fits)
 
 

@@ -287,4 +287,4 @@ class Tables(Table):
         x = torch.zeros((), requires_grad=True) * 1.0
         for unit, own in zip(self.units, gradients[:-1], strict=True):
             x = x if own is None else unit(x, own)
-        return super().forward(x.view_as(x), gradients[-1])  # never the tensor of a unit inside
+        return super().forward(x, gradients[-1])
