@@ -50,6 +50,20 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: an exception in forward must leave the unit sharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
+        module.register_state_dict_pre_hook(_refuse_in_a_window)
+
+
+def _refuse_in_a_window(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Let nobody save a checkpoint in the middle of a window, which it would not hold.
+
+    After a backward that failed it is allowed: parameters are what they were before.
+
+    Raises:
+        RuntimeError: Gradients are pending.
+    """
+    unit = module.__dict__.get("_meshard_unit")
+    if unit is not None and unit.group is not None:
+        unit.group.check_nothing_is_pending()
 
 
 class ModuleHooks:
@@ -164,15 +178,34 @@ def watch_outputs(
 ) -> None:
     """Have ``pre_backward`` called before the first gradient of an output is used."""
     hook = partial(_output_hook, unit_ref, of, call)
-    if isinstance(output, torch.Tensor):
-        if output.requires_grad:
-            setattr(output, WATCHED, True)
-            output.register_hook(hook)
-        return
-    for tensor in tensors_in(output):
+    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             tensor.register_hook(hook)
+            if tensor._is_view():
+                _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
+
+
+def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> None:
+    """Hear of the backward of ``view`` also if it is changed in place.
+
+    A linear layer returns a view, and adding to it in place (``x = layer(x); x += y``) makes
+    autograd drop the hooks of the view; what made the base of the view stays in the graph.
+    """
+    base = view._base
+    if base is not None and base.grad_fn is not None:
+        base.grad_fn.register_prehook(hook)
+
+
+@untraced
+def _base_hook(
+    unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradients: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    unit = unit_ref()
+    if unit is None or call.begun_in == unit.lifecycle.backward_number:
+        return None
+    used = unit.lifecycle.pre_backward(unit, of, call, gradients[0])
+    return None if used is None else (used, *gradients[1:])
 
 
 def _is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -209,30 +209,20 @@ class Lifecycle:
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
 
+    @property
+    def backward_number(self) -> int:
+        """Number of the backward that runs, or of the next one."""
+        return self._num_backwards + (self.phase is not Phase.BACKWARD)
+
     def gradient_joins(self, unit: Unit) -> None:
         """A whole gradient comes from outside the unit's forward. Reduced once all is over."""
         self._begin_backward()
         unit.step.awaits_gradients = True
 
     def _note_complete_gradients(self, unit: Unit) -> None:
-        if not self._has_earlier_pass(unit, unit.step.in_pass):
+        if not StepSchedule.runs_before(self._passes, unit.step.in_pass, unit.number):
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
-
-    def _has_earlier_pass(self, unit: Unit, of: ForwardPass | None) -> bool:
-        """Whether the unit also ran in a pass before ``of``, whose backward is still to come.
-
-        A rank that used it only in the later pass has all gradients early, another has not: all
-        ranks wait for the earlier pass, where they reduce at the same place.
-        """
-        if len(self._passes) < 2:
-            return False
-        for each in self._passes:
-            if each is of:
-                return False
-            if unit.number in each.first_entry:
-                return True
-        return False
 
     def _complete(self, unit: Unit, of: ForwardPass | None = None) -> None:
         """Nothing of this unit is left to run in this backward, or (``of``) in that of a pass."""
@@ -243,7 +233,7 @@ class Lifecycle:
             unit.group.show_sharded()
             if unit.settings.reshard_after_backward and not unit.step.is_held:
                 unit.group.reshard()
-        if of is not None and self._has_earlier_pass(unit, of):
+        if of is not None and StepSchedule.runs_before(self._passes, of, unit.number):
             return
         if unit.step.awaits_gradients:
             unit.step.is_ready = True

@@ -139,6 +139,10 @@ class ParamGroup:
                 "some units only; run the whole window again (the next forward drops them, as "
                 "reset_iter_state() does)."
             )
+        self.check_nothing_is_pending()
+
+    def check_nothing_is_pending(self) -> None:
+        """Raise if gradients are accumulated that are not in ``.grad``."""
         accumulated = self.accumulated() if self.accumulated is not None else None
         if accumulated is not None and accumulated.pending:
             raise RuntimeError(

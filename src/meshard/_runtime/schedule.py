@@ -8,6 +8,7 @@ gathers a unit for the next forward before the optimizer has stepped it.)
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -27,6 +28,7 @@ class ForwardCall:
     entered: int  # ticks of the pass
     exited: int = -1
     exit_place: int = -1  # place in ForwardPass.exits
+    begun_in: int = -1  # number of the last backward that has come to it
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +117,7 @@ class StepSchedule:
             call: The call whose backward begins.
             backward: Number of the backward; each unit is returned once in each.
         """
+        call.begun_in = backward
         if of.swept_in != backward:
             of.swept_in, of.swept = backward, len(of.first_entry)
         entries = list(of.first_entry.items()) if of.swept else []
@@ -123,3 +126,25 @@ class StepSchedule:
             of.swept -= 1
             over.append(entries[of.swept][0])
         return over
+
+    @staticmethod
+    def runs_before(passes: Sequence[ForwardPass], of: ForwardPass | None, unit: int) -> bool:
+        """Return whether ``unit`` also ran in one of ``passes`` before ``of``.
+
+        Its backward is still to come there. A rank that used the unit only in the later pass has
+        all gradients early, another has not; all wait, and reduce at the same place.
+
+        Args:
+            passes: Those whose backward may come, oldest first.
+            of: The pass whose backward runs; None: the last one.
+            unit: The unit.
+        """
+        if len(passes) < 2:
+            return False
+        until = passes[-1] if of is None else of
+        for each in passes:
+            if each is until:
+                return False
+            if unit in each.first_entry:
+                return True
+        return False

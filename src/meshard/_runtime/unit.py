@@ -42,6 +42,10 @@ class StepEvents(Protocol):
     comm: Communicator
 
     @property
+    def backward_number(self) -> int:
+        """Number of the backward that runs, or of the next one."""
+
+    @property
     def held(self) -> Holder:
         """What keeps units whole beyond their forward and backward."""
 
