@@ -1,6 +1,7 @@
 """Does a unit whose weights its parent reads train to parity, with unshard_on_access?"""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -203,6 +204,57 @@ def watch_residence():
 
 def test_what_was_read_is_given_back_with_the_parent(run_ranks):
     run_ranks(watch_residence, 2)
+
+
+def compile_the_reader():
+    mesh = init_device_mesh("cpu", (2,))
+    plain = seeded(AttentionStack())
+    model = shard_attention(copy.deepcopy(plain), mesh)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    xs = torch.randn(2, 2, 3, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dynamo looks at .grad of what is no leaf
+            model(xs[dist.get_rank()]).square().mean().backward()
+        plain(xs.flatten(0, 1)).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+    assert whole_bytes(model) == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_parent_reads(run_ranks):
+    run_ranks(compile_the_reader, 2, timeout=240)
+
+
+class Silent(nn.Module):
+    """Reads a weight, and hands the result on without returning it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, results):
+        results.append(functional.linear(torch.tanh(x), self.layer.weight))
+
+
+def read_without_a_word():
+    mesh = init_device_mesh("cpu", (2,))
+    plain, model = seeded(Silent()), seeded(Silent())
+    meshard.fully_shard(model.layer, mesh, unshard_on_access=True)
+    meshard.fully_shard(model, mesh)
+    xs = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for each, x in ((model, xs[dist.get_rank()]), (plain, xs.flatten(0, 1))):
+        results = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no output was found
+            each(x, results)
+        results[0].square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_a_parent_that_returns_nothing_leaves_what_it_read_whole_for_backward(run_ranks):
+    run_ranks(read_without_a_word, 2)
 
 
 def copy_then_read():

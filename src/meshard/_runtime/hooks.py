@@ -121,7 +121,7 @@ class ModuleHooks:
         if (
             records
             and not isinstance(output, torch.Tensor)
-            and _is_hidden(output, unit, args, kwargs)
+            and is_hidden(output, unit, args, kwargs)
         ):
             unit.lifecycle.held.hold_hidden(unit, output, of)
         call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
@@ -208,7 +208,7 @@ def _base_hook(
     return None if used is None else (used, *gradients[1:])
 
 
-def _is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is a backward to come, but no tensor in the output to hear of it by."""
     if unit.group is None or tensors_in(output):
         return False

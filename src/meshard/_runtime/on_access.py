@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._runtime.hooks import watch_outputs
+from meshard._runtime.hooks import is_hidden, watch_outputs
+from meshard._runtime.private_torch import untraced
 from meshard._runtime.schedule import Phase
 from meshard._runtime.unit import Unit, unit_of
 
@@ -63,6 +64,7 @@ def _is_closed(unit: Unit) -> bool:
     return group is not None and not group.is_showing_unsharded and not group.is_open
 
 
+@untraced
 def _read(unit: Unit) -> None:
     """Gather ``unit``, if a unit runs that can give it back."""
     lifecycle = unit.lifecycle
@@ -84,6 +86,7 @@ def _read(unit: Unit) -> None:
     lifecycle.pre_forward(unit)
 
 
+@untraced
 def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
     """End the forward of what was read in a forward that ends."""
     reader = unit_of(module)
@@ -95,6 +98,9 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
         unit = running[-1]
         _reading.discard(unit)
         of = lifecycle.schedule.current
+        records = not failed and torch.is_grad_enabled()
+        if records and is_hidden(output, unit, args, {}):
+            lifecycle.held.hold_hidden(unit, output, of)
         call = lifecycle.post_forward(unit, 0, failed=failed)
-        if call is not None and not failed and torch.is_grad_enabled():
+        if records and call is not None:
             watch_outputs(output, weakref.ref(unit), of, call)

@@ -81,7 +81,9 @@ class OpenEvents:
         """Nothing to give back."""
         return None
 
-    def pre_backward(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+    def pre_backward(
+        self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+    ) -> None:
         """Refuse: what this backward needs has been given back."""
         raise RuntimeError(
             f"a backward reached unit {unit.label!r} inside unsharded_params, from a forward made "
