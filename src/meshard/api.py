@@ -20,14 +20,15 @@ from torch.distributed.tensor import Shard
 
 from meshard._comm.notes import is_debugging
 from meshard._geometry.mesh_roles import MeshRoles, group_of_neighbours
+from meshard._runtime.companions import accompany
 from meshard._runtime.unit import UnitSettings
 from meshard.build_unit import (
     check_parameters,
     collect,
     commit,
     make_unit,
-    shard_dim_of,
 )
+from meshard.placing import Placer, by_mesh, roles_of
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -36,6 +37,10 @@ from meshard.policies import (
 )
 from meshard.same_start import check_same_start
 
+# Since torch 2.13.
+_TorchDataParallelMeshDims = getattr(
+    torch.distributed.fsdp, "DataParallelMeshDims", DataParallelMeshDims
+)
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
 PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
@@ -74,10 +79,14 @@ def fully_shard(
             for backward, an int keeps them spread over so many neighbouring ranks. None: True
             except for the root.
         shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, or None for dim 0.
+            Any dim will do, whether or not the number of ranks divides it. A
+            ``ShardPlacementResult(Shard(dim), mesh)`` puts the parameter on a mesh of its own.
         mp_policy: dtypes for compute, communication and accumulation.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are.
-        dp_mesh_dims: The data-parallel axes of a larger mesh.
+        dp_mesh_dims: Names the data-parallel axes of ``mesh``, which then has all axes that the
+            model is spread over. Parameters are DTensors on it that are whole along those axes, or
+            ordinary tensors.
         unshard_on_access: When the forward of a unit around this one reads one of its parameters,
             gather it for the rest of that forward, and for its backward. For modules whose
             parameters others read, like ``nn.MultiheadAttention.out_proj``.
@@ -100,33 +109,44 @@ def fully_shard(
     (torch.Size([8, 8]), 'DTensor')
     """
     modules = _check_modules(module)
-    policy = _check_policies(mp_policy, offload_policy, dp_mesh_dims)
+    policy = _check_policies(mp_policy, offload_policy)
+    dims = _check_dims(mesh, dp_mesh_dims)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
     if not isinstance(unshard_on_access, bool):
         raise TypeError(f"unshard_on_access must be a bool, got {unshard_on_access!r}.")
     found = collect(modules, ignored_params or set())
-    shard_dims = [shard_dim_of(fqn, param, shard_placement_fn) for fqn, param, _ in found]
-    roles = MeshRoles.of(mesh if mesh is not None else default_mesh())
+    roles = roles_of(mesh if mesh is not None else default_mesh(), dims)
+    placer = Placer(roles, shard_placement_fn)
+    placings = [placer.place(fqn, param) for fqn, param, _ in found]
     device = device_of(roles.mesh)
     check_parameters(found, device)
+    groups = by_mesh(placings, roles)
     if is_debugging():
-        named = [(entry.fqn, entry.param) for entry in found]
-        check_same_start(named, roles, device, ", ".join(type(each).__name__ for each in modules))
-    settings = _settings(reshard_after_forward, roles)
-    settings.unshard_on_access = unshard_on_access
+        what = ", ".join(type(each).__name__ for each in modules)
+        for group in groups:
+            named = [(found[place].fqn, found[place].param) for place in group]
+            check_same_start(named, placings[group[0]].roles if group else roles, device, what)
+    chosen = [
+        _settings(reshard_after_forward, placings[group[0]].roles if group else roles)
+        for group in groups
+    ]
+    for settings in chosen:
+        settings.unshard_on_access = unshard_on_access
     if device.type != "cpu":
         _move_buffers(modules, device)
-    unit = make_unit(
-        modules,
-        found,
-        roles=roles,
-        policy=policy,
-        settings=settings,
-        shard_dims=shard_dims,
-        device=device,
-    )
-    commit(unit, modules, found, device)
+    units = [
+        make_unit(
+            modules,
+            [found[place] for place in group],
+            placings=[placings[place] for place in group],
+            policy=policy,
+            settings=settings,
+            device=device,
+        )
+        for group, settings in zip(groups, chosen, strict=True)
+    ]
+    commit(accompany(units), modules, [found[place] for group in groups for place in group], device)
     return module
 
 
@@ -169,7 +189,6 @@ def _has_forward(module: nn.Module) -> bool:
 def _check_policies(
     mp_policy: TorchMixedPrecisionPolicy,
     offload_policy: TorchOffloadPolicy,
-    dp_mesh_dims: DataParallelMeshDims | None,
 ) -> MixedPrecisionPolicy:
     if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
@@ -177,10 +196,6 @@ def _check_policies(
         raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
     if isinstance(offload_policy, TorchCPUOffloadPolicy):
         raise NotImplementedError("CPUOffloadPolicy is not built yet; leave offload_policy out.")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "dp_mesh_dims is not built yet; pass the data-parallel sub-mesh as mesh."
-        )
     if isinstance(mp_policy, MixedPrecisionPolicy):
         return mp_policy
     return MixedPrecisionPolicy(
@@ -189,6 +204,18 @@ def _check_policies(
         output_dtype=mp_policy.output_dtype,
         cast_forward_inputs=mp_policy.cast_forward_inputs,
     )
+
+
+def _check_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | None:
+    if dims is None or isinstance(dims, DataParallelMeshDims):
+        chosen = dims
+    elif isinstance(dims, _TorchDataParallelMeshDims):
+        chosen = DataParallelMeshDims(shard=dims.shard, replicate=dims.replicate)
+    else:
+        raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims or None, got {dims!r}.")
+    if chosen is not None and mesh is None:
+        raise ValueError("dp_mesh_dims names axes of mesh; pass mesh as well.")
+    return chosen
 
 
 def _settings(reshard_after_forward: bool | int | None, roles: MeshRoles) -> UnitSettings:

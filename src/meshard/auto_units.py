@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._geometry.mesh_roles import MeshRoles
 from meshard.api import default_mesh, device_of, fully_shard
 from meshard.build_unit import Collected, check_parameters, hoisting
+from meshard.placing import Placer, roles_of
 from meshard.same_start import take_values_of_first_rank
 from meshard.unit_plan import PlannedUnit, UnitChoice, has_forward, plan_units, unit_names
 from meshard.unit_table import is_too_narrow_to_step
@@ -83,7 +83,9 @@ def fully_shard_units(
         found = [Collected(fqn, param, []) for param, fqn in unit.params.items()]
         check_parameters(found, device_of(chosen["mesh"]))
     if sync_init:
-        _take_values_of_first_rank(model, mesh, plan.units, arguments)
+        _take_values_of_first_rank(plan.units, arguments)
+        roles = roles_of(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
+        take_values_of_first_rank(model.named_buffers(), roles, device_of(mesh))
     _warn_about_narrow(plan.units)
     with hoisting(plan.hoisted):
         for unit, chosen in zip(plan.units, arguments, strict=True):
@@ -128,17 +130,14 @@ def _overrides_of(unit: PlannedUnit, overrides: Overrides | None) -> dict[str, A
     return chosen
 
 
-def _take_values_of_first_rank(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    units: list[PlannedUnit],
-    arguments: list[dict[str, Any]],
-) -> None:
+def _take_values_of_first_rank(units: list[PlannedUnit], arguments: list[dict[str, Any]]) -> None:
     for unit, chosen in zip(units, arguments, strict=True):
-        named = [(fqn, param) for param, fqn in unit.params.items()]
-        unit_mesh = chosen["mesh"]
-        take_values_of_first_rank(named, MeshRoles.of(unit_mesh), device_of(unit_mesh))
-    take_values_of_first_rank(model.named_buffers(), MeshRoles.of(mesh), device_of(mesh))
+        roles = roles_of(chosen["mesh"], chosen.get("dp_mesh_dims"))
+        placer = Placer(roles, chosen.get("shard_placement_fn"))
+        for param, fqn in unit.params.items():
+            # Of its own mesh: experts on another mesh differ over this one.
+            own = placer.place(fqn, param).roles
+            take_values_of_first_rank([(fqn, param)], own, device_of(own.mesh))
 
 
 def _warn_about_narrow(units: list[PlannedUnit]) -> None:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
-from meshard._geometry.layout import ParamLayout
-from meshard._geometry.mesh_roles import MeshRoles
 from meshard._params.marks import Mark, mark_as, mark_of
-from meshard._params.sharded_param import ShardedParam, own_part
+from meshard._params.sharded_param import ShardedParam
+from meshard._runtime.companions import chain_of
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.group_tensors import GroupTensors, Place
 from meshard._runtime.hooks import (
@@ -33,11 +31,10 @@ from meshard._runtime.misread import watch_reads
 from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.private_torch import queue_backward_callback
-from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of
+from meshard._runtime.unit import Casts, Unit, UnitSettings, units_of
 from meshard.fsdp_module import FSDPModule
+from meshard.placing import Placing
 from meshard.policies import MixedPrecisionPolicy
-
-PlacementFn = Callable[[nn.Parameter], Any]
 
 
 class Collected(NamedTuple):
@@ -133,15 +130,10 @@ def _check_free(fqn: str, param: nn.Parameter) -> None:
             "already sharded, so the tie would be cut silently; shard both in one call "
             "(apply fully_shard to their common parent only, or pass both modules as a list)."
         )
-    if isinstance(param, DTensor):
-        if kind is Mark.SHARD:
-            raise ValueError(
-                f"parameter {fqn!r} already belongs to a unit made for a module around it "
-                f"(as {marked!r}); call fully_shard on children before their parents."
-            )
-        raise NotImplementedError(
-            f"parameter {fqn!r} is a DTensor already (placements {param.placements}); sharding "
-            "parameters that tensor parallelism has placed is not built yet."
+    if kind is Mark.SHARD:
+        raise ValueError(
+            f"parameter {fqn!r} already belongs to a unit made for a module around it "
+            f"(as {marked!r}); call fully_shard on children before their parents."
         )
 
 
@@ -170,40 +162,16 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
             )
 
 
-def shard_dim_of(fqn: str, param: nn.Parameter, placement_fn: PlacementFn | None) -> int:
-    """Return the dim on which a parameter is sharded.
-
-    Raises:
-        ValueError: ``placement_fn`` returned something else than None or a valid ``Shard``.
-    """
-    placement = placement_fn(param) if placement_fn is not None else None
-    if placement is None:
-        return 0
-    # Not isinstance: _StridedShard and other special shards do not mean what Shard means.
-    if type(placement) is not Shard:
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; "
-            "return torch.distributed.tensor.Shard(dim), or None for Shard(0)."
-        )
-    if not -param.dim() <= placement.dim < param.dim():
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}, "
-            f"which has only {param.dim()} dims."
-        )
-    return placement.dim % param.dim()
-
-
 def make_unit(
     modules: list[nn.Module],
     found: list[Collected],
     *,
-    roles: MeshRoles,
+    placings: list[Placing],
     policy: MixedPrecisionPolicy,
     settings: UnitSettings,
-    shard_dims: list[int],
     device: torch.device,
 ) -> Unit:
-    """Return a unit for ``modules`` that nothing refers to yet."""
+    """Return a unit for ``modules`` that nothing refers to yet; all go onto the same mesh."""
     casts = Casts(
         inputs=policy.param_dtype if policy.cast_forward_inputs else None,
         outputs=policy.output_dtype,
@@ -212,15 +180,14 @@ def make_unit(
     if not found:
         return unit
     params, shards = [], []
-    for (fqn, param, owners), shard_dim in zip(found, shard_dims, strict=True):
-        layout = ParamLayout(param.shape, shard_dim, roles.shard_count)
-        params.append(ShardedParam(fqn, owners, layout))
-        shards.append(own_part(param, layout, roles.shard_rank))
+    for (fqn, param, owners), placing in zip(found, placings, strict=True):
+        params.append(ShardedParam(fqn, owners, placing.layout, placing.placed))
+        shards.append(placing.own_part(param))
     tensors = GroupTensors(
         params,
         shards,
         [entry.param.requires_grad for entry in found],
-        place=Place(roles, device),
+        place=Place(placings[0].roles, device),
         param_dtype=policy.param_dtype,
         gradient_hook=gradient_hook_maker(unit),
     )
@@ -237,17 +204,26 @@ def make_unit(
 def commit(
     unit: Unit, modules: list[nn.Module], found: list[Collected], device: torch.device
 ) -> None:
-    """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside."""
-    if unit.group is not None:
-        for sharded, (fqn, param, _) in zip(unit.group.params, found, strict=True):
-            # Whoever still holds the original holds a tie that the unit does not know of.
-            mark_as(param, Mark.ORIGINAL, fqn)
-            sharded.show(sharded.sharded)
+    """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside.
+
+    Args:
+        unit: With its companions.
+        modules: Of the unit.
+        found: The parameters of the unit, then those of its companions.
+        device: Of the mesh.
+    """
+    chain = chain_of(unit)
+    all_sharded = [param for each in chain if each.group is not None for param in each.group.params]
+    for sharded, (fqn, param, _) in zip(all_sharded, found, strict=True):
+        # Whoever still holds the original holds a tie that the unit does not know of.
+        mark_as(param, Mark.ORIGINAL, fqn)
+        sharded.show(sharded.sharded)
     for module in modules:
         FSDPModule.adopt(module, unit)
-    register_hooks(unit)
-    register_load_hooks(unit)
-    watch_reads(unit)
+    for each in reversed(chain):  # so that the outermost is entered first, and left last
+        register_hooks(each)
+        register_load_hooks(each)
+        watch_reads(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
     _adopt_inner_units(unit, modules, device)
@@ -255,18 +231,19 @@ def commit(
 
 def _adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
     """Name the units inside after their place, and give all of them one lifecycle."""
-    units = [unit]
+    units = chain_of(unit)
+    innermost = units[-1]
     for place, root in enumerate(modules):
         for fqn, module in root.named_modules():
-            inner = unit_of(module)
-            if inner is None or inner in units:
-                continue
-            units.append(inner)
-            inner.fqn = f"{place}.{fqn}" if len(modules) > 1 else fqn
-            inner.reset_step()  # it may have run by itself
-            if inner.parent is None:
-                inner.parent = weakref.ref(unit)
-                unit.children.append(weakref.ref(inner))
+            for inner in units_of(module):
+                if inner in units:
+                    continue
+                units.append(inner)
+                inner.fqn = f"{place}.{fqn}" if len(modules) > 1 else fqn
+                inner.reset_step()  # it may have run by itself
+                if inner.parent is None:
+                    inner.parent = weakref.ref(innermost)
+                    innermost.children.append(weakref.ref(inner))
     comm = make_communicator(device)
     all_roles = [each.group.place.roles for each in units if each.group is not None]
     number_root(comm, [group for roles in all_roles for group in roles.groups])

@@ -12,7 +12,7 @@ from meshard._comm.customised import GroupMemory
 from meshard._geometry.mesh_roles import group_for_scatter
 from meshard._runtime.unit import CommSettings, Unit
 from meshard.policies import AllGather, ReduceScatter
-from meshard.setters import check_bool, own_unit, reached_units
+from meshard.setters import check_bool, own_unit, own_units, reached_units
 
 
 class CommSetters:
@@ -75,7 +75,7 @@ class CommSetters:
             TypeError: ``comm`` cannot be called, or has no ``allocate``.
             ValueError: Memory of the process group was asked for.
         """
-        _replace(own_unit(self), all_gather=_checked("set_custom_all_gather", comm))
+        _replace(self, all_gather=_checked("set_custom_all_gather", comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
@@ -89,7 +89,7 @@ class CommSetters:
             TypeError: ``comm`` cannot be called, or has no ``allocate``.
             ValueError: Memory of the process group was asked for.
         """
-        _replace(own_unit(self), reduce_scatter=_checked("set_custom_reduce_scatter", comm))
+        _replace(self, reduce_scatter=_checked("set_custom_reduce_scatter", comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take the buffers of this unit's collectives from the process group's own allocator.
@@ -105,10 +105,10 @@ class CommSetters:
             ValueError: A custom collective was set, which allocates by itself.
         """
         check_bool("enable", enable)
-        unit = own_unit(self)
-        if enable and unit.group is not None:
-            GroupMemory(unit.group.place.device).of(unit.group.place.roles.shard_group)
-        _replace(unit, from_group=enable)
+        for unit in own_units(self):
+            if enable and unit.group is not None:
+                GroupMemory(unit.group.place.device).of(unit.group.place.roles.shard_group)
+        _replace(self, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Not built: meshard does not gather through symmetric memory yet."""
@@ -180,7 +180,12 @@ def _checked(setter: str, comm: Any) -> Any:
     return comm
 
 
-def _replace(unit: Unit, **changes: Any) -> None:
+def _replace(module: Any, **changes: Any) -> None:
+    for unit in own_units(module):
+        _replace_of(unit, changes)
+
+
+def _replace_of(unit: Unit, changes: dict[str, Any]) -> None:
     chosen: CommSettings = replace(unit.settings.comm, **changes)
     if chosen.from_group and (chosen.all_gather or chosen.reduce_scatter):
         raise ValueError(

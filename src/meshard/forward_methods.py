@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from meshard._runtime.hooks import hooks_of
+from meshard._runtime.hooks import run_in_unit
 from meshard._runtime.unit import unit_of
 
 _REGISTERED = "_meshard_forward_methods"  # on a module: names, with what its class does not have
@@ -35,7 +35,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         if unit.group is None or unit.group.is_showing_unsharded:
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
-        return hooks_of(self, unit).run(self, method, args, kwargs)
+        return run_in_unit(self, unit, method, args, kwargs)
 
     return forward
 
@@ -99,7 +99,7 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
             raise AttributeError(f"this {type(self).__name__} has no attribute {name!r}.")
         unit = unit_of(self) if name in registered else None
         return (
-            hooks_of(self, unit).run(self, called, args, kwargs)
+            run_in_unit(self, unit, called, args, kwargs)
             if unit
             else called(*args, **kwargs)
         )

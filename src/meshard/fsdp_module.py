@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from meshard.comm_setters import CommSetters
 from meshard.forward_methods import direct_forward
 from meshard.gather_setters import GatherSetters
 from meshard.gradient_setters import GradientSetters
-from meshard.setters import as_module, own_unit
+from meshard.setters import as_module, own_unit, own_units
 
 _CLASSES: dict[type, type] = {}
 
@@ -27,24 +27,20 @@ class UnshardHandle:
     """An ``unshard`` that may still be on its way.
 
     Args:
-        unit: The unit that is being gathered; None if there is nothing to wait for.
+        units: The units that are being gathered.
     """
 
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = weakref.ref(unit) if unit is not None else None
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._units = [weakref.ref(unit) for unit in units]
 
     def wait(self) -> None:
         """Return once the whole parameters may be used on the current stream."""
-        unit = self._unit() if self._unit is not None else None
-        if unit is not None and unit.group is not None:
-            _finish_unshard(unit)
-        self._unit = None
-
-
-def _finish_unshard(unit: Unit) -> None:
-    assert unit.group is not None
-    unit.group.finish_unshard()
-    unit.group.show_unsharded()
+        for ref in self._units:
+            unit = ref()
+            if unit is not None and unit.group is not None:
+                unit.group.finish_unshard()
+                unit.group.show_unsharded()
+        self._units.clear()
 
 
 class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
@@ -107,22 +103,25 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         Args:
             async_op: Return a handle at once, to wait for later.
         """
-        unit = own_unit(self)
-        if unit.group is None:
-            return UnshardHandle(None) if async_op else None
-        unit.group.check_closed("gathered by unshard()")
-        unit.group.forget_stale(leftover=True)
-        unit.group.start_unshard()
+        units = [unit for unit in own_units(self) if unit.group is not None]
+        for unit in units:
+            assert unit.group is not None
+            unit.group.check_closed("gathered by unshard()")
+        for unit in units:
+            assert unit.group is not None
+            unit.group.forget_stale(leftover=True)
+            unit.group.start_unshard()
+        handle = UnshardHandle(units)
         if async_op:
-            return UnshardHandle(unit)
-        _finish_unshard(unit)
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
         """Give the whole parameters of this unit back. Every rank by itself."""
-        group = own_unit(self).group
-        if group is not None and group.residence is not Residence.SHARDED:
-            group.reshard()
+        for unit in own_units(self):
+            if unit.group is not None and unit.group.residence is not Residence.SHARDED:
+                unit.group.reshard()
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted: nothing whole, nothing on its way."""

@@ -7,8 +7,8 @@ import weakref
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshard._runtime.unit import Unit, unit_of
-from meshard.setters import check_bool, own_unit, reached_units
+from meshard._runtime.unit import Unit, units_of
+from meshard.setters import check_bool, own_units, reached_units
 
 
 class GatherSetters:
@@ -32,25 +32,28 @@ class GatherSetters:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this unit in backward, or not because its backward does not read parameters."""
         check_bool("unshard_in_backward", unshard_in_backward)
-        own_unit(self).settings.unshard_in_backward = unshard_in_backward
+        for unit in own_units(self):
+            unit.settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules when this one starts its forward, instead of the predicted one."""
-        own_unit(self).settings.forward_prefetch = _refs("forward", modules)
+        for unit in own_units(self):
+            unit.settings.forward_prefetch = _refs("forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules when this one starts its backward, instead of the predicted one."""
-        own_unit(self).settings.backward_prefetch = _refs("backward", modules)
+        for unit in own_units(self):
+            unit.settings.backward_prefetch = _refs("backward", modules)
 
 
 def _refs(direction: str, modules: list[FSDPModule]) -> list[weakref.ref[Unit]]:
-    refs = []
+    refs: list[weakref.ref[Unit]] = []
     for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
+        units = units_of(module) if isinstance(module, nn.Module) else []
+        if not units:
             raise ValueError(
                 f"modules to {direction} prefetch must be sharded by fully_shard, "
                 f"got {type(module).__name__}."
             )
-        refs.append(weakref.ref(unit))
+        refs.extend(weakref.ref(unit) for unit in units)
     return refs

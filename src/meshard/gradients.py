@@ -5,13 +5,14 @@ Everything here works on local tensors: an operator on a DTensor costs more than
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from meshard._comm.scalars import agree_on_max, gather_values
@@ -30,7 +31,7 @@ def get_total_norm(
     """Return the norm of all tensors together, as if each were whole and on one device.
 
     **Collective:** every rank of the meshes of the DTensors among them, with the same tensors in
-    the same order; at most one all-gather of one number per distinct mesh and sharded axis.
+    the same order; one all-gather of a few numbers per process group that shards any of them.
 
     Args:
         tensors: Plain tensors count once, and must be the same on all ranks (those of
@@ -55,18 +56,16 @@ def get_total_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for tensor in listed:
         groups.setdefault(_sharded_over(tensor), []).append(tensor)
     if not groups:
         return torch.tensor(0.0)
     norms = []
-    for axes, members in groups.items():
+    for members in groups.values():
         local = [local_of(t) if isinstance(t, DTensor) else t for t in members]
-        norm = _local_norm(local, norm_type, foreach)
-        for mesh, axis in axes:
-            norm = _combine(gather_values(norm, mesh.get_group(axis)), norm_type)
-        norms.append(norm)
+        norms.append(_local_norm(local, norm_type, foreach))
+    norms = _over_ranks(norms, list(groups), norm_type)
     total = norms[0]
     if len(norms) > 1:
         total = _combine(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
@@ -128,20 +127,35 @@ def clip_grad_norm_(
     return total
 
 
-def _sharded_over(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the ``(mesh, axis)`` pairs over which a tensor is spread."""
+def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a tensor is spread, one per mesh axis that cuts it."""
     if not isinstance(tensor, DTensor):
         return ()
-    axes = []
+    groups = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
             raise ValueError(
                 f"cannot take the norm of a partial sum (placements {placement}); call "
                 "meshard.finalize_gradients(module), or reduce it first."
             )
-        if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1:
-            axes.append((tensor.device_mesh, axis))
-    return tuple(axes)
+        # Not isinstance(placement, Shard): a strided shard is none.
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1:
+            groups.append(tensor.device_mesh.get_group(axis))
+    return tuple(groups)
+
+
+def _over_ranks(
+    norms: list[torch.Tensor], spread: list[tuple[dist.ProcessGroup, ...]], norm_type: float
+) -> list[torch.Tensor]:
+    """Combine each norm over the groups it is spread over; all of one group travel together."""
+    for group in dict.fromkeys(group for groups in spread for group in groups):
+        places = [place for place, groups in enumerate(spread) if group in groups]
+        dtype = functools.reduce(torch.promote_types, (norms[place].dtype for place in places))
+        own = torch.stack([norms[place].to(dtype) for place in places])
+        of_ranks = gather_values(own, group)
+        for place, column in zip(places, of_ranks.unbind(1), strict=True):
+            norms[place] = _combine(column, norm_type)
+    return norms
 
 
 def _local_norm(

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._geometry.mesh_roles import MeshRoles
-from meshard._runtime.unit import Unit, unit_of, units_in
+from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.unit import Unit, units_in, units_of
 from meshard.same_start import overwrite_by_first_rank
 from meshard.unit_plan import own_class
 from meshard.whole_unit import WholeUnit, is_untouched, new_poisoned
@@ -72,10 +73,10 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     if init is None:
         _check_resets(module)
     _check_owners(module)
-    place = next((u.group.place for u in units_in(module) if u.group is not None), None)
-    device = place.device if place is not None else torch.get_default_device()
+    groups = [unit.group for unit in units_in(module) if unit.group is not None]
+    device = groups[0].place.device if groups else torch.get_default_device()
     work = _Initialisation(init, device)
-    shared = contextlib.nullcontext() if place is None else _random_state(place.roles, device)
+    shared = _random_state(_all_roles(groups), device) if groups else contextlib.nullcontext()
     with shared, torch.no_grad():
         work.run(module)
     if work.untouched:
@@ -132,13 +133,14 @@ class _Initialisation:
 
     def _open_units(self, fqn: str, module: nn.Module) -> list[Unit]:
         """Make whole what initialising ``module`` may write to."""
-        wanted = {unit_of(module): fqn}
+        wanted = dict.fromkeys(units_of(module), fqn)
         if self._init is None and _reset_of(module) is not None:
             for name, inner in module.named_modules(prefix=fqn):
-                wanted.setdefault(unit_of(inner), name)
+                for unit in units_of(inner):
+                    wanted.setdefault(unit, name)
         opened = []
         for unit, name in wanted.items():
-            if unit is not None and unit.group is not None and unit not in self._open:
+            if unit.group is not None and unit not in self._open:
                 self._open[unit] = WholeUnit(unit, name)
                 opened.append(unit)
         return opened
@@ -228,16 +230,29 @@ def _check_owners(root: nn.Module) -> None:
                 )
 
 
+def _all_roles(groups: list[ParamGroup]) -> list[MeshRoles]:
+    """Return the data-parallel mesh, and the axes of other parallelisms, each like one."""
+    meshes = {
+        param.placed.in_use.mesh: None
+        for group in groups
+        for param in group.params
+        if param.placed is not None
+    }
+    axes = [MeshRoles.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+    return [groups[0].place.roles, *axes]
+
+
 @contextlib.contextmanager
-def _random_state(roles: MeshRoles, device: torch.device) -> Iterator[None]:
-    """Let every rank draw what the first rank of the mesh would."""
+def _random_state(meshes: list[MeshRoles], device: torch.device) -> Iterator[None]:
+    """Let every rank draw what the first rank of all meshes would."""
     sources: list[Any] = [torch.default_generator]
     if device.type != "cpu":
         sources.append(_DeviceGenerator(device))
     own = [source.get_state() for source in sources]
     shared = [state.clone() for state in own]
     for source, state in zip(sources, shared, strict=True):
-        overwrite_by_first_rank(state, roles, device, label="(materialize)")
+        for roles in meshes:
+            overwrite_by_first_rank(state, roles, device, label="(materialize)")
         source.set_state(state)
     try:
         yield

@@ -111,18 +111,36 @@ class DataParallelMeshDims:
 
     Args:
         shard: Axis name, or names that are flattened into one, over which parameters are sharded.
+            None: parameters stay whole, and gradients are all-reduced.
         replicate: Axis name, or names, over which they are replicated.
 
     Raises:
-        ValueError: Neither is given.
+        TypeError: A name is not a string.
+        ValueError: Neither is given, or an axis is named twice.
+
+    >>> DataParallelMeshDims(shard=("dp", "cp"), replicate="nodes").shard
+    ('dp', 'cp')
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        named: list[str] = []
+        for role in ("shard", "replicate"):
+            value = getattr(self, role)
+            names = (value,) if isinstance(value, str) else (() if value is None else value)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"{role} must be a name or a tuple of names, got {value!r}.")
+            named.extend(names)
+        if not named:
             raise ValueError("DataParallelMeshDims needs shard=, replicate=, or both.")
+        twice = {name for name in named if named.count(name) > 1}
+        if twice:
+            raise ValueError(
+                f"DataParallelMeshDims names {sorted(twice)} twice; an axis either shards or "
+                "replicates."
+            )
 
 
 class Comm(Protocol):

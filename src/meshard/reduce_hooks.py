@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._runtime.unit import ReduceHook, Unit, unit_of, units_in
+from meshard._runtime.unit import ReduceHook, Unit, units_in, units_of
 
 
 class ReduceHookHandle:
@@ -88,8 +88,7 @@ def register_reduce_hook(
         )
     units = list(units_in(module))
     if not recurse:
-        own = unit_of(module)
-        units = [] if own is None else [own]
+        units = units_of(module)
     if not units:
         raise ValueError(
             f"there is no unit in this {type(module).__name__}; apply fully_shard first."

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from meshard._runtime.unit import Unit, unit_of, units_in
+from meshard._runtime.unit import Unit, unit_of, units_in, units_of
 
 
 def as_module(module: Any) -> nn.Module:
@@ -17,15 +17,20 @@ def as_module(module: Any) -> nn.Module:
 
 
 def own_unit(module: Any) -> Unit:
-    """Return the unit that was made for ``module``."""
+    """Return the unit that was made for ``module``, the outer one if there are several."""
     unit = unit_of(module)
     assert unit is not None
     return unit
 
 
+def own_units(module: Any) -> list[Unit]:
+    """Return the units that were made for ``module``: one for each mesh of its parameters."""
+    return units_of(as_module(module))
+
+
 def reached_units(module: Any, recurse: bool) -> Iterator[Unit]:
-    """Iterate over the unit of ``module``, and with ``recurse`` over those inside."""
-    return units_in(as_module(module)) if recurse else iter([own_unit(module)])
+    """Iterate over the units of ``module``, and with ``recurse`` over those inside."""
+    return units_in(as_module(module)) if recurse else iter(own_units(module))
 
 
 def check_bool(name: str, value: object) -> None:

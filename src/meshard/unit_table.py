@@ -131,7 +131,9 @@ def _short(dtype: torch.dtype) -> str:
 
 def _mesh(roles: MeshRoles) -> str:
     shard = f"shard {roles.shard_count}"
-    return f"replicate {roles.replicate_count} x {shard}" if roles.mesh.ndim == 2 else shard
+    if roles.replicate_group is None:
+        return shard
+    return f"replicate {roles.replicate_count} x {shard}"
 
 
 def _policies(unit: Unit) -> Iterator[str]:

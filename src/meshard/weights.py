@@ -11,7 +11,7 @@ from torch import nn
 from meshard._comm.scalars import agree_on_max
 from meshard._runtime.open_events import Opening
 from meshard._runtime.open_unit import OpenUnit, check_may_open
-from meshard._runtime.unit import Unit, unit_of, units_in
+from meshard._runtime.unit import Unit, units_in, units_of
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def unsharded_params(
     """Have the parameters of ``module`` whole inside, and edits in the shards afterwards.
 
     Inside, parameters are plain tensors of the dtype that the shards have, so that nothing is
-    rounded; ``state_dict``, ``load_state_dict``, ``functional_call`` and ``module(...)`` work as
+    rounded (those that tensor parallelism has placed are the DTensors they were); ``state_dict``, ``load_state_dict``, ``functional_call`` and ``module(...)`` work as
     on a plain module, without communication. Edit them in place, or assign others of the same
     shape. ``.grad`` is None; gradients of what is computed from them reach the shards, also after
     the block. An exception leaves the shards of all ranks as they were.
@@ -85,8 +85,7 @@ def unsharded_params(
 
 
 def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
-    unit = unit_of(module)
-    units = list(units_in(module)) if recurse else [unit] if unit is not None else []
+    units = list(units_in(module)) if recurse else units_of(module)
     if not units:
         raise ValueError(
             f"there is no unit in this {type(module).__name__}; pass a module that fully_shard was "

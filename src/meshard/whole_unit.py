@@ -97,8 +97,7 @@ class WholeUnit:
                 continue
             if is_new and is_untouched(whole):
                 untouched.append(f"{self._fqn}.{param.fqn}" if self._fqn else param.fqn)
-            rows = param.layout.owned_rows(self._group.place.roles.shard_rank)
-            part = whole.detach().narrow(param.layout.shard_dim, rows.start, len(rows))
+            part = param.own_part(whole)
             local_of(param.sharded).copy_(part)
         return untouched
 

@@ -9,17 +9,17 @@ from meshard._comm.communicator import CommEvent, all_gather_single, tell
 from meshard._comm.notes import compare_notes, is_debugging
 
 
-def gather_values(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the scalar ``value`` of every rank of ``group``, ``[ranks]``. Blocks a CPU host.
+def gather_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the ``values [n]`` of every rank of ``group``, ``[ranks, n]``. Blocks a CPU host.
 
     **Collective:** all ranks of ``group``. **Stream:** the current one.
     """
     if group.size() == 1:
-        return value.view(1)
-    values = value.new_empty(group.size())
-    _announce("all_gather", "(norm)", values, group)
-    all_gather_single(values, value.view(1), group=group)
-    return values
+        return values.view(1, -1)
+    gathered = values.new_empty(group.size(), values.numel())
+    _announce("all_gather", "(norm)", gathered, group)
+    all_gather_single(gathered.view(-1), values, group=group)
+    return gathered
 
 
 def agree_on_max(

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FullMesh:
+    """A mesh of which only some axes are data-parallel.
+
+    Attributes:
+        mesh: All axes, as the parameters on it were placed.
+        at_rest: The same with the shard axes flattened into one.
+        origins: For each axis of ``at_rest`` the axis of ``mesh``; None for the shard axis.
+        data_axes: The data-parallel axes of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    at_rest: DeviceMesh
+    origins: tuple[int | None, ...]
+    data_axes: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshRoles:
     """The two roles of a data-parallel mesh, with the groups that play them on this rank.
 
-    A 1D mesh only shards. A 2D mesh is ``(replicate, shard)``: its last axis shards.
+    A 1D mesh only shards. A 2D mesh is ``(replicate, shard)``: its last axis shards. For axes that
+    are chosen by name see ``named_axes``.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # the data-parallel axes
+    shard_axis: int | None  # of ``mesh``; the others replicate
     shard_group: dist.ProcessGroup
     shard_count: int
     shard_rank: int
     replicate_group: dist.ProcessGroup | None  # None on a 1D mesh
     replicate_count: int  # 1 on a 1D mesh
+    full: FullMesh | None = None  # what the axes were chosen from, if by name
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshRoles:
@@ -38,6 +59,7 @@ class MeshRoles:
         shard_axis = mesh.ndim - 1
         return cls(
             mesh=mesh,
+            shard_axis=shard_axis,
             shard_group=mesh.get_group(shard_axis),
             shard_count=mesh.size(shard_axis),
             shard_rank=mesh.get_local_rank(shard_axis),
@@ -53,16 +75,24 @@ class MeshRoles:
 
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
-        if self.mesh.ndim == 1:
-            return (Shard(shard_dim),)
-        return (Replicate(), Shard(shard_dim))
+        return tuple(
+            Shard(shard_dim) if axis == self.shard_axis else Replicate()
+            for axis in range(self.mesh.ndim)
+        )
+
+    def partial_placements(self, shard_dim: int) -> tuple[Placement, ...]:
+        """Return the placements of a gradient that has not been reduced across the replicas."""
+        return tuple(
+            Shard(shard_dim) if axis == self.shard_axis else Partial("avg")
+            for axis in range(self.mesh.ndim)
+        )
 
 
 def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
     """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
 
-    **Collective:** every rank of the default group, in the same order, the first time that a
-    mesh is seen with this size; later calls answer from a cache.
+    **Collective:** the ranks of that group, in the same order, the first time that a mesh is seen
+    with this size; later calls answer from a cache.
 
     Args:
         roles: The mesh to split along its shard axis.
@@ -70,11 +100,19 @@ def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
     """
     # On the mesh itself, so that groups die with it: a process group that is alive when the
     # interpreter ends aborts the process, and an equal mesh may belong to another world.
-    cache: dict[int, DeviceMesh] = vars(roles.mesh).setdefault("_meshard_neighbours", {})
+    cache: dict[int, dist.ProcessGroup] = vars(roles.mesh).setdefault("_meshard_neighbours", {})
     if group_size not in cache:
-        rows = roles.mesh.mesh.reshape(-1, group_size)
-        cache[group_size] = DeviceMesh(roles.mesh.device_type, rows.clone())
-    return cache[group_size].get_group(1)
+        ranks = dist.get_process_group_ranks(roles.shard_group)
+        first = roles.shard_rank // group_size * group_size
+        # Among the members only: other ranks see other parts of a larger mesh, or none.
+        group = dist.new_group(
+            ranks[first : first + group_size],
+            use_local_synchronization=True,
+            group_desc="meshard_neighbours",
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        cache[group_size] = group
+    return cache[group_size]
 
 
 def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
@@ -89,3 +127,38 @@ def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
     group = vars(roles.mesh)["_meshard_scatter_group"]
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
+    """Return one mesh with the axes of all ``parts``, in this order, and their process groups.
+
+    Raises:
+        ValueError: They overlap, or are not parts of one mesh.
+    """
+    try:
+        # Private. A public DeviceMesh over the same ranks would make new process groups.
+        joined = DeviceMesh._concatenate(parts)
+    except (AssertionError, RuntimeError, TypeError):  # TypeError: no names
+        joined = None
+    # It asks for no common root, and mixes ranks up where two roots number them otherwise.
+    if joined is None or not _holds(joined, parts):
+        raise ValueError(
+            f"the meshes {parts} cannot be joined; make one mesh with named axes "
+            "(init_device_mesh) and take all of them from it, as in mesh['dp'] and mesh['tp']."
+        )
+    return joined
+
+
+def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
+    """Whether the axes of ``joined`` have the ranks that ``parts`` have, seen from this rank."""
+    coordinate = joined.get_coordinate()
+    if coordinate is None:
+        return False
+    first = 0
+    for part in parts:
+        own = range(first, first + part.ndim)
+        index = [slice(None) if axis in own else at for axis, at in enumerate(coordinate)]
+        if not torch.equal(joined.mesh[tuple(index)], part.mesh):
+            return False
+        first += part.ndim
+    return True

@@ -7,27 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
+from meshard._geometry.placed import Placed
 from meshard._params.dtensors import copy_dtensor, local_of, make_dtensor, place_like, set_local
 from meshard._params.marks import Mark, mark_as
 
 
-def own_part(whole: torch.Tensor, layout: ParamLayout, shard_rank: int) -> torch.Tensor:
-    """Return the part of a whole parameter that ``shard_rank`` owns: a view of it."""
-    rows = layout.owned_rows(shard_rank)
-    return whole.detach().narrow(layout.shard_dim, rows.start, len(rows))
-
-
 class ShardedParam:
-    """A parameter of a unit: a DTensor shard at rest, a plain whole tensor in use.
+    """A parameter of a unit: a DTensor shard at rest, a whole tensor in use.
+
+    In use it is an ordinary tensor, or a DTensor over the axes of another parallelism.
 
     Args:
         fqn: Dotted name from the unit's module.
         owners: Every ``(module, attribute)`` that holds the parameter; several if it is tied.
-        layout: How it is cut.
+        layout: How it is cut; of a placed parameter, how this rank's part is cut.
+        placed: If another parallelism has placed it: how it lies over its meshes.
     """
 
     __slots__ = (
@@ -35,15 +33,23 @@ class ShardedParam:
         "fqn",
         "layout",
         "owners",
+        "placed",
         "shard_rank",
         "sharded",
         "unsharded",
     )
 
-    def __init__(self, fqn: str, owners: list[tuple[nn.Module, str]], layout: ParamLayout) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        owners: list[tuple[nn.Module, str]],
+        layout: ParamLayout,
+        placed: Placed | None = None,
+    ) -> None:
         self.fqn = fqn
         self.owners = [(weakref.ref(module), name) for module, name in owners]
         self.layout = layout
+        self.placed = placed
         self.shard_rank: int
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
@@ -51,8 +57,7 @@ class ShardedParam:
     def make_sharded(self, local: torch.Tensor, roles: MeshRoles, *, requires_grad: bool) -> None:
         """Create the sharded face over ``local``, a view of the unit's flat shard."""
         self.shard_rank = roles.shard_rank
-        placements = roles.placements(self.layout.shard_dim)
-        dtensor = make_dtensor(local, roles.mesh, placements, self.layout.shape)
+        dtensor = self._over_mesh(local, roles, roles.placements(self.layout.shard_dim))
         self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         # nn.Parameter wraps the local tensor anew; identity is how a replacement is noticed.
         set_local(self.sharded, local)
@@ -60,18 +65,74 @@ class ShardedParam:
 
     def shard_of(self, whole: torch.Tensor) -> DTensor:
         """Return this rank's shard of ``whole``, a tensor of the global shape: a view of it."""
-        return place_like(self.sharded, own_part(whole, self.layout, self.shard_rank))
+        return place_like(self.sharded, self.own_part(whole))
 
     def for_copy(self, memo: dict[int, Any]) -> ShardedParam:
         """Return a parameter without owners, with a deep copy of the sharded face.
 
         In ``memo`` that copy stands for both faces: a copied module begins sharded.
         """
-        copied = ShardedParam(self.fqn, [], self.layout)
+        copied = ShardedParam(self.fqn, [], self.layout, self.placed)
         copied.shard_rank = self.shard_rank
         copied.sharded = copy_dtensor(self.sharded, memo)
         memo[id(self.unsharded)] = copied.sharded
         return copied
+
+    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this rank owns of ``whole``, a plain tensor of the global shape: a view."""
+        mine = whole.detach() if self.placed is None else self.placed.cut(whole.detach())
+        rows = self.layout.owned_rows(self.shard_rank)
+        return mine.narrow(self.layout.shard_dim, rows.start, len(rows))
+
+    def partial_of(self, local: torch.Tensor, roles: MeshRoles) -> DTensor:
+        """Return ``local`` as a gradient that has not been reduced across the replicas."""
+        return self._over_mesh(local, roles, roles.partial_placements(self.layout.shard_dim))
+
+    def _over_mesh(
+        self, local: torch.Tensor, roles: MeshRoles, data_placements: tuple[Placement, ...]
+    ) -> DTensor:
+        if self.placed is None:
+            return make_dtensor(local, roles.mesh, data_placements, self.layout.shape)
+        spread = self.placed.at_rest(data_placements)
+        return make_dtensor(local, spread.mesh, spread.placements, spread.shape)
+
+    def as_used(self, whole: nn.Parameter) -> nn.Parameter:
+        """Return the whole face as the module sees it: a DTensor, if the parameter is placed."""
+        if self.placed is None:
+            return whole
+        used = self.placed.in_use
+        dtensor = make_dtensor(whole.data, used.mesh, used.placements, used.shape)
+        return nn.Parameter(dtensor, requires_grad=whole.requires_grad)
+
+    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of the gradient of a placed parameter.
+
+        **Collective:** if the gradient is placed otherwise than the parameter (a partial sum under
+        sequence parallelism), the ranks of the mesh axes where it is.
+
+        Raises:
+            RuntimeError: It is not a DTensor on the mesh of the parameter, or it is cut along a
+                data-parallel axis.
+        """
+        assert self.placed is not None
+        used = self.placed.in_use
+        if not isinstance(gradient, DTensor) or gradient.device_mesh != used.mesh:
+            raise RuntimeError(
+                f"parameter {self.fqn!r} is a DTensor over {used.mesh} in forward, but its "
+                f"gradient came as a {type(gradient).__name__} over "
+                f"{getattr(gradient, 'device_mesh', 'no mesh')}; compute with the parameter "
+                "itself, or with its to_local()."
+            )
+        target = self.placed.of_gradient(gradient.placements)
+        if target is None:
+            raise RuntimeError(
+                f"the gradient of parameter {self.fqn!r} has placements {gradient.placements} "
+                f"over {used.mesh}; along data-parallel axes it must be whole or a partial sum."
+            )
+        if target != gradient.placements:
+            gradient = gradient.redistribute(placements=target)
+        # Not the local tensor itself: it may still be on its way.
+        return gradient.to_local()
 
     def show(self, face: nn.Parameter) -> None:
         """Make every owner hold ``face``, without the cost of ``Module.__setattr__``."""

@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import Lane
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import make_dtensor
 from meshard._runtime.gradient_plan import GradientPlan
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held, ShardedGrads, local_views
@@ -88,6 +87,8 @@ class GradientState:
         self.plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
         self._unreduced: Held | None = None  # U
         self._partial: Held | None = None  # Q
+        placed = (i for i, param in enumerate(group.params) if param.placed is not None)
+        self._placed = tuple(placed)  # by another parallelism
         self._in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
@@ -120,10 +121,7 @@ class GradientState:
         roles, found = self._group.place.roles, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in local_views(self._partial, roles.shard_rank):
-                layout = self._group.params[index].layout
-                # Only a 2D mesh has partials.
-                placements = (Partial("avg"), Shard(layout.shard_dim))
-                found[index] = make_dtensor(local, roles.mesh, placements, layout.shape)
+                found[index] = self._group.params[index].partial_of(local, roles)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
@@ -176,6 +174,10 @@ class GradientState:
                 gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
             else:
                 gradients.append(None)
+        for index in self._placed:
+            gradient = gradients[index]
+            if gradient is not None:
+                gradients[index] = self._group.params[index].own_part_of(gradient)
         return gradients
 
     @staticmethod

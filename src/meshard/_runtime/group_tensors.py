@@ -90,7 +90,7 @@ class GroupTensors:
             faces = self.whole.as_parameters(flags)
         self.plan.bind(self.whole.views)
         for index, (param, face) in enumerate(zip(self.params, faces, strict=True)):
-            param.unsharded = face
+            param.unsharded = face = param.as_used(face)
             mark_as(face, Mark.WHOLE_FACE, param.fqn)
             if face.is_floating_point():
                 face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad

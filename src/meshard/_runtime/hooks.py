@@ -157,7 +157,31 @@ class ModuleHooks:
         return output if result is None else result
 
 
-def hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
+def run_in_unit(
+    module: nn.Module,
+    unit: Unit,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``method`` as if it were what ``module(...)`` calls, a module of ``unit``."""
+    for companion in reversed(unit.companions):
+        method = partial(_run, _hooks_of(module, companion), module, method)
+    return _hooks_of(module, unit).run(module, method, args, kwargs)
+
+
+def _run(
+    hooks: ModuleHooks,
+    module: nn.Module,
+    method: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return hooks.run(module, method, args, kwargs)
+
+
+def _hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
     """Return the hooks of one of the modules of ``unit``."""
     place = next(place for place, ref in enumerate(unit.modules) if ref() is module)
     return ModuleHooks(unit, place)

@@ -129,6 +129,9 @@ class Lifecycle:
         elif group is not None and not self._open:
             group.is_leftover = True
         if not self._open:
+            for companion in unit.companions:
+                if companion.group is not None:
+                    companion.group.is_leftover = True
             self._end_forward(failed=failed)
         return call
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._params.dtensors import is_placed_like, local_of
 from meshard._params.sharded_param import ShardedParam
-from meshard._runtime.unit import Unit, unit_of
+from meshard._runtime.unit import Unit, units_of
 
 
 def register_load_hooks(unit: Unit) -> None:
@@ -40,10 +40,10 @@ def register_load_hooks(unit: Unit) -> None:
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Take over what was assigned, so that parameters are tied again before anybody lists them."""
-    unit = unit_of(module)
-    group = None if unit is None else unit.group
-    if group is not None and not group.is_showing_unsharded and not group.is_open:
-        group.adopt_edits()
+    for unit in units_of(module):
+        group = unit.group
+        if group is not None and not group.is_showing_unsharded and not group.is_open:
+            group.adopt_edits()
 
 
 class _LoadHook:

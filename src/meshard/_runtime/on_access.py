@@ -24,10 +24,12 @@ _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def gather_on_access(unit: Unit) -> None:
-    """Have reads of the parameters of ``unit`` gather it while a unit around it runs."""
-    if unit.group is None:
-        return
-    modules = [ref() for param in unit.group.params for ref, _ in param.owners]
+    """Have reads of the parameters of ``unit`` gather it while a unit around it runs.
+
+    So do reads of those of its companions, which are gathered with it.
+    """
+    groups = [each.group for each in (unit, *unit.companions) if each.group is not None]
+    modules = [ref() for group in groups for param in group.params for ref, _ in param.owners]
     for module in dict.fromkeys(modules):
         if module is not None:
             # Past Module.__setattr__, which takes names of parameters only.
@@ -51,7 +53,8 @@ class _NoticedReads(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
         if unit is not None and _is_closed(unit):
-            _read(unit)
+            for each in (unit, *unit.companions):
+                _read(each)
         return super().__getitem__(name)
 
     def __reduce__(self) -> Any:

@@ -20,6 +20,7 @@ from meshard._comm.communicator import Lane
 from meshard._comm.rooted_communicator import gather_to_first, scatter_from_first
 from meshard._comm.setup_communicator import broadcast_from_first
 from meshard._comm.slots import matching_parts
+from meshard._params.dtensors import is_placed_like, local_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.open_events import OpenEvents, Opening, joining_hook
@@ -94,7 +95,8 @@ class OpenUnit:
         value = whole.cpu() if self.opening.offload_to_cpu else whole
         if not value.is_floating_point():
             return nn.Parameter(value, requires_grad=False)
-        parameter = nn.Parameter(value)  # a hook can only be put on a tensor that requires grad
+        # A hook can only be put on a tensor that requires grad.
+        parameter = self._group.params[index].as_used(nn.Parameter(value))
         parameter.register_post_accumulate_grad_hook(joining_hook(self.unit, index))
         parameter.requires_grad_(self._group.params[index].sharded.requires_grad)
         return parameter
@@ -138,6 +140,8 @@ class OpenUnit:
         (value,) = held.values()
         if value is None:
             raise RuntimeError(f"{name} was removed inside unsharded_params; edit it in place.")
+        if param.placed is not None and is_placed_like(value, param.unsharded):
+            return local_of(value.detach())
         if isinstance(value, DTensor) or value.is_meta or value.shape != param.layout.shape:
             raise RuntimeError(
                 f"{name} was replaced inside unsharded_params by a {type(value).__name__} of shape "

@@ -74,7 +74,10 @@ class Prefetcher:
                 if ahead.in_forward:
                     unit.group.forget_stale(leftover=False)
                 unit.group.start_unshard()
+                unit.group.is_leftover = False  # of what was whole before
                 self._prefetched.append(unit)
+            if unit.companions:  # they are entered at the same moment
+                self._start(Ahead(unit.companions, ahead.in_forward))
 
     def drop_unused(self) -> None:
         """Give back what was predicted, but not used."""

@@ -211,6 +211,9 @@ class Unit:
         self.number = 0  # place among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
+        self.companions: list[Unit] = []  # of the same modules, on other meshes: see companions
+        self.companion_of: weakref.ref[Unit] | None = None
+        self.mesh_name = ""  # to tell companions apart
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.group: ParamGroup | None = None  # None: no parameters of its own
         self.gradients: GradientState | None = None
@@ -219,12 +222,13 @@ class Unit:
     @property
     def label(self) -> str:
         """The name to show: the root has no dotted name."""
-        return self.fqn or "(root)"
+        return (self.fqn or "(root)") + self.mesh_name
 
     @property
     def is_root(self) -> bool:
-        """Whether no unit is around this one."""
-        return self.parent is None
+        """Whether no unit is around this one, or only the one that it accompanies."""
+        outer = self if self.companion_of is None else self.companion_of()
+        return outer is not None and outer.parent is None
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -259,11 +263,17 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_meshard_unit")
 
 
+def units_of(module: nn.Module) -> list[Unit]:
+    """Return the unit of ``module``, if any, and its companions."""
+    unit = unit_of(module)
+    return [] if unit is None else [unit, *unit.companions]
+
+
 def units_in(module: nn.Module) -> Iterator[Unit]:
     """Iterate over the units of ``module`` and of everything inside it, each once."""
     seen: set[Unit] = set()
     for inner in module.modules():
-        unit = unit_of(inner)
-        if unit is not None and unit not in seen:
-            seen.add(unit)
-            yield unit
+        for unit in units_of(inner):
+            if unit not in seen:
+                seen.add(unit)
+                yield unit

@@ -1,0 +1,47 @@
+"""What if the parameters of one module lie over several meshes?
+
+A unit communicates on one mesh. So the module gets a unit for each: the outer one, and companions,
+as if the module had been wrapped several times. They are entered from the outside and left from
+the inside; units further inside are inside all of them. Only the outer one casts what the module
+is given and what it returns.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshard._runtime.unit import Casts, Unit
+
+
+def accompany(units: list[Unit]) -> Unit:
+    """Make the units after the first its companions, and return the first.
+
+    Args:
+        units: Made for the same modules, on different meshes.
+    """
+    outer, *companions = units
+    around = outer
+    for unit in companions:
+        assert unit.group is not None
+        unit.casts = Casts(None, None)
+        unit.companion_of = weakref.ref(outer)
+        unit.parent = weakref.ref(around)
+        unit.mesh_name = f" on {_name(unit.group.place.roles.mesh)}"
+        around.children.append(weakref.ref(unit))
+        around = unit
+    outer.companions = companions
+    return outer
+
+
+def chain_of(unit: Unit) -> list[Unit]:
+    """Return a unit and its companions, outermost first."""
+    return [unit, *unit.companions]
+
+
+def _name(mesh: DeviceMesh) -> str:
+    if mesh.mesh_dim_names is None:
+        return "x".join(map(str, mesh.shape))
+    pairs = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+    return ", ".join(f"{name}={size}" for name, size in pairs)

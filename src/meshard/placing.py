@@ -1,0 +1,134 @@
+"""Over which mesh, and along which dim, is each parameter of a unit sharded?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from meshard._geometry.layout import ParamLayout
+from meshard._geometry.mesh_roles import MeshRoles
+from meshard._geometry.named_axes import roles_of_named
+from meshard._geometry.placed import Placed, Spread, check_places, place_again
+from meshard._params.dtensors import local_of
+from meshard.policies import DataParallelMeshDims, ShardPlacementResult
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+
+class Placing(NamedTuple):
+    """Where a parameter goes."""
+
+    roles: MeshRoles
+    layout: ParamLayout  # of what this rank holds of it
+    placed: Placed | None  # None: an ordinary tensor
+
+    def own_part(self, param: nn.Parameter) -> torch.Tensor:
+        """Return what this rank will own of ``param``: a view of it."""
+        whole = param.detach() if self.placed is None else local_of(param.detach())
+        rows = self.layout.owned_rows(self.roles.shard_rank)
+        return whole.narrow(self.layout.shard_dim, rows.start, len(rows))
+
+
+def roles_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshRoles:
+    """Return the roles of the mesh that was passed to ``fully_shard``.
+
+    Raises:
+        ValueError: The mesh has no such axes, or not one or two where none are named.
+    """
+    if dims is None:
+        return MeshRoles.of(mesh)
+    return roles_of_named(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
+
+
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else names
+
+
+class Placer:
+    """Places the parameters of one call of ``fully_shard``.
+
+    Args:
+        roles: Of the mesh that was passed.
+        placement_fn: What the user chose per parameter, or None.
+    """
+
+    def __init__(self, roles: MeshRoles, placement_fn: PlacementFn | None) -> None:
+        self._roles = {roles.mesh: roles}
+        self._default = roles
+        self._placement_fn = placement_fn
+
+    def place(self, fqn: str, param: nn.Parameter) -> Placing:
+        """Return where a parameter goes.
+
+        Raises:
+            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard`` or a
+                ``ShardPlacementResult``, or the parameter is a DTensor that does not fit.
+        """
+        chosen = self._placement_fn(param) if self._placement_fn is not None else None
+        roles, chosen = self._roles_for(fqn, chosen)
+        shard_dim = _shard_dim(fqn, param, chosen)
+        if not isinstance(param, DTensor):
+            return Placing(roles, ParamLayout(param.shape, shard_dim, roles.shard_count), None)
+        spread = Spread(param.device_mesh, param.placements, param.shape)
+        try:
+            check_places(spread, roles)
+            placed = place_again(spread, roles)
+        except ValueError as error:
+            raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
+        layout = ParamLayout(local_of(param).shape, shard_dim, roles.shard_count)
+        return Placing(roles, layout, placed)
+
+    def _roles_for(self, fqn: str, chosen: Any) -> tuple[MeshRoles, Any]:
+        """Return the mesh that ``placement_fn`` chose, and the placement on it."""
+        if chosen is None or isinstance(chosen, Shard):
+            return self._default, chosen
+        # FSDP2's own class for this, in a private place, has a mesh_info.
+        is_ours = isinstance(chosen, ShardPlacementResult)
+        mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
+        if not isinstance(mesh, DeviceMesh):
+            return self._default, chosen  # whatever it is, it is no valid placement
+        if mesh.device_type != self._default.mesh.device_type:
+            raise ValueError(
+                f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
+                f"unit is on {self._default.mesh.device_type!r}; use meshes of one device type."
+            )
+        if mesh not in self._roles:
+            try:
+                self._roles[mesh] = MeshRoles.of(mesh)
+            except ValueError as error:
+                raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
+        return self._roles[mesh], chosen.placement
+
+
+def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
+    if placement is None:
+        return 0
+    # Not isinstance: _StridedShard and other special shards do not mean what Shard means.
+    if type(placement) is not Shard:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
+            "torch.distributed.tensor.Shard(dim), meshard.ShardPlacementResult(Shard(dim), mesh), "
+            "or None for Shard(0)."
+        )
+    if not -param.dim() <= placement.dim < param.dim():
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}, "
+            f"which has only {param.dim()} dims."
+        )
+    return placement.dim % param.dim()
+
+
+def by_mesh(placings: list[Placing], first: MeshRoles) -> list[list[int]]:
+    """Return the places of the parameters that go onto each mesh, those of ``first`` first."""
+    places: dict[int, list[int]] = {id(first): []}
+    for place, placing in enumerate(placings):
+        places.setdefault(id(placing.roles), []).append(place)
+    # Without any parameter there is still a unit.
+    return [group for group in places.values() if group] or [[]]

@@ -1,0 +1,349 @@
+"""Does a model that tensor parallelism has cut train as if it were whole?"""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import meshard
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from tests.support.models import seeded
+from tests.support.parity import (
+    assert_same,
+    assert_same_run,
+    full_grads,
+    full_state,
+    train,
+    train_plain,
+    whole,
+)
+from tests.support.threads import run_threads
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Block(nn.Module):
+    """A residual MLP behind a norm; 7 hidden units are divided by nothing."""
+
+    def __init__(self, dim, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """``[batch, length, dim]`` to the same; inlet and outlet are never cut."""
+
+    def __init__(self, dim=6, hidden=7):
+        super().__init__()
+        self.inlet = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(2))
+        self.outlet = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outlet(x)
+
+
+def tensor_plan():
+    # Kept as a DTensor in between: a plain tensor does not tell how uneven its cut is.
+    return {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+
+
+def sequence_plan():
+    return {
+        "": PrepareModuleInput(
+            input_layouts=(Replicate(),),
+            desired_input_layouts=(Shard(1),),
+            use_local_output=True,
+        ),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def cut(model, tp, plan):
+    for block in model.blocks:
+        if plan == "tensor":
+            parallelize_module(block, tp, tensor_plan())
+        else:
+            parallelize_module(block, tp, sequence_plan())
+            whole_again = PrepareModuleOutput(
+                output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),)
+            )
+            parallelize_module(block, tp, whole_again)
+    return model
+
+
+def build():
+    return seeded(Net())
+
+
+def batches(steps, data_rank):
+    generator = torch.Generator().manual_seed(7 + data_rank)
+    return [torch.randn(2, 4, 6, generator=generator) for _ in range(steps)]
+
+
+def whole_batches(steps, data_ranks):
+    each = [batches(steps, rank) for rank in range(data_ranks)]
+    return [torch.cat(step) for step in zip(*each, strict=True)]
+
+
+def loss_of(output):
+    return (output + 0.5).square().mean()
+
+
+def meshes(kind):
+    """Return the data-parallel mesh, that of tensor parallelism, and this rank's place in data."""
+    if kind == "dp":
+        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        return world["dp"], world["tp"], world["dp"].get_local_rank()
+    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    data = world["replicate", "shard"]
+    return data, world["tp"], dist.get_rank() // 2
+
+
+def shard(model, mesh, **kwargs):
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh, **kwargs)
+    return meshard.fully_shard(model, mesh, **kwargs)
+
+
+def last_dim(param):
+    return Shard(param.dim() - 1)
+
+
+def train_cut(kind, plan, steps, optimizer_fn, **kwargs):
+    data, tp, data_rank = meshes(kind)
+    model = shard(cut(build(), tp, plan), data, **kwargs)
+    return train(
+        model, batches(steps, data_rank), optimizer_fn, loss_fn=loss_of, reduce_loss="mean"
+    )
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
+    expected = train_plain(build(), whole_batches(4, 2), ADAM, loss_fn=loss_of)
+    for run in run_ranks(train_cut, 4, "dp", plan, 4, ADAM, timeout=200):
+        assert_same_run(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement_fn", [None, last_dim])
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):
+    expected = train_plain(build(), whole_batches(3, 4), SGD, loss_fn=loss_of)
+    runs = run_threads(train_cut, 8, "hsdp", plan, 3, SGD, shard_placement_fn=placement_fn)
+    for run in runs:
+        assert_same_run(run, expected)
+
+
+def train_on_neighbours():
+    world = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(cut(build(), world["tp"], "tensor"), world["dp"], reshard_after_forward=2)
+    with CommLedger(model) as ledger:
+        mine = batches(2, world["dp"].get_local_rank())
+        run = train(model, mine, SGD, loss_fn=loss_of, reduce_loss="mean")
+    assert {event.group_size for event in ledger.events if event.op == "all_gather"} == {2, 4}
+    return run
+
+
+def test_neighbours_are_those_of_the_same_part():
+    """Each part of tensor parallelism has neighbours of its own."""
+    expected = train_plain(build(), whole_batches(2, 4), SGD, loss_fn=loss_of)
+    for run in run_threads(train_on_neighbours, 8):
+        assert_same_run(run, expected)
+
+
+def faces():
+    data, tp, _ = meshes("hsdp")
+    model = shard(cut(build(), tp, "sequence"), data)
+    block = model.blocks[0]
+    names = ("replicate", "shard", "tp")
+    at_rest = {name: param.placements for name, param in block.named_parameters()}
+    assert at_rest == {
+        "norm.weight": (Replicate(), Shard(0), Replicate()),
+        "norm.bias": (Replicate(), Shard(0), Replicate()),
+        "up.weight": (Replicate(), _StridedShard(0, split_factor=2), Shard(0)),
+        "up.bias": (Replicate(), _StridedShard(0, split_factor=2), Shard(0)),
+        "down.weight": (Replicate(), Shard(0), Shard(1)),
+        "down.bias": (Replicate(), Shard(0), Replicate()),
+    }
+    for param in block.parameters():
+        assert param.device_mesh.mesh_dim_names == names
+    assert model.inlet.weight.device_mesh.mesh_dim_names == names[:2]
+    seen = {}
+
+    def look(module, args):
+        weight = module.weight
+        seen["mesh"], seen["placements"] = weight.device_mesh, weight.placements
+        seen["shape"] = weight.shape
+
+    block.up.register_forward_pre_hook(look)
+    model(batches(1, 0)[0])
+    assert seen == {"mesh": tp, "placements": (Shard(0),), "shape": (7, 6)}
+    assert isinstance(block.up.weight, DTensor) and block.up.weight.device_mesh.ndim == 3
+    assert_same(full_state(model), full_state(build()), bitwise=True)
+
+
+def test_parameters_lie_over_all_axes_at_rest_and_over_those_of_tensor_parallelism_in_use():
+    run_threads(faces, 8)
+
+
+SCHEDULES = [
+    [GradientSync.NONE, GradientSync.NONE, GradientSync.FULL],
+    [GradientSync.REDUCE_SCATTER, GradientSync.REDUCE_SCATTER, GradientSync.FULL],
+    [GradientSync.FULL, GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL],
+]
+
+
+def accumulate(plan, schedule):
+    data, tp, data_rank = meshes("hsdp")
+    model = shard(cut(build(), tp, plan), data)
+    for mode, batch in zip(schedule, batches(len(schedule), data_rank), strict=True):
+        model.set_gradient_sync(mode)
+        loss_of(model(batch)).backward()
+        pending = meshard.pending_gradients(model)
+        if mode is GradientSync.REDUCE_SCATTER:
+            partial = pending["blocks.0.up.weight"]
+            assert partial.placements[0] == Partial("avg") and partial.shape == (7, 6)
+            whole(partial)  # may be asked for
+    return full_grads(model)
+
+
+def accumulate_plain(num_batches):
+    model = build()
+    for batch in whole_batches(num_batches, 4):
+        loss_of(model(batch)).backward()
+    return full_grads(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule):
+    expected = accumulate_plain(len(schedule))
+    for grads in run_threads(accumulate, 8, plan, schedule):
+        assert_same(grads, expected)
+
+
+def clip():
+    data, tp, _ = meshes("dp")
+    model, plain = build(), build()
+    cut(model, tp, "sequence")
+    shard(model, data, ignored_params={model.outlet.weight})
+    batch = batches(1, 0)[0]  # the same everywhere, for the parameter that nobody reduces
+    loss_of(model(batch)).backward()
+    loss_of(plain(batch)).backward()
+    for norm_type in (1, 2.0, math.inf):
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
+        with CommLedger() as ledger:
+            found = meshard.get_total_norm([p.grad for p in model.parameters()], norm_type)
+        torch.testing.assert_close(found, expected)
+        if dist.get_backend() != "threaded":  # there, a ledger sees all ranks
+            assert ledger.counts == {"all_gather": 2}  # of dp, and of tp
+    meshard.clip_grad_norm_(model, 0.01)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_norms_over_cut_sharded_and_plain_parameters_are_those_of_the_whole(run_ranks):
+    run_ranks(clip, 4)
+
+
+def train_in_bfloat16():
+    data, tp, data_rank = meshes("dp")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(cut(build(), tp, "tensor"), data, mp_policy=policy)
+    mine = batches(3, data_rank)
+    run = train(model, mine, SGD, loss_fn=lambda y: loss_of(y.float()), reduce_loss="mean")
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+    return run
+
+
+def test_mixed_precision_computes_in_the_narrow_dtype_and_keeps_the_wide_one():
+    expected = train_plain(build(), whole_batches(3, 2), SGD, loss_fn=loss_of)
+    for run in run_threads(train_in_bfloat16, 4):
+        assert_same_run(run, expected, torch.bfloat16)
+
+
+def save(path, kind):
+    model = model_on(kind)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=path)
+
+
+def load(path, kind):
+    model = model_on(kind)
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    state = {"model": model.state_dict()}
+    checkpoint.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    assert_same(full_state(model), full_state(build()), bitwise=True)
+    assert_same(loss_of(model(batches(1, 0)[0])), loss_of(build()(batches(1, 0)[0])))
+
+
+def model_on(kind):
+    if kind == "flat":
+        return shard(build(), init_device_mesh("cpu", (4,)))
+    data, tp, _ = meshes("dp")
+    return shard(cut(build(), tp, "tensor"), data)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("cut", "flat"), ("flat", "cut")])
+def test_a_checkpoint_comes_back_on_another_mesh(run_ranks, tmp_path, saved, loaded):
+    run_ranks(save, 4, str(tmp_path), saved)
+    run_ranks(load, 4, str(tmp_path), loaded)
+
+
+class Scaled(nn.Module):
+    """A parameter that is used as it was placed, without hooks of tensor parallelism."""
+
+    def __init__(self, mesh, placements, shape=(7, 3)):
+        super().__init__()
+        values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+        self.weight = nn.Parameter(distribute_tensor(values, mesh, placements))
+
+    def forward(self, x):
+        return self.weight.to_local() * x
+
+
+def cut_twice(shape, placements, shard_dim):
+    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    model = Scaled(world["cp", "tp"], placements, shape)
+    expected = model.weight.full_tensor().detach()
+    meshard.fully_shard(model, world["dp"], shard_placement_fn=lambda _: Shard(shard_dim))
+    assert torch.equal(whole(model.weight), expected)
+    factor = 1.0 + world["dp"].get_local_rank()
+    model(factor).sum().backward()
+    assert torch.equal(whole(model.weight.grad), torch.full(shape, 1.5))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5), (1, 1)])
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
+@pytest.mark.parametrize("shard_dim", [0, 1])
+def test_two_axes_may_have_cut_a_parameter_before(shape, placements, shard_dim):
+    run_threads(cut_twice, 8, shape, placements, shard_dim)
