@@ -125,28 +125,26 @@ def fully_shard(
     if is_debugging():
         what = ", ".join(type(each).__name__ for each in modules)
         for group in groups:
-            named = [(found[place].fqn, found[place].param) for place in group]
-            check_same_start(named, placings[group[0]].roles if group else roles, device, what)
-    chosen = [
-        _settings(reshard_after_forward, placings[group[0]].roles if group else roles)
-        for group in groups
-    ]
-    for settings in chosen:
-        settings.unshard_on_access = unshard_on_access
+            named = [(found[place].fqn, found[place].param) for place in group.places]
+            check_same_start(named, group.roles, device, what)
+    settings = [_settings(reshard_after_forward, group.roles) for group in groups]
     if device.type != "cpu":
         _move_buffers(modules, device)
-    units = [
-        make_unit(
-            modules,
-            [found[place] for place in group],
-            placings=[placings[place] for place in group],
-            policy=policy,
-            settings=settings,
-            device=device,
+    units = []
+    for group, chosen in zip(groups, settings, strict=True):
+        chosen.unshard_on_access = unshard_on_access
+        units.append(
+            make_unit(
+                modules,
+                [found[place] for place in group.places],
+                placings=[placings[place] for place in group.places],
+                policy=policy,
+                settings=chosen,
+                device=device,
+            )
         )
-        for group, settings in zip(groups, chosen, strict=True)
-    ]
-    commit(accompany(units), modules, [found[place] for group in groups for place in group], device)
+    in_order = [found[place] for group in groups for place in group.places]
+    commit(accompany(units), modules, in_order, device)
     return module
 
 

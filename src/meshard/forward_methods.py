@@ -98,11 +98,7 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
         if called is None:
             raise AttributeError(f"this {type(self).__name__} has no attribute {name!r}.")
         unit = unit_of(self) if name in registered else None
-        return (
-            run_in_unit(self, unit, called, args, kwargs)
-            if unit
-            else called(*args, **kwargs)
-        )
+        return run_in_unit(self, unit, called, args, kwargs) if unit else called(*args, **kwargs)
 
     if original is not None:
         functools.update_wrapper(method, getattr(sharded_class, name))

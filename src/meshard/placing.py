@@ -125,10 +125,16 @@ def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     return placement.dim % param.dim()
 
 
-def by_mesh(placings: list[Placing], first: MeshRoles) -> list[list[int]]:
-    """Return the places of the parameters that go onto each mesh, those of ``first`` first."""
-    places: dict[int, list[int]] = {id(first): []}
+class OnMesh(NamedTuple):
+    """The parameters of one call that go onto one mesh."""
+
+    roles: MeshRoles
+    places: list[int]  # among all that were placed
+
+
+def by_mesh(placings: list[Placing], first: MeshRoles) -> list[OnMesh]:
+    """Return what goes onto each mesh, ``first`` first; nothing onto that, if there is nothing."""
+    groups = {id(first): OnMesh(first, [])}
     for place, placing in enumerate(placings):
-        places.setdefault(id(placing.roles), []).append(place)
-    # Without any parameter there is still a unit.
-    return [group for group in places.values() if group] or [[]]
+        groups.setdefault(id(placing.roles), OnMesh(placing.roles, [])).places.append(place)
+    return [group for group in groups.values() if group.places] or [groups[id(first)]]

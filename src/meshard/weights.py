@@ -26,10 +26,11 @@ def unsharded_params(
     """Have the parameters of ``module`` whole inside, and edits in the shards afterwards.
 
     Inside, parameters are plain tensors of the dtype that the shards have, so that nothing is
-    rounded (those that tensor parallelism has placed are the DTensors they were); ``state_dict``, ``load_state_dict``, ``functional_call`` and ``module(...)`` work as
-    on a plain module, without communication. Edit them in place, or assign others of the same
-    shape. ``.grad`` is None; gradients of what is computed from them reach the shards, also after
-    the block. An exception leaves the shards of all ranks as they were.
+    rounded (those that tensor parallelism has placed are the DTensors that forward sees);
+    ``state_dict``, ``load_state_dict``, ``functional_call`` and ``module(...)`` work as on a plain
+    module, without communication. Edit them in place, or assign others of the same shape.
+    ``.grad`` is None; gradients of what is computed from them reach the shards, also after the
+    block. An exception leaves the shards of all ranks as they were.
 
     **Collective:** every rank of the mesh, entry and exit.
     **Lifetime:** the whole parameters live until the exit, unless something else refers to them.

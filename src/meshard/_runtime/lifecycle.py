@@ -127,11 +127,8 @@ class Lifecycle:
         if group is not None and (failed or self._may_reshard(unit)):
             group.reshard(keep=not failed)
         elif group is not None and not self._open:
-            group.is_leftover = True
+            unit.mark_leftover()
         if not self._open:
-            for companion in unit.companions:
-                if companion.group is not None:
-                    companion.group.is_leftover = True
             self._end_forward(failed=failed)
         return call
 

@@ -249,6 +249,12 @@ class Unit:
         children = (ref() for ref in self.children)
         return any(child is not None and child.step.awaits_gradients for child in children)
 
+    def mark_leftover(self) -> None:
+        """Note that the outermost forward, that of this unit, has left parameters whole."""
+        for each in (self, *self.companions):
+            if each.group is not None:
+                each.group.is_leftover = True
+
     def reset_step(self) -> None:
         """Be as between two steps."""
         self.step.awaits_gradients = False
