@@ -17,6 +17,9 @@ from meshard.gradients import ShardedGradScaler as ShardedGradScaler
 from meshard.gradients import clip_grad_norm_ as clip_grad_norm_
 from meshard.gradients import get_total_norm as get_total_norm
 from meshard.initialization import materialize as materialize
+from meshard.offloading import Offloaded as Offloaded
+from meshard.offloading import offload as offload
+from meshard.offloading import onload as onload
 from meshard.policies import AllGather as AllGather
 from meshard.policies import Comm as Comm
 from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
@@ -43,6 +46,7 @@ __all__ = [
     "GradientSync",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Offloaded",
     "PendingGradients",
     "ReduceScatter",
     "ShardPlacementResult",
@@ -59,6 +63,8 @@ __all__ = [
     "materialize",
     "microbatches",
     "no_sync",
+    "offload",
+    "onload",
     "pending_gradients",
     "register_fsdp_forward_method",
     "register_reduce_hook",

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Shard
 
 from meshard._comm.notes import is_debugging
-from meshard._geometry.mesh_roles import MeshRoles, group_of_neighbours
+from meshard._geometry.mesh_roles import MeshRoles, device_of, group_of_neighbours
 from meshard._runtime.companions import accompany
 from meshard._runtime.unit import UnitSettings
 from meshard.build_unit import (
@@ -28,6 +27,7 @@ from meshard.build_unit import (
     commit,
     make_unit,
 )
+from meshard.offloading import host_for
 from meshard.placing import Placer, by_mesh, roles_of
 from meshard.policies import (
     DataParallelMeshDims,
@@ -122,6 +122,7 @@ def fully_shard(
     device = device_of(roles.mesh)
     check_parameters(found, device)
     groups = by_mesh(placings, roles)
+    host = host_for(offload_policy, device)
     if is_debugging():
         what = ", ".join(type(each).__name__ for each in modules)
         for group in groups:
@@ -141,6 +142,7 @@ def fully_shard(
                 policy=policy,
                 settings=chosen,
                 device=device,
+                host=host,
             )
         )
     in_order = [found[place] for group in groups for place in group.places]
@@ -192,8 +194,6 @@ def _check_policies(
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
     if not isinstance(offload_policy, TorchOffloadPolicy):
         raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
-    if isinstance(offload_policy, TorchCPUOffloadPolicy):
-        raise NotImplementedError("CPUOffloadPolicy is not built yet; leave offload_policy out.")
     if isinstance(mp_policy, MixedPrecisionPolicy):
         return mp_policy
     return MixedPrecisionPolicy(
@@ -277,14 +277,6 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank's shards."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    index = torch.get_device_module(mesh.device_type).current_device()
-    return torch.device(mesh.device_type, index)
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:

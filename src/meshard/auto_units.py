@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard.api import default_mesh, device_of, fully_shard
+from meshard._geometry.mesh_roles import device_of
+from meshard.api import default_mesh, fully_shard
 from meshard.build_unit import Collected, check_parameters, hoisting
 from meshard.placing import Placer, roles_of
 from meshard.same_start import take_values_of_first_rank

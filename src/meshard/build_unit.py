@@ -16,6 +16,7 @@ from torch import nn
 
 from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
+from meshard._params.home import Home
 from meshard._params.marks import Mark, mark_as, mark_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.companions import chain_of
@@ -170,6 +171,7 @@ def make_unit(
     policy: MixedPrecisionPolicy,
     settings: UnitSettings,
     device: torch.device,
+    host: Home | None = None,
 ) -> Unit:
     """Return a unit for ``modules`` that nothing refers to yet; all go onto the same mesh."""
     casts = Casts(
@@ -187,7 +189,7 @@ def make_unit(
         params,
         shards,
         [entry.param.requires_grad for entry in found],
-        place=Place(placings[0].roles, device),
+        place=Place(placings[0].roles, device, host),
         param_dtype=policy.param_dtype,
         gradient_hook=gradient_hook_maker(unit),
     )

@@ -120,8 +120,11 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
     def reshard(self) -> None:
         """Give the whole parameters of this unit back. Every rank by itself."""
         for unit in own_units(self):
-            if unit.group is not None and unit.group.residence is not Residence.SHARDED:
+            if unit.group is None:
+                continue
+            if unit.group.residence is not Residence.SHARDED:
                 unit.group.reshard()
+            unit.group.finish_copies()  # whoever reshards by hand may edit the shards next
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted: nothing whole, nothing on its way."""

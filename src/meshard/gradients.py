@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from meshard._comm.scalars import agree_on_max, gather_values
+from meshard._geometry.mesh_roles import device_of
 from meshard._params.dtensors import local_of
 from meshard._runtime.optimizer_steps import check_may_step
 
@@ -64,7 +65,11 @@ def get_total_norm(
     norms = []
     for members in groups.values():
         local = [local_of(t) if isinstance(t, DTensor) else t for t in members]
-        norms.append(_local_norm(local, norm_type, foreach))
+        norm = _local_norm(local, norm_type, foreach)
+        first = members[0]
+        if isinstance(first, DTensor) and norm.device.type != first.device_mesh.device_type:
+            norm = norm.to(device_of(first.device_mesh))  # shards are in host memory
+        norms.append(norm)
     norms = _over_ranks(norms, list(groups), norm_type)
     total = norms[0]
     if len(norms) > 1:
@@ -172,6 +177,20 @@ def _local_norm(
     return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach).to(dtype)
 
 
+def _agree(
+    found_inf: torch.Tensor, params: list[torch.Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Let ``found_inf`` be its maximum over all ranks; their group may not serve host memory."""
+    meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
+    mesh = next(meshes, None)
+    if mesh is None or mesh.device_type == found_inf.device.type:
+        agree_on_max(found_inf, group)
+        return
+    travelling = found_inf.to(device_of(mesh))
+    agree_on_max(travelling, group)
+    found_inf.copy_(travelling)
+
+
 def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Return the norm of a whole from the norms of its parts."""
     combined: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
@@ -251,7 +270,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 )
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            agree_on_max(found_inf, self._process_group)
+            _agree(found_inf, params, self._process_group)
             for other in found.values():
                 other.copy_(found_inf)
         return found

@@ -87,9 +87,21 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
     Args:
         pin_memory: Page-lock the host shards, so that copies to the device are asynchronous.
         step_device: ``"cpu"`` steps the optimizer on the host.
+
+    Raises:
+        TypeError: ``pin_memory`` is not a bool, or ``step_device`` not a string.
+
+    >>> CPUOffloadPolicy(pin_memory=False)
+    CPUOffloadPolicy(pin_memory=False, step_device='cpu')
     """
 
     step_device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(f"pin_memory must be a bool, got {self.pin_memory!r}.")
+        if not isinstance(self.step_device, str):
+            raise TypeError(f"step_device must be a string, got {self.step_device!r}.")
 
 
 @dataclass(frozen=True)

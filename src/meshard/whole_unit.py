@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._params.dtensors import local_of
+from meshard._params.dtensors import local_of, place_like
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import Unit
@@ -57,6 +57,7 @@ class WholeUnit:
         self._fqn = fqn
         self._group = unit.group
         self._group.reshard()
+        self._group.finish_copies()
         without_memory = self._give_memory(self._group)
         self._is_new = [index in without_memory for index in range(len(self._group.params))]
         device = self._group.place.device
@@ -67,7 +68,8 @@ class WholeUnit:
                 shape = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
                 face = new_poisoned(shape, device)
             else:
-                face = sharded.full_tensor().detach().clone()
+                local = local_of(sharded).to(device)  # the groups of the mesh serve no other
+                face = place_like(sharded, local).full_tensor().detach().clone()
             param.show(nn.Parameter(face, requires_grad=sharded.requires_grad))
 
     @staticmethod
@@ -105,7 +107,7 @@ class WholeUnit:
 def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
     """Give a shard memory, under the parameter object that an optimizer may hold."""
     old = param.sharded
-    local = torch.empty_like(local_of(old), device=group.place.device)
+    local = torch.empty_like(local_of(old), device=group.place.home.device)
     param.make_sharded(local, group.place.roles, requires_grad=old.requires_grad)
     attributes = dict(vars(old))
     # Not set_local: the device of a DTensor is that of its first local tensor for good.

@@ -5,6 +5,11 @@ operators on different streams are ordered only by events. Each stream has a vec
 storage the last write and the reads since are kept; an access that is not ordered after what it
 depends on is a race. Memory is taken to be reused by the next allocation on the stream that
 allocated it, as a caching allocator does without ``record_stream``.
+
+Host memory is what has been passed to ``add_host_memory``, and what is computed from it. Operators
+on it run on the host, which is a queue of its own: it is ahead of everything that it launches, and
+behind a device only by ``Event.synchronize``, a blocking copy, or reading a number. An operator
+that takes both, and does not copy, is an error as on a real device.
 """
 
 import contextlib
@@ -14,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Clock = dict[int, int]
 
@@ -23,6 +28,7 @@ class Stream:
     """A queue with a vector clock."""
 
     def __init__(self, device: "FakeDevice", number: int) -> None:
+        self.device = device
         self.number = number
         self.clock: Clock = {number: 0}
 
@@ -31,10 +37,13 @@ class Stream:
         return self.clock[self.number]
 
     def record_event(self) -> "Event":
-        return Event(dict(self.clock))
+        return Event(dict(self.clock), self.device)
 
     def wait_event(self, event: "Event") -> None:
-        for number, ticks in event.clock.items():
+        self.catch_up(event.clock)
+
+    def catch_up(self, clock: Clock) -> None:
+        for number, ticks in clock.items():
             self.clock[number] = max(self.clock.get(number, 0), ticks)
 
     def has_seen(self, number: int, ticks: int) -> bool:
@@ -46,6 +55,11 @@ class Event:
     """A moment on a stream."""
 
     clock: Clock
+    device: "FakeDevice"
+
+    def synchronize(self) -> None:
+        self.device.num_host_waits += 1
+        self.device.host.catch_up(self.clock)
 
 
 @dataclass
@@ -73,8 +87,29 @@ class FakeDevice:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.compute = self.Stream()
+        self.host = Stream(self, -1)  # as a queue: it runs one operator after the other
+        self.num_host_waits = 0
+        self._host_memory: list[int] = []  # weak references to storages
         self._current = threading.local()
         self.races: list[str] = []
+
+    def add_host_memory(self, tensor: torch.Tensor) -> None:
+        self._host_memory.append(tensor.untyped_storage()._weak_ref())
+
+    def is_host_memory(self, tensor: torch.Tensor) -> bool:
+        memory = _memory_of(tensor.untyped_storage())
+        return bool(memory) and any(memory[0] in each for each in self.host_ranges())
+
+    def host_ranges(self) -> list[range]:
+        found = []
+        for weak in list(self._host_memory):
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak)
+            if storage is None:
+                torch.UntypedStorage._free_weak_ref(weak)
+                self._host_memory.remove(weak)
+            else:
+                found.append(_memory_of(storage))
+        return found
 
     def Stream(self, priority: int = 0) -> Stream:
         self.streams.append(Stream(self, len(self.streams)))
@@ -100,6 +135,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.num_checked = 0
+        self.num_blocking = 0  # operators for which the host waited
         self.streams_used: set[int] = set()
         self._blocks: dict[int, _Block] = {}
         self._freed: list[_Block] = []
@@ -110,7 +146,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         reads, writes = _touched(func, args, kwargs)
         self._notice_frees()
-        stream = self.device.current_stream()
+        stream, is_copy = self._runs_on(func, [*reads, *writes])
         ticks = stream.tick()
         self.streams_used.add(stream.number)
         for tensor in reads:
@@ -122,9 +158,29 @@ class Recorder(TorchDispatchMode):
             if _key(tensor) not in known:
                 self._allocated(tensor, stream, str(func))
                 writes.append(tensor)
+                if stream is self.device.host:
+                    self.device.add_host_memory(tensor)
         for tensor in writes:
             self._write(tensor, stream, ticks, str(func))
+        is_blocking = is_copy and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        if is_blocking or "_local_scalar_dense" in str(func):
+            self.num_blocking += 1
+            self.device.host.catch_up(stream.clock)
         return result
+
+    def _runs_on(self, func: Any, operands: list[torch.Tensor]) -> tuple[Stream, bool]:
+        """Return the queue of an operator, and whether it copies between host and device."""
+        # Numbers may be anywhere, and nothing is nowhere.
+        on_host = [self.device.is_host_memory(t) for t in operands if t.dim() and t.numel()]
+        # On a real device, empty_like(host_tensor, device=...) is how its memory is made.
+        if on_host and all(on_host) and "empty_like" not in str(func):
+            return self.device.host, False
+        stream = self.device.current_stream()
+        stream.catch_up(self.device.host.clock)  # launched by the host
+        is_copy = any(on_host) and "aten.copy_" in str(func)
+        if any(on_host) and not all(on_host) and not is_copy:
+            self.device.races.append(f"{func} takes tensors of host and device")
+        return stream, is_copy
 
     def _block(self, tensor: torch.Tensor, stream: Stream) -> _Block:
         storage = tensor.untyped_storage()
@@ -133,7 +189,9 @@ class Recorder(TorchDispatchMode):
             for block in self._blocks.values():
                 if memory and memory[0] in block.memory():
                     return block  # a storage inside another: the same memory
-            self._blocks[storage._cdata] = _Block(storage._weak_ref(), stream.number)
+            is_host = self.device.is_host_memory(tensor)
+            owner = self.device.host if is_host else stream
+            self._blocks[storage._cdata] = _Block(storage._weak_ref(), owner.number)
         return self._blocks[storage._cdata]
 
     def _check(self, stream: Stream, access: tuple[int, int, str], what: str) -> None:
@@ -172,6 +230,34 @@ class Recorder(TorchDispatchMode):
                 self._check(stream, access, f"reuse of memory by {what}")
 
 
+class FakeHost:
+    """Stands in for a ``Home`` in pinned host memory."""
+
+    device = torch.device("cpu")
+    is_pinned = False  # what a CPU can offer; the fake device takes it to be pinned
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.num_allocated = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with _disable_current_modes():
+            return self._tell(torch.empty(numel, dtype=dtype))
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            return self._tell(torch.empty_like(tensor))
+
+    def buffer_for(self, layout: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            return self._tell(layout.allocate(device=self.device))
+
+    def _tell(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_allocated += 1
+        self._device.add_host_memory(tensor)
+        return tensor
+
+
 def _memory_of(storage: torch.UntypedStorage) -> range:
     try:
         return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
@@ -186,7 +272,7 @@ def _key(tensor: torch.Tensor) -> int:
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in _leaves(item)]
-    return [value]
+    return [getattr(value, "_local_tensor", value)]  # of a DTensor
 
 
 def _touched(

@@ -162,7 +162,12 @@ def test_parameters_tied_across_units_are_refused_and_both_named():
     [
         ({"mp_policy": torch.bfloat16}, TypeError, "must be a MixedPrecisionPolicy"),
         ({"offload_policy": True}, TypeError, "must be an OffloadPolicy"),
-        ({"offload_policy": CPUOffloadPolicy()}, NotImplementedError, "not built yet"),
+        ({"offload_policy": CPUOffloadPolicy}, TypeError, "must be an OffloadPolicy"),
+        (
+            {"offload_policy": CPUOffloadPolicy(step_device="cuda")},
+            NotImplementedError,
+            r"CPUOffloadPolicy\(step_device='cuda'\) is not built yet",
+        ),
     ],
 )
 def test_a_bad_policy_is_refused(kwargs, error, text):

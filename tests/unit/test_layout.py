@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from meshard._comm.all_gather import GatherPlan
 from meshard._comm.slots import matching_parts
 from meshard._geometry.layout import FlatLayout, ParamLayout
+from meshard._params.home import Home
 from meshard._params.shard_storage import ShardStorage
 
 CPU = torch.device("cpu")
@@ -66,7 +67,7 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
     plan = GatherPlan(layout, FlatLayout.build(params, compute, layout.order))
     rows = []
     for rank in range(count):
-        storage = ShardStorage(layout, rank, CPU)
+        storage = ShardStorage(layout, rank, Home(CPU))
         for segment in storage.segments:  # poison what fill must overwrite or gather must skip
             segment.fill_(float("nan") if segment.is_floating_point() else 77)
         for own, shard in zip(storage.locals, shards_of(whole, params, rank), strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Communicator, Lane, Pending
+from meshard._comm.communicator import Communicator, Lane, Pending, Queued
 from meshard._comm.notes import compare_notes
 
 # Of each group, how many roots were made that use it. Counted when they are made, not when they
@@ -41,7 +41,7 @@ class CheckedCommunicator:
         """See ``Communicator.lane``."""
         return self.inner.lane(lane)
 
-    def queued(self, *keep: torch.Tensor) -> Pending:
+    def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued``."""
         return self.inner.queued(*keep)
 

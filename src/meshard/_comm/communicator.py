@@ -31,6 +31,7 @@ class Lane(enum.Enum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,13 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Order what the caller does next after the collective. Again, for another stream."""
+
+
+class Queued(Pending, Protocol):
+    """Local work that has been queued."""
+
+    def synchronize(self) -> None:
+        """Block the host until it is over. Call it as often as you like."""
 
 
 class Communicator(Protocol):
@@ -109,7 +117,7 @@ class Communicator(Protocol):
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """Sum ``buffer`` over the ranks of ``group`` in place."""
 
-    def queued(self, *keep: torch.Tensor) -> Pending:
+    def queued(self, *keep: torch.Tensor) -> Queued:
         """Return a wait for the local work queued on the current lane; ``keep`` lives until it."""
 
     def gather_after(self, event: Any) -> None:
@@ -145,6 +153,9 @@ class Done:
     """A collective that needed no communication."""
 
     def wait(self) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
         """Return at once."""
 
 
@@ -263,7 +274,7 @@ class WorkCommunicator(BaseCommunicator):
             work = dist.all_reduce(buffer, group=group, async_op=True)
         return WorkPending(work)
 
-    def queued(self, *keep: torch.Tensor) -> Pending:
+    def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued``: the host has already done it."""
         return DONE
 

@@ -18,6 +18,7 @@ from meshard._comm.communicator import (
     Communicator,
     Lane,
     Pending,
+    Queued,
     WorkPending,
     profiled,
 )
@@ -101,7 +102,7 @@ class CustomCommunicator(BaseCommunicator):
         """See ``Communicator.lane``."""
         return self._inner.lane(lane)
 
-    def queued(self, *keep: torch.Tensor) -> Pending:
+    def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued``."""
         return self._inner.queued(*keep)
 

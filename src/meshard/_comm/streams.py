@@ -39,6 +39,7 @@ from meshard._comm.communicator import (
     Communicator,
     Lane,
     Pending,
+    Queued,
     WorkCommunicator,
     all_gather_single,
     profiled,
@@ -60,6 +61,11 @@ class _EventPending:
     def wait(self) -> None:
         """Make the current stream wait for the collective; the host goes on."""
         self._device_module.current_stream().wait_event(self._event)
+        self._keep = ()
+
+    def synchronize(self) -> None:
+        """Block the host until the device has got there: what it launches next is ordered too."""
+        self._event.synchronize()
         self._keep = ()
 
     def __del__(self) -> None:
@@ -108,7 +114,7 @@ class StreamCommunicator(BaseCommunicator):
         """
         self._gather_after = event
 
-    def queued(self, *keep: torch.Tensor) -> Pending:
+    def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued`` and rule 2."""
         event = self._device_module.current_stream().record_event()
         return _EventPending(self._device_module, event, keep)

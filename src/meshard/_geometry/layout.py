@@ -186,12 +186,14 @@ class FlatLayout:
         widest = self.segments[0].dtype.itemsize
         return math.ceil(num_bytes / widest) * widest
 
-    def allocate(self, *lead: int, device: torch.device) -> torch.Tensor:
+    def allocate(self, *lead: int, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
         """Return an uninitialised buffer of shape ``[*lead, elements or bytes of one shard]``."""
         if self.is_one_dtype:
             segment = self.segments[0]
-            return torch.empty(*lead, segment.numel, dtype=segment.dtype, device=device)
-        return torch.empty(*lead, self.shard_bytes, dtype=torch.uint8, device=device)
+            shape, dtype = (*lead, segment.numel), segment.dtype
+        else:
+            shape, dtype = (*lead, self.shard_bytes), torch.uint8
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view ``[..., segment.numel]`` per segment of a buffer."""

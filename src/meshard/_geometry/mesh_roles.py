@@ -88,6 +88,14 @@ class MeshRoles:
         )
 
 
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device of a mesh: where its collectives take their tensors from."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
 def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
     """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
 

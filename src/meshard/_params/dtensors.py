@@ -24,9 +24,17 @@ def make_dtensor(
 ) -> DTensor:
     """Return a DTensor of global ``shape`` (contiguous) over this rank's ``local`` shard."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+    # from_local moves what it is given to the device of the mesh, but a shard may live on the
+    # host; it leaves alone what is on meta.
+    meta = DTensor.from_local(
+        torch.empty_like(local, device="meta", pin_memory=False),
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=tuple(stride),
     )
+    return _made_over(local, meta._spec)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,6 +61,23 @@ def place_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     """Return ``local``, of any dtype, as a DTensor with the placements and shape of ``tensor``."""
     assert isinstance(tensor, DTensor)
     return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Put ``local`` under an existing DTensor, also if it is on another device than the old one.
+
+    The DTensor stays the same object, with its hooks, gradient and version.
+    """
+    if local.device != tensor.device:
+        # Sets the device that the DTensor reports.
+        tensor.data = _made_over(local, tensor._spec)  # type: ignore[attr-defined]
+    set_local(tensor, local)
+
+
+def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
+    made = DTensor(local.new_empty(0), spec, requires_grad=False)  # no offset: see wrap_like
+    made._local_tensor = local
+    return made
 
 
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:

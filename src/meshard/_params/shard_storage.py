@@ -1,7 +1,7 @@
-"""Where does a unit's flat shard live?
+"""How does a unit's flat shard hold the shards of its parameters?
 
-One buffer per unit on the device of the mesh, laid out by a ``FlatLayout``. The local tensor of
-every sharded parameter is a view of it, so the buffer itself is what an all-gather sends.
+One buffer per unit, laid out by a ``FlatLayout``. The local tensor of every sharded parameter is a
+view of it, so the buffer itself is what an all-gather sends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from meshard._geometry.layout import FlatLayout
+from meshard._params.home import Home
 
 
 def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
@@ -32,12 +33,12 @@ class ShardStorage:
     Args:
         layout: Where each parameter stands.
         shard_rank: This rank's coordinate on the shard axis.
-        device: Where the buffer is allocated; may be meta.
+        home: What the buffer is allocated in; may be meta.
     """
 
-    def __init__(self, layout: FlatLayout, shard_rank: int, device: torch.device) -> None:
+    def __init__(self, layout: FlatLayout, shard_rank: int, home: Home) -> None:
         self.layout = layout
-        self.buffer = layout.allocate(device=device)
+        self.buffer = home.buffer_for(layout)
         self.segments = layout.split(self.buffer)
         self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
         for segment, flat in zip(layout.segments, self.segments, strict=True):

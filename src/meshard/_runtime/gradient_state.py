@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import Lane
+from meshard._comm.communicator import Lane, Pending
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan
+from meshard._runtime.host_grads import HostGrads
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held, ShardedGrads, local_views
 
@@ -94,7 +95,10 @@ class GradientState:
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
         self._factor_of_window: float | str | None = _ANY
         self.is_window_open = False  # a backward was not FULL, and none since was
-        self.sharded = ShardedGrads(group)  # A
+        link, host = group.tensors.link, group.place.host
+        self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
+        if link is not None and host is not None:
+            self.sharded = HostGrads(group, link, host)
 
     def for_copy(self, group: ParamGroup) -> GradientState:
         """Return an empty state with the same dtypes, for a copy of the group."""
@@ -143,7 +147,11 @@ class GradientState:
             self._dropped |= gone
         elif not self.is_pending:
             self.close_window()
-        self.sharded.release_cleared()
+        self.sharded.forget(gone)
+
+    def settle(self) -> None:
+        """Have in ``.grad`` what has been reduced, also where it travels to the host for that."""
+        self.sharded.settle()
 
     def close_window(self) -> None:
         """What comes next belongs to another window."""
@@ -307,8 +315,14 @@ class GradientState:
         return buffer, used
 
     @torch.no_grad()
-    def finish_reduce(self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()) -> None:
-        """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``."""
+    def finish_reduce(
+        self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
+    ) -> Pending | None:
+        """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``.
+
+        Returns:
+            Its copy to the host, if that is where it goes; it must be waited for.
+        """
         self._in_flight -= 1
         reduced = in_flight.reduction.finish()
         result = Held(in_flight.layout, reduced.shard, reduced.used)
@@ -318,7 +332,7 @@ class GradientState:
         if kept is None:
             if not self.is_pending:
                 self.close_window()
-            return
+            return None
         if not in_flight.is_full:
             # Also when nobody in this shard group had a gradient: another replica may have had.
             self._partial = kept
@@ -326,4 +340,5 @@ class GradientState:
             # Also without a gradient: the hook may communicate.
             in_flight.layout.run_hooks(after, kept.flat, kept.used)
             if kept.used:
-                self.sharded.add(kept)
+                return self.sharded.add(kept)
+        return None

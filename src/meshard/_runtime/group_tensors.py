@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from meshard._comm.all_gather import GatherPlan
+from meshard._comm.host_link import HostLink
 from meshard._geometry.layout import FlatLayout
 from meshard._geometry.mesh_roles import MeshRoles
-from meshard._params.dtensors import is_placed_like, local_of, set_local
+from meshard._params.dtensors import is_placed_like, local_of, move_local, set_local
+from meshard._params.home import META, Home
 from meshard._params.marks import Mark, mark_as
 from meshard._params.shard_storage import ShardStorage
 from meshard._params.sharded_param import ShardedParam
@@ -32,6 +34,12 @@ class Place:
 
     roles: MeshRoles
     device: torch.device
+    host: Home | None = None  # shards, gradients and optimizer state live there, if given
+
+    @property
+    def home(self) -> Home:
+        """Where shards live."""
+        return self.host if self.host is not None else Home(self.device)
 
 
 class GroupTensors:
@@ -59,6 +67,8 @@ class GroupTensors:
         self.params = params
         self.place = place
         self.label = ""  # the unit's name; known once its root is sharded
+        self.link = HostLink(place.device) if place.host is not None else None
+        self._own_home = self._home = place.home
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
         self._is_partly_meta = False
@@ -70,9 +80,9 @@ class GroupTensors:
     def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
         layouts = [param.layout for param in self.params]
         devices = {shard.device.type for shard in shards}
-        device = torch.device("meta") if "meta" in devices else self.place.device
+        home = META if "meta" in devices else self._home
         layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
-        self.storage = ShardStorage(layout, self.place.roles.shard_rank, device)
+        self.storage = ShardStorage(layout, self.place.roles.shard_rank, home)
         self.storage.fill(shards)
 
     def _make_unsharded(self) -> None:
@@ -85,7 +95,8 @@ class GroupTensors:
         self.plan = GatherPlan(at_rest, on_wire)
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():
-            self.whole = UnshardedStorage(on_wire, self.storage.buffer.device)
+            is_meta = self.storage.buffer.is_meta
+            self.whole = UnshardedStorage(on_wire, META.device if is_meta else self.place.device)
             flags = [param.sharded.requires_grad for param in self.params]
             faces = self.whole.as_parameters(flags)
         self.plan.bind(self.whole.views)
@@ -145,15 +156,17 @@ class GroupTensors:
         """Move what ``take_replacements`` found into a flat buffer. Nothing may be whole."""
         locals_ = [local_of(param.sharded) for param in self.params]
         for param, local in zip(self.params, locals_, strict=True):
-            if local.device.type not in ("meta", self.place.device.type):
+            if local.device.type not in ("meta", self._home.device.type):
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
-                    f"but its mesh is on {self.place.device.type!r}; move it back before use."
+                    f"but {self._why_at_home}; move it back before use."
                 )
         # What has memory already must not be dropped because the rest has none yet.
         self._is_partly_meta = len({local.is_meta for local in locals_}) > 1
         if self._is_partly_meta:
             return
+        if self.link is not None:
+            self.link.wait()  # the old buffer may still be read
         self._make_storage(locals_)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             set_local(param.sharded, own)
@@ -169,8 +182,43 @@ class GroupTensors:
         copied = copy.copy(self)
         copied.params = params
         copied._gradient_hook = gradient_hook
+        copied.link = None if self.link is None else HostLink(self.place.device)
         copied.rebuild()
         return copied
+
+    @property
+    def _why_at_home(self) -> str:
+        home = self._home.device.type
+        if self.is_away:
+            return f"meshard.offload has put it on {home!r} until meshard.onload(module)"
+        if self.link is not None:
+            return f"its CPUOffloadPolicy keeps it on {home!r}, as in to_empty(device={home!r})"
+        return f"its mesh is on {home!r} (meshard.offload moves a whole model to the host and back)"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the shards are not where the unit gathers them from."""
+        return self._home is not self._own_home
+
+    def move(self, home: Home | None) -> torch.Tensor:
+        """Start moving the flat shard to ``home``; parameters stay the same objects.
+
+        Nothing may be whole.
+
+        Args:
+            home: None: back to where it is gathered from.
+
+        Returns:
+            The old flat shard, to be kept until the copy is over.
+        """
+        old, self._home = self.storage, self._own_home if home is None else home
+        if old.buffer.is_meta:
+            return old.buffer
+        self.storage = ShardStorage(old.layout, self.place.roles.shard_rank, self._home)
+        self.storage.buffer.copy_(old.buffer, non_blocking=True)
+        for param, own in zip(self.params, self.storage.locals, strict=True):
+            move_local(param.sharded, own)
+        return old.buffer
 
     @property
     def version(self) -> int:
@@ -183,13 +231,19 @@ class GroupTensors:
         return self._is_partly_meta
 
     def check_materialised(self) -> None:
-        """Raise if a shard has no memory yet."""
+        """Raise if a shard has no memory yet, or not where it is gathered from."""
+        if self.is_away:
+            raise RuntimeError(
+                f"unit {self.label!r} is on the host since meshard.offload(module); call "
+                "meshard.onload(module) before the next forward or unshard."
+            )
         if self.storage.buffer.device.type != "meta" and not self._is_partly_meta:
             return
         for param in self.params:
             if local_of(param.sharded).device.type == "meta":
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
-                    "call to_empty(device=...) on the root module and initialise its parameters "
+                    f"call to_empty(device={self._home.device.type!r}) on the root module (shards "
+                    f"live on {self._home.device.type!r}) and initialise its parameters "
                     "(reset_parameters, or load_state_dict) before the first forward."
                 )

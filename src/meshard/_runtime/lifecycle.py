@@ -17,6 +17,7 @@ import torch
 from meshard._comm.communicator import Communicator
 from meshard._runtime.end_of_backward import EndOfBackward
 from meshard._runtime.held import HeldUnits
+from meshard._runtime.host_waits import HostWaits
 from meshard._runtime.prefetch import Ahead, Prefetcher
 from meshard._runtime.reductions import Reductions
 from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
@@ -49,12 +50,14 @@ class Lifecycle:
         self._prefetcher = Prefetcher(self._units)
         self._reductions = Reductions(comm)
         self.held = HeldUnits()
+        self._host_waits = HostWaits()
 
     # --- the units -------------------------------------------------------------------------
 
     def set_units(self, units: list[Unit]) -> None:
         """Take these units over, given in module order, outermost first."""
         self._units[:] = [weakref.ref(unit) for unit in units]
+        self._host_waits.watch(units)
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
@@ -145,6 +148,8 @@ class Lifecycle:
             self.abort()
             return
         self._prefetcher.drop_unused()
+        if not torch.is_grad_enabled():
+            self._host_waits.settle()  # whoever evaluates may edit shards next
         for unit in self.units():
             if unit.step.modules_run:
                 if unit.group is not None and unit.reshards_after_forward:
@@ -270,6 +275,7 @@ class Lifecycle:
                 self.flush(unit)  # it may have got nothing today, but hold something
         if self.is_last_backward:
             self._reductions.finish_all()
+            self._host_waits.settle()
         self._prefetcher.drop_unused()
         self.phase = self._resume
 
@@ -288,6 +294,7 @@ class Lifecycle:
         if self.has_failed:
             self.abort()
         self._reductions.finish_all()
+        self._host_waits.settle()
 
     # --- when something went wrong ---------------------------------------------------------
 
@@ -336,3 +343,4 @@ class Lifecycle:
                 unit.gradients.forget_in_flight()
                 if is_void:
                     unit.gradients.clear_window()
+        self._host_waits.settle()

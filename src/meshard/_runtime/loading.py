@@ -78,6 +78,7 @@ class _LoadHook:
         unit = self._unit()
         if unit is None or unit.group is None:
             return
+        unit.group.finish_copies()
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         for name, index in self._names:
             given = state_dict.get(prefix + name)

@@ -40,6 +40,9 @@ class Stepped(Protocol):
     def check_may_step(self) -> None:
         """Raise if gradients are pending."""
 
+    def finish_copies(self) -> None:
+        """Have nothing on its way into a ``.grad``."""
+
     def clear_pending(self, ids: set[int]) -> None:
         """Forget pending gradients of the parameters with these ids."""
 
@@ -186,9 +189,11 @@ def _clearing(
     @untraced
     @functools.wraps(zero_grad)
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
-        zero_grad(self, *args, **kwargs)
         params = list(params_of(self))
         owners = owners_of(params)
+        for owner in owners:
+            owner.finish_copies()
+        zero_grad(self, *args, **kwargs)
         if owners:
             ids = {id(param) for param in params}
             for owner in owners:

@@ -38,6 +38,9 @@ class Accumulated(Protocol):
     def pending(self) -> str:
         """What has not been done to them yet, in words; empty if nothing is pending."""
 
+    def settle(self) -> None:
+        """Have in ``.grad`` what is on its way there from the device."""
+
     def clear(self, indices: frozenset[int]) -> None:
         """Forget those of some parameters."""
 
@@ -151,6 +154,13 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
+        if accumulated is not None and self.tensors.link is not None:
+            accumulated.settle()
+
+    def finish_copies(self) -> None:
+        """Have nothing on its way between host memory and the device, if shards live there."""
+        if self.tensors.link is not None:
+            self.tensors.link.wait()
 
     def note_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""
@@ -191,9 +201,14 @@ class ParamGroup:
                 )
         else:
             self._whole_version = self.version
+            storage, link = self.tensors.storage, self.tensors.link
+            buffer, segments = storage.buffer, storage.segments
+            if link is not None:
+                buffer = link.fetch(buffer, comm)
+                segments = storage.layout.split(buffer)
             self._in_flight = self.tensors.plan.start(
-                self.tensors.storage.buffer,
-                self.tensors.storage.segments,
+                buffer,
+                segments,
                 comm=comm,
                 group=roles.shard_group,
                 label=self.label,

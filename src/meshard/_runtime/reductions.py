@@ -12,7 +12,7 @@ from collections import deque
 from typing import NamedTuple
 
 from meshard._comm.checked import CheckedCommunicator
-from meshard._comm.communicator import Communicator
+from meshard._comm.communicator import Communicator, Pending
 from meshard._comm.notes import compare_text
 from meshard._runtime.gradient_state import ReduceOptions, ReductionInFlight
 from meshard._runtime.unit import ReduceHook, Unit
@@ -36,6 +36,7 @@ class Reductions:
         self._is_checked = isinstance(comm, CheckedCommunicator)
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
+        self._leaving: Pending | None = None  # the last copy of a gradient to the host
 
     @property
     def is_idle(self) -> bool:
@@ -105,8 +106,13 @@ class Reductions:
         unit, in_flight, hooks = self._queue.popleft()
         assert unit.gradients is not None
         after = [hook.after for hook in reversed(hooks) if hook.after]
-        unit.gradients.finish_reduce(in_flight, after)
-        if in_flight.is_full:
+        leaving = unit.gradients.finish_reduce(in_flight, after)
+        if self._leaving is not None:
+            # Until compute has waited for it, a copy to the host keeps the device's memory.
+            self._leaving.wait()
+        self._leaving = leaving
+        if in_flight.is_full and unit.on_reduced:
+            unit.gradients.settle()
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import local_of, wrap_like
+from meshard._params.dtensors import local_of, move_local, wrap_like
+from meshard._params.home import Home
 from meshard._runtime.param_group import ParamGroup
 
 
@@ -112,10 +113,83 @@ class ShardedGrads:
         grad = self._grad(index)
         return grad is not None and grad.data_ptr() == self._addresses.get(index, -1)
 
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """The flat sums, as long as they may be in use."""
+        return None if self._shown is None else self._shown.flat
+
+    def open_sum(self, new: Held) -> torch.Tensor | None:
+        """Return what the caller may add ``new.flat`` to instead of ``add``, if that is the same.
+
+        So it is where every ``.grad`` is a view of the sums, and no hook wants to see what is
+        added. Call ``has_grown`` afterwards.
+        """
+        shown = self._shown
+        if shown is None or not self._is_shown(shown, new) or self.has_hooks(new):
+            return None
+        dtypes = {self._group.params[index].sharded.dtype for index in shown.used | new.used}
+        return shown.flat if dtypes == {shown.flat.dtype} == {new.flat.dtype} else None
+
+    def has_hooks(self, new: Held) -> bool:
+        """Whether users have put hooks on parameters that get a gradient."""
+        return bool(self._find_hooked(new))
+
+    def drop_hidden(self, indices: frozenset[int]) -> None:
+        """Take back what has been added to ``open_sum`` for parameters that had no ``.grad``."""
+        if self._shown is not None:
+            hidden = indices - self._shown.used
+            self._shown._replace(used=hidden).erase(hidden)
+
+    def has_grown(self, used: frozenset[int]) -> None:
+        """Show what has been added to ``open_sum`` for some parameters."""
+        shown = self._shown
+        if shown is None or self._addresses != self._addresses_of(shown):
+            return  # dropped or replaced since
+        self._shown = shown._replace(used=shown.used | used)
+        for index, local in self._locals(self._shown):
+            if index not in shown.used:
+                self._set(index, local)
+        self._addresses = self._addresses_of(self._shown)
+
     def release_cleared(self) -> None:
         """Give the memory back once the user has dropped the gradients."""
         if self._shown is not None and not self._addresses_of(self._shown):
             self._shown = None
+
+    def forget(self, indices: frozenset[int]) -> None:
+        """Note that the ``.grad`` of some parameters has been cleared."""
+        self.release_cleared()
+
+    def settle(self) -> None:
+        """Have all that was added in ``.grad``: so it is."""
+
+    def move(self, home: Home) -> list[torch.Tensor]:
+        """Start moving every ``.grad`` to ``home``; they stay the same objects.
+
+        Return what they were in, to be kept until the copies are over.
+        """
+        shown, views = self._shown, dict[int, torch.Tensor]()
+        if shown is not None and self._addresses != self._addresses_of(shown):
+            shown = None
+        if shown is not None:
+            flat = home.empty_like(shown.flat)
+            flat.copy_(shown.flat, non_blocking=True)
+            moved = shown._replace(flat=flat)
+            views = dict(self._locals(moved))
+        sources = [] if shown is None else [shown.flat]
+        for index, param in enumerate(self._group.params):
+            gradient, local = param.sharded.grad, self._grad(index)
+            if gradient is None or local is None:
+                continue
+            new = views.get(index)
+            if new is None or new.dtype != local.dtype:
+                new = home.empty_like(local)
+                new.copy_(local, non_blocking=True)
+                sources.append(local)
+            move_local(gradient, new)
+        self._shown = None if shown is None else moved
+        self._addresses = {} if shown is None else self._addresses_of(moved)
+        return sources
 
     def clear(self) -> None:
         """Drop every ``.grad``."""

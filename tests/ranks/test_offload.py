@@ -1,0 +1,366 @@
+"""Does a model whose shards live in host memory train like one on its device, bit for bit?"""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
+
+import meshard
+import meshard.offloading
+from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
+from tests.support.cases import CASES
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.threads import run_threads
+
+HOST = CPUOffloadPolicy(pin_memory=False)
+MODES = {
+    "N": GradientSync.NONE,
+    "R": GradientSync.REDUCE_SCATTER,
+    "F": GradientSync.FULL,
+}
+
+
+def make(case, mesh, dtype=None, **kwargs):
+    model = case.build().to(dtype)
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return model
+
+
+def windows(case, model, schedules, *, is_last=True, edit=None, set_to_none=True, clear_every=1):
+    """Train one window per schedule; return every gradient and parameter on the way."""
+    rank, seen, number = dist.get_rank(), [], 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for window, schedule in enumerate(schedules, 1):
+        for place, mode in enumerate(schedule):
+            model.set_gradient_sync(MODES[mode])
+            model.set_is_last_backward(is_last or place == len(schedule) - 1)
+            loss = case.loss(model(case.batch(number, rank)))
+            loss.backward()
+            number += 1
+            if is_last and edit is not None:
+                edit(model)
+            if is_last:
+                seen.append(full_grads(model))
+        norm = meshard.clip_grad_norm_(model, 0.5)
+        seen += [full_grads(model), {"norm": norm, "loss": loss.detach()}]
+        optimizer.step()
+        if window % clear_every == 0:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        seen.append(full_state(model))
+    return seen
+
+
+SCHEDULES = ("F", "NF", "RF", "FFF", "FRNF", "F")
+
+
+def compare(case_name, mesh_shape, how, **kwargs):
+    case = CASES[case_name]
+    mesh = init_device_mesh("cpu", mesh_shape)
+    ordinary = windows(case, make(case, mesh, **kwargs), SCHEDULES, **how)
+    offloaded = make(case, mesh, offload_policy=HOST, **kwargs)
+    for ours, theirs in zip(windows(case, offloaded, SCHEDULES, **how), ordinary, strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+def test_one_model_in_processes(run_ranks):
+    run_ranks(compare, 2, "uneven", (2,), {})
+
+
+CASE_NAMES = ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"]
+
+
+@pytest.mark.parametrize("case_name", CASE_NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_offloaded_training_equals_the_ordinary_one(run_ranks, case_name, mesh_shape):
+    num_ranks = torch.Size(mesh_shape).numel()
+    run_ranks(compare, num_ranks, case_name, mesh_shape, {})
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def halve(model):
+    """What users do to gradients between two backwards of a window."""
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def replace_some(model):
+    for param in list(model.parameters())[::2]:
+        if param.grad is not None:
+            param.grad = param.grad.clone()
+
+
+def drop_some(model):
+    for param in list(model.parameters())[::2]:
+        param.grad = None
+
+
+@pytest.mark.parametrize(
+    ("how", "kwargs"),
+    [
+        ({"is_last": False}, {}),
+        ({"is_last": False}, {"mp_policy": MIXED}),
+        ({"set_to_none": False}, {}),
+        ({"set_to_none": False, "is_last": False}, {}),
+        ({"is_last": False, "clear_every": 3}, {}),
+        ({"is_last": False, "clear_every": 3}, {"dtype": torch.bfloat16, "mp_policy": MIXED}),
+        ({"edit": halve}, {"dtype": torch.bfloat16, "mp_policy": MIXED}),
+        ({"edit": halve}, {}),
+        ({"edit": replace_some}, {}),
+        ({"edit": drop_some}, {}),
+        ({}, {"mp_policy": MIXED}),
+        ({}, {"reshard_after_forward": False}),
+        ({}, {"reshard_after_forward": 2}),
+        ({}, {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "case_name", [pytest.param("uneven", marks=pytest.mark.slow), "mixed_dtype"]
+)
+def test_also_under_every_way_of_accumulating(case_name, how, kwargs):
+    run_threads(compare, 4, case_name, (2, 2), how, **kwargs)
+
+
+def clear_midway(set_to_none, num_before):
+    """Clear some gradients while they are on their way; what comes after must not be touched."""
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
+    results = []
+    for policy in (meshard.OffloadPolicy(), HOST):
+        model = make(case, mesh, offload_policy=policy)
+        some = torch.optim.SGD(list(model.parameters())[::2], lr=0.1)
+        seen = []
+        for number in range(4):
+            model.set_is_last_backward(number < num_before or number == 3)
+            case.loss(model(case.batch(number, dist.get_rank()))).backward()
+            if number == 2:
+                some.zero_grad(set_to_none=set_to_none)
+                model.blocks[0].zero_grad(set_to_none=set_to_none)
+            if number < num_before or number == 3:
+                seen.append(full_grads(model))
+        results.append(seen)
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+def clear_what_is_new(set_to_none):
+    """A parameter gets its first gradient beside one that has some, and both are cleared."""
+    case, mesh = CASES["sometimes_unused"], init_device_mesh("cpu", (2,))
+    results = []
+    for policy in (meshard.OffloadPolicy(), HOST):
+        model, seen = make(case, mesh, offload_policy=policy), []
+        for number, used in enumerate([(True, False, False), (True,) * 3, (True,) * 3]):
+            model.set_is_last_backward(number != 1)
+            case.loss(model(case.batch(number, dist.get_rank()), used)).backward()
+            if number == 1:
+                model.zero_grad(set_to_none=set_to_none)
+            else:
+                seen.append(full_grads(model))
+        results.append(seen)
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_first_gradients_on_their_way_are_cleared(set_to_none):
+    run_threads(clear_what_is_new, 2, set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_gradients_on_their_way_are_cleared(set_to_none, num_before):
+    run_threads(clear_midway, 2, set_to_none, num_before)
+
+
+def prefetch_by_hand():
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
+    models = [make(case, mesh), make(case, mesh, offload_policy=HOST)]
+    for model in models:
+        model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
+    for ours, theirs in zip(*(windows(case, m, ("F", "RF")) for m in models), strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+def test_also_with_explicit_prefetch():
+    run_threads(prefetch_by_hand, 2)
+
+
+def mix_policies():
+    """Units on the host beside units that are not, and a policy object of torch's."""
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
+    ordinary, mixed = make(case, mesh), case.build()
+    meshard.fully_shard(mixed.blocks[0], mesh)
+    meshard.fully_shard(mixed.blocks[1], mesh, offload_policy=TorchCPUOffloadPolicy(False))
+    meshard.fully_shard(mixed, mesh)
+    for ours, theirs in zip(
+        windows(case, mixed, SCHEDULES), windows(case, ordinary, SCHEDULES), strict=True
+    ):
+        assert_same(ours, theirs, bitwise=True)
+
+
+def test_units_with_and_without_the_policy_train_together():
+    run_threads(mix_policies, 2)
+
+
+def scale_losses():
+    """An inf on one rank skips the step of all."""
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
+    results = []
+    for policy in (meshard.OffloadPolicy(), HOST):
+        model = make(case, mesh, offload_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**8)
+        for step in range(3):
+            loss = case.loss(model(case.batch(step, dist.get_rank())))
+            if step == 1 and dist.get_rank() == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((full_state(model), scaler.get_scale()))
+    assert results[0][1] == results[1][1] == 2.0**7
+    assert_same(results[1][0], results[0][0], bitwise=True)
+
+
+def test_losses_are_scaled_as_ever():
+    run_threads(scale_losses, 2)
+
+
+def addresses(model):
+    return [
+        tensor._local_tensor.data_ptr()
+        for param in model.parameters()
+        for tensor in (param, param.grad)
+    ]
+
+
+def train_and_look(kept):
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
+    model = make(case, mesh, offload_policy=HOST)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, kept_values = [], []
+    for step in range(4):
+        for _ in range(2):
+            case.loss(model(case.batch(step, dist.get_rank()))).backward()
+        seen.append(addresses(model))
+        if kept is not None:
+            kept.append([param.grad for param in model.parameters()])
+            kept_values.append([param.grad.full_tensor() for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    for grads, values in zip(kept or [], kept_values, strict=True):
+        assert all(torch.equal(g.full_tensor(), v) for g, v in zip(grads, values, strict=True))
+    return seen
+
+
+def same_addresses():
+    first, *later = train_and_look(None)
+    assert all(addresses == first for addresses in later)
+
+
+def test_gradients_arrive_in_the_same_buffers_in_every_window():
+    run_threads(same_addresses, 2)
+
+
+def test_gradients_that_the_user_keeps_are_not_written_over():
+    run_threads(lambda: train_and_look([]), 2)
+
+
+def hook_values():
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
+    model, heard = make(case, mesh, offload_policy=HOST), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda p: heard.append((p, p.grad._local_tensor.clone()))
+        )
+    for number in range(2):
+        case.loss(model(case.batch(number, dist.get_rank()))).backward()
+        assert len(heard) == len(list(model.parameters()))
+        assert all(torch.equal(p.grad._local_tensor, value) for p, value in heard)
+        heard.clear()
+
+
+def test_hooks_on_sharded_parameters_see_what_has_arrived():
+    run_threads(hook_values, 2)
+
+
+def freeze_between():
+    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2, 2))
+    results = []
+    for policy in (meshard.OffloadPolicy(), HOST):
+        model = make(case, mesh, offload_policy=policy)
+        seen = []
+        for number in range(6):
+            model.blocks[0].up.weight.requires_grad_(number % 2 == 0)
+            model.set_is_last_backward(number % 3 == 2)
+            case.loss(model(case.batch(number, dist.get_rank()))).backward()
+            meshard.finalize_gradients(model)
+            seen.append(full_grads(model))
+        results.append(seen)
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(theirs, ours, bitwise=True)
+
+
+def test_parameters_are_frozen_and_thawed_between_reductions():
+    run_threads(freeze_between, 4)
+
+
+def make_late():
+    case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        model = case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, offload_policy=HOST)
+    batch = case.batch(0, dist.get_rank())
+    with pytest.raises(RuntimeError, match=r"on the meta device; call to_empty\(device='cpu'"):
+        model(batch)
+    model.to_empty(device="cpu")
+    other = make(case, mesh)
+    model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
+    for each in (model, other):
+        case.loss(each(batch)).backward()
+    assert_same(full_grads(model), full_grads(other), bitwise=True)
+    model.double()
+    model.zero_grad()
+    model(batch).sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+
+
+def test_a_model_made_on_meta_is_filled_on_the_host():
+    run_threads(make_late, 2)
+
+
+def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
+    monkeypatch.setattr(meshard.offloading, "_has_warned", False)
+    meshard.fully_shard(nn.Linear(2, 2))  # makes the default group
+    with pytest.raises(RuntimeError, match="accelerator"):  # what torch's own does
+        torch_fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())(torch.ones(1, 2))
+    with pytest.warns(UserWarning, match="host memory is not pinned; pass pin_memory=False"):
+        first = meshard.fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            meshard.fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())
+        first(torch.ones(1, 2)).sum().backward()
+        assert first.weight.grad is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_policy_is_checked_where_it_is_made():
+    with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
+        CPUOffloadPolicy(pin_memory="yes")
+    with pytest.raises(TypeError, match="step_device must be a string"):
+        CPUOffloadPolicy(step_device=torch.device("cpu"))

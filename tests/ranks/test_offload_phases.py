@@ -1,0 +1,254 @@
+"""Can a whole model leave its device for a phase, and come back as if it had never left?"""
+
+import copy
+import gc
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.support.cases import CASES
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.threads import run_threads
+
+
+def make(case, mesh, **kwargs):
+    model = case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return model
+
+
+def objects(model, optimizer):
+    params = list(model.parameters())
+    grads = [param.grad for param in params]
+    state = [value for param in params for value in optimizer.state[param].values()]
+    return [id(each) for each in (*params, *grads, *state)]
+
+
+def train(case, model, optimizer, between, *, accumulate=2):
+    rank, seen = dist.get_rank(), []
+    for step in range(4):
+        for number in range(accumulate):
+            case.loss(model(case.batch(10 * step + number, rank))).backward()
+            between()
+        seen.append(full_grads(model))
+        optimizer.step()
+        between()
+        seen.append(full_state(model))
+        if step % 2:
+            optimizer.zero_grad()
+        between()
+    return seen
+
+
+def interrupted(case_name, mesh_shape, foreach, **kwargs):
+    case, mesh = CASES[case_name], init_device_mesh("cpu", mesh_shape)
+    results = []
+    for is_interrupted in (False, True):
+        model = make(case, mesh, **kwargs)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
+
+        def rest(model=model, optimizer=optimizer):
+            before = objects(model, optimizer)
+            meshard.offload(model, optimizer)
+            meshard.offload(model, optimizer)
+            assert objects(model, optimizer) == before
+            meshard.onload(model, optimizer)
+            meshard.onload(model, optimizer)
+            assert objects(model, optimizer) == before
+
+        results.append(train(case, model, optimizer, rest if is_interrupted else lambda: None))
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(
+    ("case_name", "kwargs"),
+    [
+        ("mlp_stack", {}),
+        ("uneven", {"reshard_after_forward": False}),
+        ("mixed_dtype", {}),
+        ("frozen_beside", {"mp_policy": MIXED}),
+        ("transformer_tied", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    ],
+)
+def test_training_goes_on_bit_for_bit(case_name, kwargs, foreach):
+    run_threads(interrupted, 4, case_name, (2, 2), foreach, **kwargs)
+
+
+def test_training_goes_on_bit_for_bit_in_processes(run_ranks):
+    run_ranks(interrupted, 2, "transformer", (2,), True)
+
+
+def memory(model, optimizer):
+    """Return weak references to all storage of shards, gradients and AdamW's moments, by bytes."""
+    found = []
+    for unit in meshard_units(model):
+        found += [unit.group.tensors.storage.buffer, unit.gradients.sharded.flat]
+        for param in unit.group.params:
+            state = optimizer.state[param.sharded]
+            found += [state[name]._local_tensor for name in ("exp_avg", "exp_avg_sq")]
+    storages = [tensor.untyped_storage() for tensor in found]
+    return [(storage._weak_ref(), storage.nbytes()) for storage in storages]
+
+
+def meshard_units(model):
+    return [unit for m in model.modules() if (unit := vars(m).get("_meshard_unit")) is not None]
+
+
+def freed_bytes(storages):
+    return sum(size for weak, size in storages if torch.UntypedStorage._expired(weak))
+
+
+def test_memory_is_given_back_to_the_byte():
+    # One rank: a group may hold what it has sent for a while after.
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    try:
+        for layer in (*model, model):
+            meshard.fully_shard(layer)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        # The first DTensor of a process imports modules, whose frames only a collection frees.
+        gc.collect()
+        gc.disable()
+        for move in (meshard.offload, meshard.onload, meshard.offload):
+            before = memory(model[:3], optimizer)
+            move(model, optimizer)
+            # Shards and gradients, and two moments.
+            assert freed_bytes(before) == 4 * 3 * 16 * 16 * 4
+        assert all(param.full_tensor().isfinite().all() for param in model.parameters())
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone():
+    """A trained model on one rank."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    meshard.fully_shard(model[0])
+    meshard.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    yield model, optimizer
+    dist.destroy_process_group()
+
+
+def test_a_forward_meanwhile_names_the_remedy(alone):
+    model, optimizer = alone
+    message = r"unit '0' is on the host since meshard.offload\(module\); call meshard.onload"
+    with meshard.offload(model, optimizer):
+        with pytest.raises(RuntimeError, match=message):
+            model[0](torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match=r"unit '\(root\)' is on the host"):
+            model(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match="is on the host"):
+            model.unshard()
+    model(torch.ones(1, 4))
+
+
+def test_it_comes_back_after_an_exception(alone):
+    model, optimizer = alone
+    with pytest.raises(ValueError, match="on purpose"), meshard.offload(model, optimizer):
+        raise ValueError("on purpose")
+    model(torch.ones(1, 4))
+
+
+def test_state_dicts_are_read_and_loaded_meanwhile(alone):
+    model, optimizer = alone
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    meshard.offload(model, optimizer)
+    stream = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), stream)
+    saved = torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+    for ours, theirs in zip(saved, before, strict=True):
+        assert str(ours) == str(theirs)
+    with torch.no_grad():
+        for value in saved[0].values():
+            value.mul_(2)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    meshard.onload(model, optimizer)
+    assert torch.equal(model[0].weight.full_tensor(), 2 * before[0]["0.weight"].full_tensor())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_model_is_cast_meanwhile(alone):
+    model, _ = alone
+    meshard.offload(model)
+    model.double()
+    with pytest.raises(RuntimeError, match="is on the host"):
+        model(torch.ones(1, 4).double())
+    meshard.onload(model)
+    assert model(torch.ones(1, 4).double()).dtype == torch.float64
+
+
+def test_a_model_whose_gradients_are_pending_stays(alone):
+    model, optimizer = alone
+    optimizer.zero_grad()
+    with meshard.no_sync(model):
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"unit '\(root\)' holds gradients that are not reduced"):
+        meshard.offload(model, optimizer)
+    meshard.finalize_gradients(model)
+    meshard.offload(model, optimizer)
+    meshard.onload(model, optimizer)
+
+
+def test_a_model_that_runs_stays(alone):
+    model, _ = alone
+    hook = model[1].register_forward_hook(lambda *_: meshard.offload(model))
+    with pytest.raises(RuntimeError, match=r"meshard.offload was called inside the forward or"):
+        model(torch.ones(1, 4))
+    hook.remove()
+    out = model(torch.ones(1, 4))
+    out.register_hook(lambda _: meshard.onload(model))
+    with pytest.raises(RuntimeError, match=r"meshard.onload was called inside the forward or"):
+        out.sum().backward()
+    with meshard.offload(model):
+        pass
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_backward_after_the_phase_finds_its_weights(alone):
+    model, optimizer = alone
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    expected = full_grads(model)
+    optimizer.zero_grad()
+    out = model(torch.ones(2, 4))
+    with meshard.offload(model, optimizer):
+        pass
+    out.sum().backward()
+    assert_same(full_grads(model), expected, bitwise=True)
+
+
+def test_an_optimizer_whose_state_begins_later_is_moved(alone):
+    model, _ = alone
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    meshard.offload(model, optimizer)
+    optimizer.step()  # on the host: everything is there
+    meshard.onload(model, optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_wrong_arguments_are_refused(alone):
+    model, _ = alone
+    with pytest.raises(ValueError, match="there is no unit in this Linear"):
+        meshard.offload(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="optimizer must be an Optimizer or None, got generator"):
+        meshard.offload(model, model.parameters())
