@@ -56,7 +56,7 @@ def test_the_norm_of_host_shards_is_gathered_on_the_device(cuda_mesh, monkeypatc
 
     def gather_values(value, group):
         seen.append(value.device)
-        return value.new_empty(group.size())
+        return value.new_empty((group.size(), *value.shape))
 
     monkeypatch.setattr(gradients, "device_of", lambda mesh: meta)  # in the place of a GPU
     monkeypatch.setattr(gradients, "gather_values", gather_values)
