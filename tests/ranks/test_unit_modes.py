@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,3 +120,33 @@ def test_units_that_are_flushed_come_after_those_that_ran_in_the_order_of_backwa
         assert sorted(events) == sorted(
             (op, unit) for unit in units for op in ("reduce_scatter", "all_reduce")
         )
+
+
+class Optional(nn.Module):
+    """A root without parameters, whose only unit need not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x, use):
+        return self.child(x) if use else x
+
+
+def end_without_any_unit(mode, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = Optional()
+    meshard.fully_shard(model.child, mesh)
+    meshard.fully_shard(model, mesh)
+    model.set_gradient_sync(MODES[mode])
+    model(torch.full((1, 4), float(dist.get_rank())), True).sum().backward()
+    model.set_gradient_sync(MODES["F"])
+    model(torch.ones(1, 4, requires_grad=True), False).sum().backward()
+    return bool(meshard.pending_gradients(model)), model.child.weight.grad.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("mode", ["N", "R"])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_a_last_backward_in_which_no_unit_runs_reduces_all_the_same(mode, mesh_shape):
+    found = run_threads(end_without_any_unit, 4, mode, mesh_shape)
+    assert found == [(False, [[1.5] * 4])] * 4

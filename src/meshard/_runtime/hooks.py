@@ -116,7 +116,9 @@ class ModuleHooks:
         of = unit.lifecycle.schedule.current
         if failed:
             explain(sys.exc_info()[1])
-        records = unit.group is not None and not failed and torch.is_grad_enabled()
+        # A root without parameters too: its units may hold gradients and not run in this forward.
+        is_watched = unit.group is not None or unit.is_root
+        records = is_watched and not failed and torch.is_grad_enabled()
         # The answer decides whether the unit may be resharded now.
         if (
             records
