@@ -94,6 +94,10 @@ def copy_keeps():
     assert settings[1].sync is settings[0].sync is GradientSync.REDUCE_SCATTER
     assert settings[1].forward_prefetch[0]() is vars(copied.blocks[2])["_meshard_unit"]
     assert settings[0].forward_prefetch[0]() is vars(model.blocks[2])["_meshard_unit"]
+    # The gradients are those of an open window, also in the copy.
+    for each in (model, copied):
+        with pytest.raises(RuntimeError, match="window"):
+            each.set_gradient_divide_factor(3.0)
     copied.set_requires_all_reduce(True)
     assert settings[0].sync is GradientSync.REDUCE_SCATTER
 

@@ -101,10 +101,13 @@ class GradientState:
             self.sharded = HostGrads(group, link, host)
 
     def for_copy(self, group: ParamGroup) -> GradientState:
-        """Return an empty state with the same dtypes, for a copy of the group."""
-        return GradientState(
+        """Return the state of a copy of the group, with nothing accumulated beside ``.grad``."""
+        copied = GradientState(
             group, reduce_dtype=self.plan.reduce_dtype, accumulate_dtype=self.plan.chosen_dtype
         )
+        copied.is_window_open = self.is_window_open
+        copied._factor_of_window = self._factor_of_window
+        return copied
 
     @property
     def is_pending(self) -> bool:
