@@ -173,6 +173,7 @@ class OpenUnit:
         """
         group, roles = self._group, self._group.place.roles
         storage = group.tensors.storage
+        group.finish_copies()
         if not self.opening.rank0_only:
             for param, own, value in zip(group.params, storage.locals, values, strict=True):
                 owned = param.layout.owned_rows(roles.shard_rank)
