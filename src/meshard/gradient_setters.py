@@ -69,7 +69,7 @@ class GradientSetters:
     def set_gradient_divide_factor(
         self, factor: DivideFactor | None, *, recurse: bool = True
     ) -> None:
-        """Divide gradients by ``factor`` in all, instead of by the number of ranks.
+        """Divide gradients by ``factor`` in all, instead of by the ranks of their parameter's mesh.
 
         Args:
             factor: A positive number; or a callable or a 0-d tensor that gives one (or a 0-d

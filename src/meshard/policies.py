@@ -108,6 +108,9 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
 class ShardPlacementResult:
     """What ``shard_placement_fn`` may return to place one parameter on a mesh of its own.
 
+    Its gradient is divided by the number of ranks of that mesh, unless
+    ``set_gradient_divide_factor`` says otherwise.
+
     Args:
         placement: The tensor dim that is sharded.
         mesh: The mesh whose ranks hold the shards.

@@ -21,13 +21,14 @@ _NUMBERS = {"parameters", "whole", "per rank", "padding"}
 def describe(module: nn.Module) -> str:
     """Return a table of the units in ``module``, one line each in module order, and their sum.
 
-    The columns: elements of the unit's parameters, without those of units inside; dtype at rest;
-    bytes of the whole parameters; bytes of the flat shard of each rank, the same on all; bytes
-    that all ranks of a shard group together hold beyond the whole parameters, because a dim that
-    the number of ranks does not divide is padded; the mesh; and what differs from the defaults of
-    ``fully_shard``. Gradients and optimizer states take a multiple of the same. Below the table
-    are warnings: units in which padding adds a quarter or more to what is gathered and reduced,
-    and trainable parameters that an optimizer would step in less than float32.
+    The columns: elements of the unit's parameters, without those of units inside (of what tensor
+    parallelism has cut, the part that this rank holds); dtype at rest; bytes of the whole
+    parameters; bytes of the flat shard of each rank, the same on all; bytes that all ranks of a
+    shard group together hold beyond the whole parameters, because a dim that the number of ranks
+    does not divide is padded; the mesh; and what differs from the defaults of ``fully_shard``.
+    Gradients and optimizer states take a multiple of the same. Below the table are warnings: units
+    in which padding adds a quarter or more to what is gathered and reduced, and trainable
+    parameters that an optimizer would step in less than float32.
 
     Communicates nothing, and needs no memory: models on the meta device, and process groups that
     only pretend to have many ranks, are described all the same.

@@ -54,7 +54,8 @@ class MeshRoles:
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 f"fully_shard needs a 1D mesh (shard) or a 2D mesh (replicate, shard), got {mesh}; "
-                "pass the data-parallel part of a larger mesh, as in mesh['replicate', 'shard']."
+                "pass the data-parallel part of a larger mesh, as in mesh['replicate', 'shard'], "
+                "or name its axes with dp_mesh_dims."
             )
         shard_axis = mesh.ndim - 1
         return cls(
