@@ -22,13 +22,14 @@ from meshard._geometry.mesh_roles import MeshRoles, device_of, group_of_neighbou
 from meshard._runtime.companions import accompany
 from meshard._runtime.unit import UnitSettings
 from meshard.build_unit import (
+    Collected,
     check_parameters,
     collect,
     commit,
     make_unit,
 )
 from meshard.offloading import host_for
-from meshard.placing import Placer, by_mesh, roles_of
+from meshard.placing import OnMesh, Placer, by_mesh, roles_of
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -124,10 +125,7 @@ def fully_shard(
     groups = by_mesh(placings, roles)
     host = host_for(offload_policy, device)
     if is_debugging():
-        what = ", ".join(type(each).__name__ for each in modules)
-        for group in groups:
-            named = [(found[place].fqn, found[place].param) for place in group.places]
-            check_same_start(named, group.roles, device, what)
+        _check_values(modules, found, groups, device)
     settings = [_settings(reshard_after_forward, group.roles) for group in groups]
     if device.type != "cpu":
         _move_buffers(modules, device)
@@ -148,6 +146,15 @@ def fully_shard(
     in_order = [found[place] for group in groups for place in group.places]
     commit(accompany(units), modules, in_order, device)
     return module
+
+
+def _check_values(
+    modules: list[nn.Module], found: list[Collected], groups: list[OnMesh], device: torch.device
+) -> None:
+    what = ", ".join(type(each).__name__ for each in modules)
+    for group in groups:
+        named = [(found[place].fqn, found[place].param) for place in group.places]
+        check_same_start(named, group.roles, device, what)
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

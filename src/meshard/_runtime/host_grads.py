@@ -13,6 +13,7 @@ from meshard._comm.communicator import Queued
 from meshard._comm.host_link import HostLink
 from meshard._params.home import Home
 from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.private_torch import num_users
 from meshard._runtime.sharded_grads import Held, ShardedGrads
 
 
@@ -38,19 +39,13 @@ class HostBuffers:
         # Of other kinds: parameters were frozen or thawed, and may never be as before.
         self._buffers = [b for b in self._buffers if (b.numel(), b.dtype) == kind]
         for buffer in self._buffers:
-            if buffer is not but and _num_users(buffer) == _ALONE:
+            if buffer is not but and num_users(buffer) == _ALONE:
                 return buffer
         self._buffers.append(self._home.empty(*kind))
         return self._buffers[-1]
 
 
-def _num_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors there are on the storage of ``tensor``, plus a constant."""
-    # There is no public count. It also counts views that the user made of a .grad and kept.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-_ALONE = _num_users(torch.empty(1))
+_ALONE = num_users(torch.empty(1))
 
 
 class HostGrads:

@@ -1,4 +1,4 @@
-"""What do we ask of autograd and dynamo that they have no public way to ask?
+"""What do we ask of torch that there is no public way to ask?
 
 ``tests/architecture`` notices when one of these names goes.
 """
@@ -42,3 +42,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def keeps_graph() -> bool:
     """Whether the backward that is running was told ``retain_graph``, or ``create_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def num_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors there are on the storage of ``tensor``, and a constant more.
+
+    That counts views which the user made of it and kept.
+    """
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
