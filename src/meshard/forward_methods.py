@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from meshard._runtime.hooks import run_in_unit
+from meshard._runtime.private_torch import untraced_itself
 from meshard._runtime.unit import unit_of
 
 _REGISTERED = "_meshard_forward_methods"  # on a module: names, with what its class does not have
@@ -29,7 +30,6 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
     if plain is nn.Module.forward or not inspect.isfunction(plain):
         return None
 
-    @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
         if unit.group is None or unit.group.is_showing_unsharded:
@@ -37,7 +37,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
 
-    return forward
+    # Dynamo keeps what it compiles, and counts it, per code object: each class needs its own.
+    forward.__code__ = forward.__code__.replace()
+    return functools.wraps(plain)(forward)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -103,4 +105,5 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
     if original is not None:
         functools.update_wrapper(method, getattr(sharded_class, name))
     setattr(method, _REGISTERED, True)
-    return method
+    # Dynamo would write the call down as `self.name(...)`, which is this method again.
+    return untraced_itself(method)

@@ -1,6 +1,7 @@
 """Do compiled blocks train like eager ones, and are they compiled once?"""
 
 import copy
+import functools
 import warnings
 from contextlib import contextmanager
 
@@ -222,8 +223,8 @@ def test_units_are_borders_of_graphs_in_a_compiled_root(run_ranks):
         assert ours[0] <= peers[0] and ours[1] <= peers[1]
 
 
-def compiled_step(with_optimizer):
-    """Compile forward, backward and perhaps the optimizer in one function."""
+def compiled_step():
+    """Compile forward and backward in one function."""
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     models = [seeded(MlpStack()) for _ in range(2)]
     for model in models:
@@ -232,12 +233,9 @@ def compiled_step(with_optimizer):
         meshard.fully_shard(model, mesh)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
-    def step(model, optimizer, batch):
+    def step(model, batch):
         loss = model(batch).square().mean()
         loss.backward()
-        if with_optimizer:
-            optimizer.step()
-            optimizer.zero_grad()
         return loss.detach()
 
     with compiling_at_most_once():
@@ -245,18 +243,62 @@ def compiled_step(with_optimizer):
         for batch in batches:
             losses = []
             for run, model, optimizer in zip((step, compiled), models, optimizers, strict=True):
-                losses.append(run(model, optimizer, batch))
-                if not with_optimizer:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                losses.append(run(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
             assert_same(losses[1], losses[0], bitwise=True)
     assert_same(full_state(models[1]), full_state(models[0]), bitwise=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_a_whole_step_may_be_compiled(run_ranks, with_optimizer):
-    run_ranks(compiled_step, 2, with_optimizer)
+def test_forward_and_backward_may_be_compiled_together(run_ranks):
+    run_ranks(compiled_step, 2)
+
+
+class Scoring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.up(x))
+
+    def scores(self, x):
+        return torch.sin(self.down(x))
+
+
+def other_ways_in(form):
+    """Modules of torch, registered methods, forward called directly: all are compiled."""
+    torch_layer = functools.partial(
+        nn.TransformerEncoderLayer, 8, 2, dim_feedforward=8, dropout=0.0, batch_first=True
+    )
+    module = seeded(Scoring() if form in ("registered", "direct") else torch_layer())
+    plain = copy.deepcopy(module)
+    meshard.fully_shard(module, mesh_of_all())
+    expected = plain.scores if form == "registered" else plain
+    with compiling_at_most_once() as counters:
+        if form == "method":
+            module.compile(backend="aot_eager", fullgraph=True)
+            run = module
+        elif form == "function":
+            run = torch.compile(module, backend="aot_eager", fullgraph=True)
+        elif form == "registered":
+            meshard.register_fsdp_forward_method(module, "scores")
+            run = torch.compile(module.scores, backend="aot_eager")
+        else:
+            run = torch.compile(module.forward, backend="aot_eager")
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+        for _ in range(3):
+            for each in (run, expected):
+                each(x).square().mean().backward()
+            assert_same(full_grads(module), full_grads(plain))
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["method", "function", "registered", "direct"])
+def test_torch_modules_and_methods_are_compiled(run_ranks, form):
+    run_ranks(other_ways_in, 2, form)
 
 
 def switch_modes():

@@ -19,7 +19,7 @@ from torch import nn
 from meshard._runtime.containers import WATCHED, cast_floats, detached_from_others, tensors_in
 from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.misread import explain
-from meshard._runtime.private_torch import untraced
+from meshard._runtime.private_torch import untraced, untraced_itself
 from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import Unit
 
@@ -137,6 +137,7 @@ class ModuleHooks:
             watch_outputs(result, self._unit, of, call)
         return None if result is output else result
 
+    @untraced_itself
     def run(
         self,
         module: nn.Module,
@@ -159,6 +160,7 @@ class ModuleHooks:
         return output if result is None else result
 
 
+@untraced_itself
 def run_in_unit(
     module: nn.Module,
     unit: Unit,
@@ -172,6 +174,7 @@ def run_in_unit(
     return _hooks_of(module, unit).run(module, method, args, kwargs)
 
 
+@untraced_itself
 def _run(
     hooks: ModuleHooks,
     module: nn.Module,

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
-_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_SKIP, _GO_ON = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+_SKIP_ALL = eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+_SKIP_ONE = eval_frame._FrameExecStrategy(_SKIP, _GO_ON)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,7 +29,16 @@ def untraced(function: Function) -> Function:
     Returns:
         ``function`` itself.
     """
-    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return _marked(function, _SKIP_ALL)
+
+
+def untraced_itself(function: Function) -> Function:
+    """Have ``torch.compile`` pass ``function``, but look at what it calls."""
+    return _marked(function, _SKIP_ONE)
+
+
+def _marked(function: Function, strategy: eval_frame._FrameExecStrategy) -> Function:
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "the border of a meshard unit"  # type: ignore[attr-defined]
     return function
