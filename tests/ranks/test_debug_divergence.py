@@ -203,5 +203,7 @@ def test_replicas_that_reduce_to_different_depths(run_ranks):
     for rank, (message, _) in enumerate(run_ranks(diverge, 4, other_sync, SECONDS)):
         first = rank % 2
         assert f"rank {first}: the reduction of unit 'blocks.2' over shards and replicas" in message
-        assert f"rank {first + 2}: nothing within 2 s; its last was " in message
+        # The pair whose patience ends first tells the other, if that still waits.
+        waited = [f"rank {late}: nothing within 2 s; its last was " in message for late in (2, 3)]
+        assert waited[first] or (any(waited) and f"rank {first + 2}: nothing yet\n" in message)
         assert "among ranks 2, 3" in message
