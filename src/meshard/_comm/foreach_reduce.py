@@ -184,8 +184,8 @@ class Reduction:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(request.partial)
                 self._result.add_(request.partial)
-            if request.replicate_group is None:
-                marks.write(self._result, self._unused)  # it may become a partial
+            if request.replicate_group is None and request.replicate_count > 1:
+                marks.write(self._result, self._unused)  # it becomes a partial
             self._pending = self._comm.queued(self._result)
             self._ends.append(self._pending)
         if request.replicate_group is not None:

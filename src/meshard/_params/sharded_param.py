@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
 from meshard._geometry.placed import Placed
-from meshard._params.dtensors import copy_dtensor, local_of, make_dtensor, place_like, set_local
+from meshard._params.dtensors import copy_dtensor, make_dtensor, place_like, set_local
 from meshard._params.marks import Mark, mark_as
 
 
@@ -30,6 +30,7 @@ class ShardedParam:
 
     __slots__ = (
         "__weakref__",
+        "_slots",
         "fqn",
         "layout",
         "owners",
@@ -47,12 +48,21 @@ class ShardedParam:
         placed: Placed | None = None,
     ) -> None:
         self.fqn = fqn
-        self.owners = [(weakref.ref(module), name) for module, name in owners]
+        self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
+        # Where each owner keeps it: looked at several times in each step.
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        for module, name in owners:
+            self.add_owner(module, name)
         self.layout = layout
         self.placed = placed
         self.shard_rank: int
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+
+    def add_owner(self, module: nn.Module, name: str) -> None:
+        """Note that ``module`` holds the parameter as its attribute ``name``."""
+        self.owners.append((weakref.ref(module), name))
+        self._slots.append((module._parameters, name))
 
     def make_sharded(self, local: torch.Tensor, roles: MeshRoles, *, requires_grad: bool) -> None:
         """Create the sharded face over ``local``, a view of the unit's flat shard."""
@@ -136,15 +146,21 @@ class ShardedParam:
 
     def show(self, face: nn.Parameter) -> None:
         """Make every owner hold ``face``, without the cost of ``Module.__setattr__``."""
-        for module_ref, name in self.owners:
-            module = module_ref()
-            if module is not None:
-                module._parameters[name] = face
+        for parameters, name in self._slots:
+            parameters[name] = face
 
     def held(self) -> list[nn.Parameter | None]:
         """Return what each owner holds."""
         modules = ((module_ref(), name) for module_ref, name in self.owners)
         return [module._parameters.get(name) for module, name in modules if module is not None]
+
+    def has_strangers(self) -> bool:
+        """Whether an owner holds something else, or nothing: see ``strangers``."""
+        for parameters, name in self._slots:
+            held = parameters.get(name)
+            if held is not self.sharded and held is not self.unsharded:
+                return True
+        return False
 
     def strangers(self) -> list[nn.Parameter]:
         """Return what owners hold instead of one of the two faces.
@@ -166,8 +182,3 @@ class ShardedParam:
             if held is not self.sharded and held is not self.unsharded:
                 found.append(held)
         return found
-
-    @property
-    def version(self) -> int:
-        """Grows whenever the shard is edited, as a DTensor or through its local tensor."""
-        return int(self.sharded._version + local_of(self.sharded)._version)

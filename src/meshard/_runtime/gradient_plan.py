@@ -77,7 +77,10 @@ class GradientPlan:
         """Return the dtype in which the gradients of ``layout`` are sent."""
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        dtypes = [self._group.tensors.compute_dtypes[index] for index in layout.indices]
+        tensors = self._group.tensors
+        if tensors.is_one_dtype:
+            return tensors.compute_dtypes[0]
+        dtypes = [tensors.compute_dtypes[index] for index in layout.indices]
         widest = dtypes[0]
         for dtype in dtypes[1:]:
             widest = torch.promote_types(widest, dtype)

@@ -25,12 +25,12 @@ from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan
 from meshard._runtime.host_grads import HostGrads
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.sharded_grads import Held, ShardedGrads, local_views
+from meshard._runtime.sharded_grads import Held, ShardedGrads
 
 TensorHook = Callable[[torch.Tensor], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ReduceOptions:
     """How one reduction goes.
 
@@ -127,7 +127,7 @@ class GradientState:
         """Return the partial of each parameter that has one; None if it is not reduced at all."""
         roles, found = self._group.place.roles, dict[int, DTensor | None]()
         if self._partial is not None:
-            for index, local in local_views(self._partial, roles.shard_rank):
+            for index, local in self._partial.shards(roles.shard_rank):
                 found[index] = self._group.params[index].partial_of(local, roles)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))

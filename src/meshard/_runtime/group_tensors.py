@@ -84,6 +84,7 @@ class GroupTensors:
         layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
         self.storage = ShardStorage(layout, self.place.roles.shard_rank, home)
         self.storage.fill(shards)
+        self._is_meta = self.storage.buffer.is_meta
 
     def _make_unsharded(self) -> None:
         at_rest = self.storage.layout
@@ -91,6 +92,7 @@ class GroupTensors:
             self._param_dtype if self._param_dtype and own.dtype.is_floating_point else own.dtype
             for own in self.storage.locals
         ]
+        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
         on_wire = FlatLayout.build(at_rest.params, self.compute_dtypes, at_rest.order)
         self.plan = GatherPlan(at_rest, on_wire)
         # A module first run under inference_mode must be able to train later.
@@ -116,7 +118,7 @@ class GroupTensors:
         """
         replaced = False
         for param, own in zip(self.params, self.storage.locals, strict=True):
-            strangers = param.strangers()
+            strangers = param.strangers() if param.has_strangers() else None
             if strangers:
                 # Of a tied parameter each owner may hold another one: the first stands for all.
                 new = self._as_shard(param, strangers[0])
@@ -222,8 +224,11 @@ class GroupTensors:
 
     @property
     def version(self) -> int:
-        """Grows with every edit of a shard."""
-        return sum(param.version for param in self.params)
+        """Grows with every edit of a shard, as a DTensor or through its local tensor."""
+        version = 0
+        for param in self.params:
+            version += param.sharded._version + local_of(param.sharded)._version
+        return version
 
     @property
     def is_partly_meta(self) -> bool:
@@ -237,7 +242,7 @@ class GroupTensors:
                 f"unit {self.label!r} is on the host since meshard.offload(module); call "
                 "meshard.onload(module) before the next forward or unshard."
             )
-        if self.storage.buffer.device.type != "meta" and not self._is_partly_meta:
+        if not self._is_meta and not self._is_partly_meta:
             return
         for param in self.params:
             if local_of(param.sharded).device.type == "meta":

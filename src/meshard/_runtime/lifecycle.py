@@ -136,7 +136,7 @@ class Lifecycle:
         return call
 
     def _is_open(self, unit: Unit) -> bool:
-        return any(other is unit for other, _ in self._open)
+        return bool(self._open) and any(other is unit for other, _ in self._open)
 
     @staticmethod
     def _may_reshard(unit: Unit) -> bool:
@@ -205,7 +205,8 @@ class Lifecycle:
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
-        self._begin_backward()
+        if self.phase is not Phase.BACKWARD or self.has_failed:
+            self._begin_backward()
         step, group = unit.step, unit.group
         assert group is not None
         unit.step.awaits_gradients = True

@@ -37,10 +37,11 @@ class ForwardPass:
 
     entries: list[int] = field(default_factory=list)
     exits: list[int] = field(default_factory=list)
-    first_entry: dict[int, int] = field(default_factory=dict)
+    first_entries: list[tuple[int, int]] = field(default_factory=list)  # unit, ticks
+    units: set[int] = field(default_factory=set)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
     ticks: int = 0
-    swept: int = 0  # how many of first_entry have not been found to be over
+    swept: int = 0  # how many of first_entries have not been found to be over
     swept_in: int = -1  # the backward that is about
 
 
@@ -68,7 +69,9 @@ class StepSchedule:
         """Record that a unit's forward begins."""
         now = self.current
         call = ForwardCall(unit, now.ticks)
-        now.first_entry.setdefault(unit, now.ticks)
+        if unit not in now.units:
+            now.units.add(unit)
+            now.first_entries.append((unit, now.ticks))
         now.entries.append(unit)
         now.ticks += 1
         self._follow(unit)
@@ -119,12 +122,11 @@ class StepSchedule:
         """
         call.begun_in = backward
         if of.swept_in != backward:
-            of.swept_in, of.swept = backward, len(of.first_entry)
-        entries = list(of.first_entry.items()) if of.swept else []
+            of.swept_in, of.swept = backward, len(of.first_entries)
         over = []
-        while of.swept and entries[of.swept - 1][1] > call.exited:
+        while of.swept and of.first_entries[of.swept - 1][1] > call.exited:
             of.swept -= 1
-            over.append(entries[of.swept][0])
+            over.append(of.first_entries[of.swept][0])
         return over
 
     @staticmethod
@@ -145,6 +147,6 @@ class StepSchedule:
         for each in passes:
             if each is until:
                 return False
-            if unit in each.first_entry:
+            if unit in each.units:
                 return True
         return False

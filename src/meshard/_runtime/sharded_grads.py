@@ -25,6 +25,10 @@ class Held(NamedTuple):
     flat: torch.Tensor  # [shard_numel], or [shard_count, shard_numel] before any reduction
     used: frozenset[int]  # the parameters that have a gradient
 
+    def shards(self, shard_rank: int) -> list[tuple[int, torch.Tensor]]:
+        """Return each parameter's shard: a view of ``flat``, which has been reduced."""
+        return self.layout.shards(self.flat, shard_rank, self.used)
+
     def erase(self, indices: frozenset[int]) -> None:
         """Make the slots of some parameters as if they had no gradient, in place."""
         for index in self.used & indices:
@@ -36,15 +40,6 @@ class Held(NamedTuple):
         if erased.issuperset(self.layout.indices):
             return None
         return self._replace(used=self.used - erased)
-
-
-def local_views(held: Held, shard_rank: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Iterate over the parameters in ``held.flat [shard_numel]``, each as this rank's shard."""
-    for index in held.layout.indices:
-        if index in held.used:
-            shape = held.layout.params[index].local_shape(shard_rank)
-            offset = held.layout.slots[index].offset
-            yield index, held.flat.narrow(0, offset, shape.numel()).view(shape)
 
 
 class ShardedGrads:
@@ -67,7 +62,9 @@ class ShardedGrads:
         if hooked:
             self._run_tensor_hooks(new, hooked)
         shown = self._shown
-        if shown is not None and self._is_shown(shown, new):
+        if shown is None and self._is_clear():
+            added = self._show(new)
+        elif shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
             shown.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             for grad, wide in self._copies(shown):
@@ -98,9 +95,17 @@ class ShardedGrads:
             new, shown = self._laid_out(new, indices), self._laid_out(shown, indices)
             new.flat.add_(shown.flat)
             new = new._replace(used=new.used | shown.used)
-        for index, local in self._locals(new):
+        return self._show(new)
+
+    def _is_clear(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(param.sharded.grad is None for param in self._group.params)
+
+    def _show(self, held: Held) -> Held:
+        """Let every ``.grad`` be what ``held`` says."""
+        for index, local in self._locals(held):
             self._set(index, local)
-        return new
+        return held
 
     @staticmethod
     def _laid_out(held: Held, indices: tuple[int, ...]) -> Held:
@@ -153,7 +158,7 @@ class ShardedGrads:
 
     def release_cleared(self) -> None:
         """Give the memory back once the user has dropped the gradients."""
-        if self._shown is not None and not self._addresses_of(self._shown):
+        if self._shown is not None and self._is_clear():
             self._shown = None
 
     def forget(self, indices: frozenset[int]) -> None:
@@ -203,10 +208,12 @@ class ShardedGrads:
 
     def _set(self, index: int, local: torch.Tensor) -> None:
         sharded = self._group.params[index].sharded
-        sharded.grad = wrap_like(sharded, local.to(sharded.dtype))
+        if local.dtype != sharded.dtype:
+            local = local.to(sharded.dtype)
+        sharded.grad = wrap_like(sharded, local)
 
-    def _locals(self, held: Held) -> Iterator[tuple[int, torch.Tensor]]:
-        return local_views(held, self._group.place.roles.shard_rank)
+    def _locals(self, held: Held) -> list[tuple[int, torch.Tensor]]:
+        return held.shards(self._group.place.roles.shard_rank)
 
     def _copies(self, held: Held) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Iterate over gradients that are no views of ``held``, with what they are copies of."""

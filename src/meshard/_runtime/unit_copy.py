@@ -154,7 +154,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             for module_ref, name in param.owners:
                 module = memo.get(id(module_ref()))
                 if module is not None:
-                    own.owners.append((weakref.ref(module), name))
+                    own.add_owner(module, name)
             own.show(own.sharded)
     groups = [copied.group for copied in copies if copied.group is not None]
     device = groups[0].place.device if groups else torch.device("cpu")
