@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.notes import is_debugging
 from meshard._geometry.mesh_roles import MeshRoles, device_of, group_of_neighbours
@@ -43,7 +43,7 @@ _TorchDataParallelMeshDims = getattr(
     torch.distributed.fsdp, "DataParallelMeshDims", DataParallelMeshDims
 )
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
-PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
+PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
 
 
 def fully_shard(
@@ -81,10 +81,12 @@ def fully_shard(
             except for the root.
         shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, or None for dim 0.
             Any dim will do, whether or not the number of ranks divides it. A
-            ``ShardPlacementResult(Shard(dim), mesh)`` puts the parameter on a mesh of its own.
+            ``Replicate()`` keeps the parameter whole on every rank, and its gradient is
+            all-reduced. ``ShardPlacementResult`` puts the parameter on a mesh of its own.
         mp_policy: dtypes for compute, communication and accumulation.
         offload_policy: Where shards live.
-        ignored_params: Parameters to leave as they are.
+        ignored_params: Parameters to leave as they are, gradients too. (To have them averaged
+            over the ranks, return ``Replicate()`` for them from ``shard_placement_fn``.)
         dp_mesh_dims: Names the data-parallel axes of ``mesh``, which then has all axes that the
             model is spread over. Parameters are DTensors on it that are whole along those axes, or
             ordinary tensors.

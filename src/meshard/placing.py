@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
@@ -61,6 +61,7 @@ class Placer:
 
     def __init__(self, roles: MeshRoles, placement_fn: PlacementFn | None) -> None:
         self._roles = {roles.mesh: roles}
+        self._whole: dict[int, MeshRoles] = {}
         self._default = roles
         self._placement_fn = placement_fn
 
@@ -68,11 +69,16 @@ class Placer:
         """Return where a parameter goes.
 
         Raises:
-            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard`` or a
-                ``ShardPlacementResult``, or the parameter is a DTensor that does not fit.
+            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard``,
+                ``Replicate`` or ``ShardPlacementResult``, or the parameter is a DTensor that does
+                not fit.
         """
         chosen = self._placement_fn(param) if self._placement_fn is not None else None
         roles, chosen = self._roles_for(fqn, chosen)
+        if type(chosen) is Replicate:
+            if id(roles) not in self._whole:
+                self._whole[id(roles)] = roles.keeping_whole()
+            roles, chosen = self._whole[id(roles)], None
         shard_dim = _shard_dim(fqn, param, chosen)
         if not isinstance(param, DTensor):
             return Placing(roles, ParamLayout(param.shape, shard_dim, roles.shard_count), None)
@@ -87,7 +93,7 @@ class Placer:
 
     def _roles_for(self, fqn: str, chosen: Any) -> tuple[MeshRoles, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
-        if chosen is None or isinstance(chosen, Shard):
+        if chosen is None or isinstance(chosen, (Shard, Replicate)):
             return self._default, chosen
         # FSDP2's own class for this, in a private place, has a mesh_info.
         is_ours = isinstance(chosen, ShardPlacementResult)
@@ -114,8 +120,8 @@ def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     if type(placement) is not Shard:
         raise ValueError(
             f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
-            "torch.distributed.tensor.Shard(dim), meshard.ShardPlacementResult(Shard(dim), mesh), "
-            "or None for Shard(0)."
+            "torch.distributed.tensor.Shard(dim), Replicate() to keep it whole, "
+            "meshard.ShardPlacementResult of one of these and a mesh, or None for Shard(0)."
         )
     if not -param.dim() <= placement.dim < param.dim():
         raise ValueError(

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 
 class GradientSync(enum.Enum):
@@ -112,11 +112,11 @@ class ShardPlacementResult:
     ``set_gradient_divide_factor`` says otherwise.
 
     Args:
-        placement: The tensor dim that is sharded.
+        placement: The tensor dim that is sharded; ``Replicate()``: it is kept whole.
         mesh: The mesh whose ranks hold the shards.
     """
 
-    placement: Shard
+    placement: Shard | Replicate
     mesh: DeviceMesh
 
 

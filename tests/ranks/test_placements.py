@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
 import meshard
 from meshard import ShardPlacementResult
@@ -135,7 +135,7 @@ def test_a_mesh_on_another_device_is_refused(world):
     refused(text, lambda _: ShardPlacementResult(Shard(0), mesh))
 
 
-@pytest.mark.parametrize("result", [Replicate(), 1, (Shard(0), None)])
+@pytest.mark.parametrize("result", [Partial(), 1, (Shard(0), None)])
 def test_other_results_are_refused(world, result):
     text = re.escape(f"shard_placement_fn returned {result!r} for parameter 'weight'; return")
     refused(text, lambda _: result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,26 @@ class MeshRoles:
             replicate_count=mesh.size(0) if mesh.ndim == 2 else 1,
         )
 
+    def keeping_whole(self) -> MeshRoles:
+        """Return roles on the same mesh in which all its axes replicate and none shards.
+
+        **Collective:** the ranks of a mesh of several axes, the first time that it is seen.
+        """
+        full = self.full
+        if full is not None:
+            axes = tuple(range(full.mesh.ndim))
+            full = FullMesh(full.mesh, full.mesh, axes, full.data_axes)
+        return dataclasses.replace(
+            self,
+            shard_axis=None,
+            shard_group=group_of_one(),
+            shard_count=1,
+            shard_rank=0,
+            replicate_group=_group_of_all(self),
+            replicate_count=self.shard_count * self.replicate_count,
+            full=full,
+        )
+
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The shard group, and the replica group if there is one."""
@@ -95,6 +116,25 @@ def device_of(mesh: DeviceMesh) -> torch.device:
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()
     return torch.device(mesh.device_type, index)
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """Return a group of this rank. It cannot communicate, and need not: nobody else is in it."""
+    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
+
+
+def _group_of_all(roles: MeshRoles) -> dist.ProcessGroup:
+    if roles.replicate_group is None:
+        return roles.shard_group
+    if roles.shard_axis is None:
+        return roles.replicate_group
+    if "_meshard_all" not in vars(roles.mesh):  # dies with the mesh: see group_of_neighbours
+        ranks = sorted(roles.mesh.mesh.flatten().tolist())
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="meshard_all")
+        vars(roles.mesh)["_meshard_all"] = group
+    group = vars(roles.mesh)["_meshard_all"]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._geometry.mesh_roles import FullMesh, MeshRoles, joined_mesh
+from meshard._geometry.mesh_roles import FullMesh, MeshRoles, group_of_one, joined_mesh
 
 
 def roles_of_named(
@@ -51,7 +50,7 @@ def roles_of_named(
         mesh=_join(part for part, _ in data_parts),
         shard_axis=shard_axes[0] if shard_axes else None,
         # Without shard axes every rank is a shard group of its own, which never communicates.
-        shard_group=shard_mesh.get_group() if shard_mesh else _alone(),
+        shard_group=shard_mesh.get_group() if shard_mesh else group_of_one(),
         shard_count=shard_mesh.size() if shard_mesh else 1,
         shard_rank=shard_mesh.get_local_rank() if shard_mesh else 0,
         replicate_group=replicas.get_group() if replicas else None,
@@ -88,11 +87,6 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         return mesh[names[0]]
     # Private, and the only way to a process group over several axes that the mesh remembers.
     return DeviceMesh._flatten(mesh[names])
-
-
-def _alone() -> dist.ProcessGroup:
-    """Return a group of this rank. It cannot communicate, and need not: nobody else is in it."""
-    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
 def _join(parts: Iterable[DeviceMesh]) -> DeviceMesh:

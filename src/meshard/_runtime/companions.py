@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 
-from torch.distributed.device_mesh import DeviceMesh
-
+from meshard._geometry.mesh_roles import MeshRoles
 from meshard._runtime.unit import Casts, Unit
 
 
@@ -28,7 +27,7 @@ def accompany(units: list[Unit]) -> Unit:
         unit.casts = Casts(None, None)
         unit.companion_of = weakref.ref(outer)
         unit.parent = weakref.ref(around)
-        unit.mesh_name = f" on {_name(unit.group.place.roles.mesh)}"
+        unit.mesh_name = _name(unit.group.place.roles)
         around.children.append(weakref.ref(unit))
         around = unit
     outer.companions = companions
@@ -40,8 +39,10 @@ def chain_of(unit: Unit) -> list[Unit]:
     return [unit, *unit.companions]
 
 
-def _name(mesh: DeviceMesh) -> str:
+def _name(roles: MeshRoles) -> str:
+    mesh = roles.mesh
+    how = " on" if roles.shard_axis is not None else " whole on"
     if mesh.mesh_dim_names is None:
-        return "x".join(map(str, mesh.shape))
+        return f"{how} {'x'.join(map(str, mesh.shape))}"
     pairs = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
-    return ", ".join(f"{name}={size}" for name, size in pairs)
+    return f"{how} {', '.join(f'{name}={size}' for name, size in pairs)}"

@@ -1,0 +1,1 @@
+"""Benchmarks: run each file by itself, or all of them with ``all.py``; see README.md."""

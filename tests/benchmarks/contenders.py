@@ -1,0 +1,117 @@
+"""What is compared: one model, sharded or replicated by everybody who can."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.byte_gpt import GPT, VOCABULARY, Block, GPTConfig
+from meshard import fully_shard
+
+OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
+PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
+DDP, FSDP1, COMPUTE = "DDP, bucket views", "FSDP1", "compute only"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model and what it is fed."""
+
+    name: str
+    width: int
+    batch: int  # per rank
+    context: int = 128
+    depth: int = 8
+    narrow: bool = False  # compute in bfloat16, reduce in float32
+
+    def make_model(self) -> GPT:
+        """Return the model, the same on every rank."""
+        torch.manual_seed(0)
+        heads = self.width // 64
+        config = GPTConfig(width=self.width, depth=self.depth, heads=heads, context=self.context)
+        return GPT(config)
+
+    def make_batch(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens of a rank, and what follows each."""
+        generator = torch.Generator().manual_seed(rank)
+        shape = (self.batch, self.context + 1)
+        tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+WIDTH_256 = Configuration("width 256, batch 4 x 128", 256, 4)
+WIDTH_512 = Configuration("width 512, batch 1 x 128", 512, 1)
+NARROW = Configuration("width 512, batch 1 x 128, bfloat16", 512, 1, narrow=True)
+
+
+def _unit_by_unit(
+    shard: Callable[..., nn.Module], model: GPT, mesh: DeviceMesh, reshard: bool, narrow: bool
+) -> nn.Module:
+    policy = MixedPrecisionPolicy()
+    if narrow:
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def _fsdp1(model: GPT, mesh: DeviceMesh, narrow: bool) -> nn.Module:
+    precision = MixedPrecision(torch.bfloat16, torch.float32) if narrow else None
+    return FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        mixed_precision=precision,
+        device_id=torch.device("cpu"),
+    )
+
+
+def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> nn.Module:
+    """Return the model of a configuration as one contender trains it.
+
+    Peers have their best documented settings: one unit per block and one for the root; DDP with
+    gradients as views of its buckets and a static graph; FSDP1 with the original parameters.
+    """
+    model, narrow = configuration.make_model(), configuration.narrow
+    if name == COMPUTE:
+        return model.bfloat16() if narrow else model
+    if name == DDP:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    if name == FSDP1:
+        return _fsdp1(model, mesh, narrow)
+    shard = fully_shard if name in (OURS, OURS_WHOLE) else torch_fully_shard
+    return _unit_by_unit(shard, model, mesh, name in (OURS, PEER), narrow)
+
+
+def trainer(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], float]:
+    """Return what runs one step of training, and returns its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    tokens, following = batch
+
+    def step() -> float:
+        logits = model(tokens).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step

@@ -1,0 +1,128 @@
+"""How long is a training step, against everybody who trains the same model?
+
+    python tests/benchmarks/step_time.py [--ranks 2] [--rounds 15] [--json]
+
+Forward, backward and AdamW of a GPT of 8 blocks, on gloo ranks of one thread each. The lower bound
+is the same model without any communication. A run in which losses differ is void.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.benchmarks import contenders
+from tests.benchmarks.contenders import (
+    COMPUTE,
+    DDP,
+    FSDP1,
+    NARROW,
+    OURS,
+    OURS_WHOLE,
+    PEER,
+    PEER_WHOLE,
+    WIDTH_256,
+    WIDTH_512,
+    Configuration,
+)
+from tests.benchmarks.rounds import Times, interleave, on_ranks
+
+EVERYBODY = (COMPUTE, DDP, FSDP1, PEER, OURS, PEER_WHOLE, OURS_WHOLE)
+# Targets: ours, against whom, and at most how much of their time.
+TARGETS = ((OURS, PEER, 0.75), (OURS_WHOLE, PEER_WHOLE, 0.80), (OURS_WHOLE, DDP, 1.00))
+_LOSS_TOLERANCE = 1e-4  # float32: rounding of another order of summation, over all steps
+_NARROW_TOLERANCE = 2e-2
+
+
+class Task(NamedTuple):
+    """What the ranks are to do."""
+
+    configuration: Configuration
+    rounds: int
+    warm_up: int
+
+
+class Result(NamedTuple):
+    """What came of it."""
+
+    times: dict[str, Times]
+    losses: dict[str, float]
+
+
+def measure(task: Task) -> Result:
+    """Time everybody on one configuration.
+
+    **Collective:** all ranks.
+
+    Raises:
+        RuntimeError: The losses differ, so the times are worth nothing.
+    """
+    configuration = task.configuration
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    batch = configuration.make_batch(dist.get_rank())
+    # DDP has no bfloat16 compute with float32 gradients in its public interface.
+    names = [name for name in EVERYBODY if not (configuration.narrow and name == DDP)]
+    steps = {}
+    for name in names:
+        model = contenders.make(name, configuration, mesh)
+        steps[name] = contenders.trainer(model, batch)
+    times, losses = interleave(steps, rounds=task.rounds, warm_up=task.warm_up)
+    tolerance = _NARROW_TOLERANCE if configuration.narrow else _LOSS_TOLERANCE
+    for name in names:
+        if name != COMPUTE and abs(losses[name] - losses[PEER]) > tolerance * losses[PEER]:
+            raise RuntimeError(f"losses differ, so no time counts: {losses}")
+    return Result(times, losses)
+
+
+def report(configuration: Configuration, result: Result) -> str:
+    """Return a table of times, and of the ratios that have a target."""
+    times = result.times
+    lines = [configuration.name, f"{'':<30}{'ms':>8}{'quartiles':>18}{'of compute':>12}"]
+    for name, t in times.items():
+        spread = f"{t.low:.0f} to {t.high:.0f}"
+        lines.append(
+            f"  {name:<28}{t.median:>8.0f}{spread:>18}{t.median / times[COMPUTE].median:>12.2f}"
+        )
+    for ours, peer, target in TARGETS:
+        if peer in times:
+            ratio = times[ours].median / times[peer].median
+            lines.append(f"  {f'{ours} / {peer}':<56}{ratio:>6.2f}   target {target:.2f}")
+    return "\n".join(lines)
+
+
+def run(ranks: int = 2, rounds: int = 15, warm_up: int = 3) -> dict[str, Any]:
+    """Measure all configurations; return the figures."""
+    figures: dict[str, Any] = {}
+    for configuration in (WIDTH_256, WIDTH_512, NARROW):
+        result = on_ranks(measure, Task(configuration, rounds, warm_up), ranks)
+        print(report(configuration, result), file=sys.stderr, flush=True)
+        figures[configuration.name] = {
+            "milliseconds": {name: t.as_dict() for name, t in result.times.items()},
+            "losses": result.losses,
+        }
+    return figures
+
+
+def main() -> None:
+    """Print tables, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    figures = run(args.ranks, args.rounds, args.warm_up)
+    if args.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Are parameters that are kept whole trained as if one process had the whole batch?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import meshard
+from meshard import CommLedger, GradientSync, ShardPlacementResult
+from tests.support.integer_model import (
+    LEARNING_RATE,
+    IntegerModel,
+    integer_batch,
+    integer_loss,
+)
+from tests.support.parity import assert_same, full_grads, full_state
+
+MESHES = [(2,), (3,), (2, 2)]
+SCHEDULES = ["F", "RF", "NRF", "FF"]
+MODES = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
+STEPS = 3
+
+
+def keep_vectors_whole(param):
+    return Replicate() if param.dim() == 1 else None
+
+
+def keep_all_whole(_):
+    return Replicate()
+
+
+def plain_run(ranks, schedule, factor):
+    model = IntegerModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        for number in range(len(schedule)):
+            for rank in range(ranks):
+                integer_loss(model(integer_batch(10 * step + number, rank))).backward()
+        for param in model.parameters():
+            param.grad /= factor  # not the loss: the model rounds in backward
+        grads = full_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads, full_state(model)
+
+
+def sharded_run(shape, schedule, factor, placement_fn):
+    mesh = init_device_mesh("cpu", shape)
+    model = IntegerModel()
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh, shard_placement_fn=placement_fn)
+    meshard.fully_shard(model, mesh, shard_placement_fn=placement_fn)
+    model.set_gradient_divide_factor(factor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        for number, mode in enumerate(schedule):
+            model.set_gradient_sync(MODES[mode])
+            integer_loss(model(integer_batch(10 * step + number, dist.get_rank()))).backward()
+        grads = full_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return grads, full_state(model)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_whole_parameters_among_shards(run_ranks, shape, schedule):
+    ranks = torch.Size(shape).numel()
+    expected = plain_run(ranks, schedule, 4.0)
+    args = (shape, schedule, 4.0, keep_vectors_whole)
+    for actual in run_ranks(sharded_run, ranks, *args):
+        for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
+            assert_same(ours, theirs, bitwise=True, what=what)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_all_parameters_whole(run_ranks, shape):
+    ranks = torch.Size(shape).numel()
+    expected = plain_run(ranks, "RF", 4.0)
+    args = (shape, "RF", 4.0, keep_all_whole)
+    for actual in run_ranks(sharded_run, ranks, *args):
+        for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
+            assert_same(ours, theirs, bitwise=True, what=what)
+
+
+def look_at_one():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    layer = nn.Linear(5, 3)
+    whole_bytes = 3 * 4
+    meshard.fully_shard(layer, mesh, shard_placement_fn=keep_vectors_whole)
+    assert layer.weight.placements == (Shard(0),)
+    assert layer.bias.placements == (Replicate(),)
+    assert layer.bias.to_local().shape == (3,)
+    with CommLedger(layer) as ledger:
+        layer(torch.ones(2, 5)).sum().backward()
+    told = [(event.op, event.unit, event.payload_bytes) for event in ledger.events]
+    # The average over two ranks of a gradient of 2, at the divide factor of all ranks.
+    assert layer.bias.grad.placements == (Replicate(),)
+    assert torch.equal(layer.bias.grad.to_local(), torch.full((3,), 2.0))
+    assert [op for op, unit, _ in told if "whole" in unit] == ["all_reduce"]
+    assert [size for _, unit, size in told if "whole" in unit] == [whole_bytes]
+    return meshard.describe(layer)
+
+
+def test_only_an_all_reduce_is_issued_for_them(run_ranks):
+    for table in run_ranks(look_at_one, 2):
+        assert "whole on dp=2" in table
+
+
+def step_too_early():
+    layer = meshard.fully_shard(nn.Linear(5, 3), shard_placement_fn=keep_vectors_whole)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer.set_gradient_sync(GradientSync.REDUCE_SCATTER)
+    layer(torch.ones(2, 5)).sum().backward()
+    assert layer.bias.grad is None
+    with pytest.raises(RuntimeError, match="not reduced across the replicas yet"):
+        optimizer.step()
+    meshard.finalize_gradients(layer)
+    optimizer.step()
+    return layer.bias.full_tensor()
+
+
+def test_reducing_over_the_shards_only_leaves_them_pending(run_ranks):
+    first, second = run_ranks(step_too_early, 2)
+    assert torch.equal(first, second)
+
+
+def mixed_meshes_norm():
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4)
+    expected = nn.Linear(6, 4)
+    expected.load_state_dict(layer.state_dict())
+    meshard.fully_shard(
+        layer,
+        mesh,
+        shard_placement_fn=lambda p: (
+            ShardPlacementResult(Replicate(), world["edp"]) if p.dim() == 1 else None
+        ),
+    )
+    layer.set_gradient_divide_factor(1.0)
+    rank = dist.get_rank()
+    layer(torch.full((1, 6), 1.0)).sum().backward()
+    assert torch.equal(layer.bias.grad.to_local(), torch.full((4,), 2.0))  # of its own two ranks
+    assert layer.bias.device_mesh == world["edp"]
+    norm = meshard.get_total_norm([param.grad for param in layer.parameters()])
+    return rank, norm.item()
+
+
+def test_whole_on_a_mesh_of_its_own(run_ranks):
+    expected = (24 * 4.0**2 + 4 * 2.0**2) ** 0.5
+    for _, norm in run_ranks(mixed_meshes_norm, 4):
+        assert norm == pytest.approx(expected, rel=1e-6)
