@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+_SMALL = 2**14  # elements: to add to all of them is faster than to look for some (measured)
+
 
 class UsageMarks:
     """The marks of one rank for one set of gradients. Immutable, reused from step to step.
@@ -33,7 +35,9 @@ class UsageMarks:
     def mark_sent(self, buffer: torch.Tensor) -> None:
         """Make ``-0.0`` at the start of used slots of ``buffer [shard_count, n]`` positive."""
         columns = self._used_columns
-        if columns.numel():
+        if self._all_used and buffer.numel() <= _SMALL:
+            buffer.add_(0.0)
+        elif columns.numel():
             # Not index_add_: CUDA adds narrow dtypes in pairs, and the neighbour may be a mark.
             buffer.index_copy_(1, columns, buffer.index_select(1, columns) + 0.0)
 
