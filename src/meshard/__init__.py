@@ -10,6 +10,8 @@ from meshard.api import fully_shard as fully_shard
 from meshard.auto_units import fully_shard_units as fully_shard_units
 from meshard.comm_setters import share_comm_ctx as share_comm_ctx
 from meshard.diagnostics import CommLedger as CommLedger
+from meshard.flat_optimizer import FlatOptimizer as FlatOptimizer
+from meshard.flat_optimizer import flat_optimizer as flat_optimizer
 from meshard.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from meshard.fsdp_module import FSDPModule as FSDPModule
 from meshard.fsdp_module import UnshardHandle as UnshardHandle
@@ -43,6 +45,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DropRanks",
     "FSDPModule",
+    "FlatOptimizer",
     "GradientSync",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -56,6 +59,7 @@ __all__ = [
     "clip_grad_norm_",
     "describe",
     "finalize_gradients",
+    "flat_optimizer",
     "fully_shard",
     "fully_shard_units",
     "get_total_norm",

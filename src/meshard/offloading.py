@@ -19,6 +19,7 @@ from meshard._params.dtensors import local_of, move_local
 from meshard._params.home import Home
 from meshard._runtime.sharded_grads import ShardedGrads
 from meshard._runtime.unit import Unit, units_in
+from meshard.flat_optimizer import forget_runs
 
 _has_warned = False
 
@@ -146,6 +147,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, away: bool) -> None
         )
     for unit in units:
         _check_rests(unit, "offload" if away else "onload")
+    forget_runs()
     sources: list[torch.Tensor] = []  # of copies that may still be on their way
     for unit in units:
         group, gradients = unit.group, unit.gradients

@@ -14,7 +14,7 @@ from meshard._geometry.layout import FlatLayout
 from meshard._params.home import Home
 
 
-def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+def with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a tensor whose storage begins with it.
 
     ``torch.save`` and ``copy.deepcopy`` of a DTensor fail where the local tensor has a storage
@@ -45,7 +45,7 @@ class ShardStorage:
             for slot in segment.slots:
                 shape = layout.params[slot.index].local_shape(shard_rank)
                 owned = flat.narrow(0, slot.offset, shape.numel())
-                self.locals[slot.index] = _with_storage_of_its_own(owned).view(shape)
+                self.locals[slot.index] = with_storage_of_its_own(owned).view(shape)
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
