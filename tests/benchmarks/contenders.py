@@ -101,9 +101,14 @@ def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> nn.Module
     return _unit_by_unit(shard, model, mesh, name in (OURS, PEER), narrow)
 
 
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that everybody uses."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+
+
 def trainer(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], float]:
     """Return what runs one step of training, and returns its loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    optimizer = make_optimizer(model)
     tokens, following = batch
 
     def step() -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshard._comm import communicator
+from meshard._comm import work_communicator
 from meshard._comm.foreach_reduce import Divisors, Reduced, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan
@@ -168,7 +168,7 @@ def padding_not_zeroed(patch: Patch) -> None:
             if gradients[slot.index] is not None:
                 part = slice(slot.offset, slot.offset + slot.numel)
                 buffer[:, part] = before[:, part]
-        self._write(buffer, gradients, self.irregular)
+        self._write(buffer, gradients, self.irregular, False)
 
     patch.setattr(GradientLayout, "pack", pack_without_padding)
 
@@ -210,14 +210,20 @@ def mode_of_the_root_for_every_unit(patch: Patch) -> None:
 
 
 def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
-    sum_rows = communicator._sum_rows
+    sum_rows, sum_two = work_communicator._sum_rows, work_communicator._sum_two
 
     def sum_narrow(output: torch.Tensor, rows: torch.Tensor) -> None:
         narrow = torch.empty_like(output, dtype=rows.dtype)
         sum_rows(narrow, rows)
         output.copy_(narrow)
 
-    patch.setattr(communicator, "_sum_rows", sum_narrow)
+    def sum_two_narrow(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> None:
+        narrow = torch.empty_like(output, dtype=own.dtype)
+        sum_two(narrow, received, own)
+        output.copy_(narrow)
+
+    patch.setattr(work_communicator, "_sum_rows", sum_narrow)
+    patch.setattr(work_communicator, "_sum_two", sum_two_narrow)
 
 
 def narrowed_before_it_is_divided(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 import meshard.build_unit
-from meshard._comm.communicator import WorkCommunicator
+from meshard._comm.work_communicator import WorkCommunicator
 from tests.support.parity import assert_same, full_grads
 
 DELAY = COMPUTE = 0.020
@@ -51,6 +51,9 @@ class _Late:
     def wait(self):
         time.sleep(max(0.0, self.ready - time.monotonic()))
         self.pending.wait()
+
+    def poll(self):
+        return time.monotonic() >= self.ready and self.pending.poll()
 
 
 class DelayedCommunicator(WorkCommunicator):

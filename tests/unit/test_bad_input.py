@@ -129,7 +129,7 @@ def test_reshard_after_forward_must_be_a_bool_or_an_int():
 
 
 @pytest.mark.parametrize(
-    "placement", [0, "rows", Replicate(), Partial(), (Shard(0),), Shard(2), Shard(-3)]
+    "placement", [0, "rows", Partial(), Partial(), (Shard(0),), Shard(2), Shard(-3)]
 )
 def test_a_bad_placement_is_refused_and_the_parameter_named(placement):
     net = model()

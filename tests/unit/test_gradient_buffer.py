@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm.communicator import _sum_rows
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._comm.work_communicator import _sum_rows
 from meshard._geometry.layout import ParamLayout
 
 CPU = torch.device("cpu")

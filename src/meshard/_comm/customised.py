@@ -19,9 +19,9 @@ from meshard._comm.communicator import (
     Lane,
     Pending,
     Queued,
-    WorkPending,
     profiled,
 )
+from meshard._comm.work_communicator import WorkPending
 
 
 class Collective(Protocol):

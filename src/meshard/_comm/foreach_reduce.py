@@ -174,6 +174,19 @@ class Reduction:
         else:
             self._after_all_reduce()
 
+    def let_go(self) -> bool:
+        """Give back what was sent, if all have it. Starts nothing, and does not block.
+
+        Returns:
+            Whether there is nothing more to give back.
+        """
+        if self._stages_done or self._request.buffer is self._result:
+            return True
+        if not self._pending.poll():
+            return False
+        self._request.buffer = self._result
+        return True
+
     def _after_scatter(self) -> None:
         request, marks = self._request, self._request.marks
         with self._comm.lane(Lane.SCATTER):

@@ -19,6 +19,7 @@ from meshard._comm.usage_marks import UsageMarks
 from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
 
 _MAX_MARKS = 16
+_LARGE = 2**18  # elements: from here on bytes matter more than the number of kernels
 
 
 class _Owned(NamedTuple):
@@ -95,40 +96,48 @@ class GradientLayout:
         stride = torch.empty(shape, device="meta").stride()
         return _Owned(index, self.slots[index].offset, tuple(shape), tuple(stride))
 
-    def pack(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
+    def pack(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
         """Overwrite ``buffer`` with whole gradients; slots without one become ``-0.0``.
 
         Args:
             buffer: ``[shard_count, shard_numel]`` of any floating-point dtype.
-            gradients: One entry per parameter of the unit.
+            gradients: One entry per parameter of the unit. Those of a large unit are taken out,
+                one by one as they are copied, so that they do not exist twice.
         """
+        is_large = buffer.numel() >= _LARGE
         if self.regular:
             target = buffer.narrow(1, 0, self.regular_numel)
             regular = [gradients[index] for index in self.regular]
-            if all(gradient is not None for gradient in regular):
+            if not is_large and all(gradient is not None for gradient in regular):
                 rows = [g.reshape(self.shard_count, -1) for g in regular if g is not None]
                 torch.cat(rows, dim=1, out=target)
             else:
-                target.fill_(-0.0)
-                self._write(buffer, gradients, [self.slots[index] for index in self.regular])
+                if any(gradient is None for gradient in regular):
+                    target.fill_(-0.0)
+                regular.clear()  # or it would hold them
+                self._write(
+                    buffer, gradients, [self.slots[index] for index in self.regular], is_large
+                )
         for slot in self.irregular:
             buffer.narrow(1, slot.offset, slot.numel).fill_(
                 -0.0 if gradients[slot.index] is None else 0.0
             )
-        self._write(buffer, gradients, self.irregular)
+        self._write(buffer, gradients, self.irregular, is_large)
 
     def _write(
         self,
         buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: list[torch.Tensor | None],
         slots: Sequence[Slot],
+        take: bool,
     ) -> None:
         for slot in slots:
             gradient = gradients[slot.index]
             if gradient is not None:
                 part = buffer.narrow(1, slot.offset, slot.numel)
-                for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
-                    ours.copy_(theirs)
+                _copy_into(part, gradient, self.params[slot.index])
+                if take:
+                    gradients[slot.index] = None
 
     def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add whole gradients to what ``buffer`` holds."""
@@ -189,3 +198,8 @@ class GradientLayout:
                 buffer.narrow(-1, source.offset, source.numel)
             )
         return moved
+
+
+def _copy_into(slots: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
+    for ours, theirs in matching_parts(slots, gradient, layout):
+        ours.copy_(theirs)

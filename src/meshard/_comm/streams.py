@@ -40,12 +40,12 @@ from meshard._comm.communicator import (
     Lane,
     Pending,
     Queued,
-    WorkCommunicator,
     all_gather_single,
     profiled,
     reduce_scatter_single,
 )
 from meshard._comm.notes import is_debugging
+from meshard._comm.work_communicator import WorkCommunicator
 
 
 class _EventPending:
@@ -62,6 +62,10 @@ class _EventPending:
         """Make the current stream wait for the collective; the host goes on."""
         self._device_module.current_stream().wait_event(self._event)
         self._keep = ()
+
+    def poll(self) -> bool:
+        """Return that it may not be: to order streams costs no host time, but is not over."""
+        return False
 
     def synchronize(self) -> None:
         """Block the host until the device has got there: what it launches next is ordered too."""

@@ -214,6 +214,8 @@ class Lifecycle:
         if len(step.arrived) >= group.num_trainable:
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
+        elif self._reductions.holds_sent:
+            self._reductions.let_go()
 
     @property
     def backward_number(self) -> int:

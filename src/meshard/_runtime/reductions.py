@@ -36,6 +36,7 @@ class Reductions:
         self._is_checked = isinstance(comm, CheckedCommunicator)
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
+        self.holds_sent = False  # what was sent may be given back before the next one starts
         self._leaving: Pending | None = None  # the last copy of a gradient to the host
 
     @property
@@ -82,25 +83,33 @@ class Reductions:
             before=[hook.before for hook in hooks if hook.before],
             wire_dtype=next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None),
         )
+        if self._comm.waits_block_host:
+            # Before this one takes memory, not after: they have had a unit's backward to hide
+            # behind, and what they give back is what this one needs.
+            self._advance()
         in_flight = unit.gradients.start_reduce(options)
         if in_flight is None:
             return
-        earlier = list(self._queue)
         self._queue.append(_Queued(unit, in_flight, hooks))
+        self.holds_sent = self._comm.waits_block_host
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
-        self._advance(earlier)
 
-    def _advance(self, earlier: list[_Queued]) -> None:
-        for queued in earlier:
+    def let_go(self) -> None:
+        """Give back early what has been sent: the next gradients need the memory."""
+        for queued in self._queue:
+            if not queued.in_flight.reduction.let_go():
+                return
+        self.holds_sent = False
+
+    def _advance(self) -> None:
+        """Move all by one stage, and finish those that were through all of theirs."""
+        for queued in self._queue:
             if queued.in_flight.reduction.has_more:
                 queued.in_flight.reduction.advance()
-        if self._comm.waits_block_host:
-            for queued in earlier:
-                if queued.in_flight.reduction.has_more:
-                    break
-                self._finish_oldest()
+        while self._queue and not self._queue[0].in_flight.reduction.has_more:
+            self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         unit, in_flight, hooks = self._queue.popleft()
