@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -128,9 +128,7 @@ def test_reshard_after_forward_must_be_a_bool_or_an_int():
     check_refused(TypeError, "got 'yes'", model(), reshard_after_forward="yes")
 
 
-@pytest.mark.parametrize(
-    "placement", [0, "rows", Partial(), Partial(), (Shard(0),), Shard(2), Shard(-3)]
-)
+@pytest.mark.parametrize("placement", [0, "rows", Partial(), (Shard(0),), Shard(2), Shard(-3)])
 def test_a_bad_placement_is_refused_and_the_parameter_named(placement):
     net = model()
     check_refused(
