@@ -97,6 +97,11 @@ def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> nn.Module
         return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     if name == FSDP1:
         return _fsdp1(model, mesh, narrow)
+    return shard_by_units(name, model, mesh, narrow=narrow)
+
+
+def shard_by_units(name: str, model: GPT, mesh: DeviceMesh, *, narrow: bool = False) -> nn.Module:
+    """Return ``model`` with one unit per block, by one of the two ``fully_shard``."""
     shard = fully_shard if name in (OURS, OURS_WHOLE) else torch_fully_shard
     return _unit_by_unit(shard, model, mesh, name in (OURS, PEER), narrow)
 
