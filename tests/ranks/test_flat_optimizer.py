@@ -1,7 +1,6 @@
 """Does an optimizer on flat shards do bit for bit what the ordinary one does?"""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -184,35 +183,6 @@ def test_mixed_precision(run_ranks):
     run_ranks(narrow_compute, 2)
 
 
-def interchange(way):
-    """Train three steps with one, go on with the other by its state dict."""
-    cls, options = torch.optim.AdamW, {"lr": 0.01}
-    straight = make((2,))
-    train(straight, cls(straight.parameters(), **options), range(6))
-    model = make((2,))
-    makers = [
-        lambda: flat_optimizer(model, cls, **options),
-        lambda: cls(model.parameters(), **options),
-    ]
-    first, second = (makers[0], makers[1]) if way == "to ordinary" else (makers[1], makers[0])
-    if way == "to itself":
-        first = second = makers[0]
-    before = first()
-    train(model, before, range(3))
-    file = io.BytesIO()
-    torch.save(before.state_dict(), file)
-    file.seek(0)
-    after = second()
-    after.load_state_dict(torch.load(file, weights_only=False))
-    train(model, after, range(3, 6))
-    assert_same(full_state(model), full_state(straight), bitwise=True)
-
-
-@pytest.mark.parametrize("way", ["to ordinary", "from ordinary", "to itself"])
-def test_state_dicts_are_interchangeable(run_ranks, way):
-    run_ranks(interchange, 2, way)
-
-
 def schedule_and_offload():
     cls = torch.optim.AdamW
     ours, theirs = make((2,)), make((2,))
@@ -304,3 +274,27 @@ def test_others_are_refused(run_ranks):
         flat_optimizer(nn.Linear(2, 2), torch.optim.LBFGS)
     with pytest.raises(ValueError, match="no unit in this Linear"):
         flat_optimizer(nn.Linear(2, 2), torch.optim.SGD)
+
+
+def loose_parameters():
+    """A parameter of no unit is stepped as it is, and moves like the rest."""
+    records = []
+    for is_flat in (True, False):
+        model = seeded(Net())
+        ignored = {model.tiny}
+        meshard.fully_shard(model, init_device_mesh("cpu", (2,)), ignored_params=ignored)
+        if is_flat:
+            optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(STEPS):
+            model(torch.full((2, 7), 0.1 * step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        records.append((full_state(model), plain_state(optimizer)))
+    assert_same(records[0][0], records[1][0], bitwise=True)
+    assert_same_state(records[0][1], records[1][1])
+
+
+def test_parameters_of_no_unit(run_ranks):
+    run_ranks(loose_parameters, 2)
