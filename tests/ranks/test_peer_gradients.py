@@ -1,7 +1,6 @@
 """Where torch's own fully_shard is wrong about gradients, are we right?
 
-The peer runs beside us, on the same ranks, and is expected to be wrong as it was measured with
-torch 2.13. When a test says that the peer has changed, the documentation must change too.
+The peer runs beside us: see ``tests.support.side_by_side``.
 """
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
 from tests.support.rank_pool import RankError, RankPool
+from tests.support.side_by_side import assert_row, parametrize_rows, run_both
 
 NAMES = ("replicate", "shard")
 
@@ -239,25 +239,10 @@ ROWS = [
 ]
 
 
-def run_both(name):
-    found = []
-    for lib in (torch_fsdp, meshard):
-        try:
-            found.append(globals()[name](lib))
-        except Exception as error:
-            found.append(type(error).__name__)
-        dist.barrier()
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "peer", "ours"), ROWS, ids=lambda value: getattr(value, "__name__", "")
-)
-def test_the_peer_is_wrong_and_we_are_right(run_ranks, row, peer, ours):
-    for found_peer, found_ours in run_ranks(run_both, 4, row.__name__):
-        assert found_ours == ours
-        assert found_peer == peer, "the peer has changed: update the row, and the documentation"
+@parametrize_rows(ROWS)
+def test_the_peer_beside_us(run_ranks, row, peer, ours):
+    assert_row(run_ranks(run_both, 4, row), peer, ours)
 
 
 def use_different_parameters(lib_name, numel_b):

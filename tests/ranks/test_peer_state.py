@@ -1,63 +1,26 @@
 """Where torch's own fully_shard is wrong about parameters and their state, are we right?
 
-As ``test_peer_gradients``: the peer runs beside us, and is expected to be wrong as it was measured
-with torch 2.13. When a test says that the peer has changed, the documentation must change too.
+The peer runs beside us: see ``tests.support.side_by_side``.
 """
 
 import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel
 
-import meshard
 from tests.support.models import MlpStack, seeded
-from tests.support.parity import assert_same, full_grads, full_state
-
-BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-
-
-class Both:
-    """A sharded model of one library, and the plain one."""
-
-    def __init__(self, lib, change=lambda model: None, policy=None, **kwargs):
-        self.plain = seeded(MlpStack())
-        change(self.plain)
-        self.model = copy.deepcopy(self.plain)
-        mesh = init_device_mesh("cpu", (2,))
-        policy = lib.MixedPrecisionPolicy(**(policy or {}))
-        for unit in (*self.model.blocks, self.model):
-            lib.fully_shard(unit, mesh=mesh, mp_policy=policy, **kwargs)
-        self.dtype = torch.bfloat16 if policy.param_dtype else torch.float32
-
-    def each(self, change):
-        with torch.no_grad():
-            change(self.model), change(self.plain)
-
-    def forward(self):
-        with torch.no_grad():
-            return self.model(BATCHES[0]), self.plain(BATCHES[0])
-
-    def backward(self):
-        self.model(BATCHES[dist.get_rank()]).float().square().mean().backward()
-        self.plain(BATCHES.flatten(0, 1)).square().mean().backward()
-
-    def is_right(self):
-        """Whether a step of both is the same."""
-        self.each(lambda model: model.zero_grad())
-        self.backward()
-        try:
-            ours, theirs = self.forward()
-            assert_same(ours.float(), theirs, self.dtype)
-            assert_same(full_grads(self.model), full_grads(self.plain), self.dtype)
-            assert_same(full_state(self.model), full_state(self.plain), self.dtype)
-        except AssertionError:
-            return "wrong"
-        return "right"
-
+from tests.support.parity import assert_same, full_grads
+from tests.support.side_by_side import (
+    BATCHES,
+    Both,
+    assert_row,
+    parametrize_rows,
+    run_both,
+    run_ours,
+)
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -119,6 +82,23 @@ def stepped_after_an_evaluation(lib):
     return "right" if torch.allclose(ours, theirs, atol=1e-5) else "stale"
 
 
+def initialised_after_an_evaluation(lib):
+    both = Both(lib)
+    both.forward()
+    both.each(lambda model: nn.init.constant_(model.scale, 0.5))
+    return both.is_right()
+
+
+def an_optimizer_built_after_an_evaluation(lib):
+    both = Both(lib)
+    both.forward()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in both.pair]
+    both.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return both.is_right()
+
+
 def a_part_first(lib):
     """A submodule is evaluated by itself, then the whole is trained."""
     both = Both(lib)
@@ -142,6 +122,15 @@ def copied(lib):
     return both.is_right()
 
 
+def averaged(lib):
+    both = Both(lib)
+    averages = [AveragedModel(model) for model in both.pair]
+    for average, model in zip(averages, both.pair, strict=True):
+        average.update_parameters(model)
+    both.model, both.plain = (average.module for average in averages)
+    return both.is_right()
+
+
 def loaded_from_whole_tensors(lib):
     both = Both(lib)
     state = seeded(MlpStack(), 5).state_dict()
@@ -151,7 +140,7 @@ def loaded_from_whole_tensors(lib):
 
 def assigned_from_whole_tensors(lib):
     both = Both(lib)
-    for model in (both.model, both.plain):
+    for model in both.pair:
         model.load_state_dict(seeded(MlpStack(), 5).state_dict(), assign=True)
     return both.is_right()
 
@@ -159,7 +148,7 @@ def assigned_from_whole_tensors(lib):
 def parameter_assigned(lib):
     both = Both(lib)
     both.forward()
-    for model in (both.model, both.plain):
+    for model in both.pair:
         model.blocks[1].up.weight = nn.Parameter(torch.full((10, 6), 0.1))
     return both.is_right()
 
@@ -168,15 +157,41 @@ def part_cast(lib):
     """A child is cast and cast back, which rounds its values."""
     both = Both(lib)
     both.forward()
-    for model in (both.model, both.plain):
+    for model in both.pair:
         model.blocks[1].up.bfloat16()
         model.blocks[1].up.float()
     return both.is_right()
 
 
+def cast_after_an_evaluation(lib):
+    both = Both(lib)
+    both.forward()
+    for model in both.pair:
+        model.double()
+        model(BATCHES[0].double()).sum().backward()
+    assert_same(full_grads(both.model), full_grads(both.plain), torch.float64)
+    return "right"
+
+
+def cast_and_cast_back_after_an_evaluation(lib):
+    both = Both(lib)
+    both.forward()
+    for model in both.pair:
+        model.bfloat16()
+        model.float()
+    return both.is_right()
+
+
+def channels_last(lib):
+    layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    lib.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    layer(torch.ones(1, 4, 5, 5)).sum().backward()
+    return "works"
+
+
 def hooked(lib):
     both = Both(lib)
-    for model in (both.model, both.plain):
+    for model in both.pair:
         model.scale.register_hook(lambda grad: 3 * grad)
     return both.is_right()
 
@@ -189,41 +204,29 @@ ROWS = [
     (frozen_under_mixed_precision, "wrong", "right"),
     (averages_swapped_in_after_an_evaluation, "right", "right"),
     (stepped_after_an_evaluation, "stale", "right"),
+    (initialised_after_an_evaluation, "wrong", "right"),
+    (an_optimizer_built_after_an_evaluation, "wrong", "right"),
     (a_part_first, "RuntimeError", ("right", "right")),
     (inference_first, "RuntimeError", "right"),
     (copied, "AssertionError", "right"),
+    (averaged, "AssertionError", "right"),
     (loaded_from_whole_tensors, "RuntimeError", "right"),
     (assigned_from_whole_tensors, "AttributeError", "right"),
     (parameter_assigned, "wrong", "right"),
     (part_cast, "wrong", "right"),
+    (cast_after_an_evaluation, "RuntimeError", "right"),
+    (cast_and_cast_back_after_an_evaluation, "wrong", "right"),
+    (channels_last, "NotImplementedError", "works"),
     (hooked, "wrong", "right"),
 ]
 
 
-def run_both(name):
-    found = []
-    for lib in (torch_fsdp, meshard):
-        try:
-            found.append(globals()[name](lib))
-        except Exception as error:
-            found.append(type(error).__name__)
-        dist.barrier()
-    return found
-
-
-def run_ours():
-    return [globals()[row.__name__](meshard) for row, _, _ in ROWS]
-
-
 def test_we_are_right(run_ranks):
-    assert run_ranks(run_ours, 2) == [[ours for _, _, ours in ROWS]] * 2
+    found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
+    assert found == [[ours for _, _, ours in ROWS]] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("row", "peer", "ours"), ROWS, ids=lambda value: getattr(value, "__name__", "")
-)
+@parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
-    for found_peer, found_ours in run_ranks(run_both, 2, row.__name__):
-        assert found_ours == ours
-        assert found_peer == peer, "the peer has changed: update the row, and the documentation"
+    assert_row(run_ranks(run_both, 2, row), peer, ours)

@@ -1,0 +1,197 @@
+"""Where torch's own fully_shard refuses or ignores what it is told, what do we do?
+
+The peer runs beside us: see ``tests.support.side_by_side``.
+"""
+
+import copy
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+import meshard
+from tests.support.models import Adapted, MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.side_by_side import (
+    BATCHES,
+    Both,
+    assert_row,
+    parametrize_rows,
+    run_both,
+    run_ours,
+)
+
+
+def flat_mesh():
+    return init_device_mesh("cpu", (2,))
+
+
+def hybrid_mesh(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+# --- how units are made ---------------------------------------------------------------------
+
+
+def replicas_that_start_apart(lib):
+    """Whether they are equal after a step."""
+    mesh = hybrid_mesh(2, 1)
+    model = seeded(MlpStack(), dist.get_rank())
+    if lib is meshard:
+        meshard.fully_shard_units(model, mesh, sync_init=True)
+    else:
+        for unit in (*model.blocks, model):
+            lib.fully_shard(unit, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(BATCHES[dist.get_rank()]).sum().backward()
+    optimizer.step()
+    mine = model.scale.full_tensor().detach()
+    total = mine.clone()
+    dist.all_reduce(total)
+    return torch.equal(mine + mine, total)
+
+
+def a_child_after_its_parent(lib):
+    model = MlpStack()
+    lib.fully_shard(model, mesh=flat_mesh())
+    lib.fully_shard(model.blocks[0], mesh=flat_mesh())
+
+
+def a_scalar_parameter(lib):
+    layer = nn.Linear(2, 2)
+    layer.scale = nn.Parameter(torch.tensor(1.0))
+    lib.fully_shard(layer, mesh=flat_mesh())
+
+
+def an_adapter_beside_a_narrow_base(lib, is_frozen=True):
+    """float32 beside a bfloat16 base, in one unit, computed in bfloat16."""
+    unit, policy = seeded(Adapted(6)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    unit.base.bfloat16().requires_grad_(not is_frozen)
+    lib.fully_shard(unit, mesh=flat_mesh(), mp_policy=policy)
+    unit(torch.ones(2, 6)).sum().backward()
+    return "works"
+
+
+def an_adapter_beside_a_narrow_base_that_trains(lib):
+    return an_adapter_beside_a_narrow_base(lib, is_frozen=False)
+
+
+# --- setters --------------------------------------------------------------------------------
+
+
+def a_factor_on_a_root_without_parameters(lib):
+    """Told not to divide: the sum over two ranks is 2."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for unit in (*model, model):
+        lib.fully_shard(unit, mesh=flat_mesh()).set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    return model[1].bias.grad.full_tensor()[0].item()
+
+
+class CountAlive(ReduceScatter):
+    """Knows how many of its inputs are in memory at once."""
+
+    def __init__(self):
+        self.inputs, self.most_alive = [], 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.inputs.append(weakref.ref(input_tensor.untyped_storage()))
+        self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self.inputs))
+        rows = input_tensor.view(group.size(), -1).clone()
+        dist.all_reduce(rows, op, group)
+        output_tensor.copy_(rows[group.rank()])
+
+
+def a_late_limit_of_input_buffers(lib):
+    """Most inputs of reductions at once: under a limit of 2 set first, and one of 1 set later."""
+    scatter, model, found = CountAlive(), seeded(MlpStack(depth=6)), []
+    for block in model.blocks:
+        unit = lib.fully_shard(block, mesh=flat_mesh())
+        unit.set_custom_reduce_scatter(scatter)
+        unit.set_force_sum_reduction_for_comms(True)
+    lib.fully_shard(model, mesh=flat_mesh())
+    for limit in (2, 1):
+        model.set_reduce_scatter_max_input_buffers(limit)
+        scatter.most_alive = 0
+        model(BATCHES[0]).sum().backward()
+        found.append(scatter.most_alive)
+    return found
+
+
+# --- calls ----------------------------------------------------------------------------------
+
+
+class Generates(nn.Linear):
+    """Its method calls the module, and then needs a weight."""
+
+    def generate(self, x):
+        return self(x) @ self.weight
+
+
+def a_method_that_calls_the_module(lib):
+    plain = seeded(nn.Sequential(Generates(4, 4)))
+    model = copy.deepcopy(plain)
+    for unit in (model[0], model):
+        lib.fully_shard(unit, mesh=flat_mesh())
+    lib.register_fsdp_forward_method(model[0], "generate")
+    x = torch.ones(2, 4)
+    for each in (model, plain):
+        each(x)
+        each[0].generate(x).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+    return "right"
+
+
+def gradients_by_autograd_grad(lib):
+    both = Both(lib)
+    torch.autograd.grad(both.model(BATCHES[0]).sum(), both.model.parameters())
+
+
+def norms_over_meshes(lib):
+    """Over two meshes, and a parameter that is on none."""
+    plain = seeded(MlpStack())
+    model = copy.deepcopy(plain)
+    lib.fully_shard(model.blocks[0], mesh=hybrid_mesh(1, 2))
+    lib.fully_shard(model, mesh=flat_mesh(), ignored_params={model.shift})
+    for each in (model, plain):
+        each(BATCHES[0]).sum().backward()
+    clip = meshard.clip_grad_norm_ if lib is meshard else torch.nn.utils.clip_grad_norm_
+    norm = clip(model.parameters(), 0.1)
+    assert_same(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    assert_same(full_grads(model), full_grads(plain))
+    return "right"
+
+
+# what is done, what torch 2.13 gives, what we give
+ROWS = [
+    (replicas_that_start_apart, False, True),
+    (a_child_after_its_parent, "TypeError", "ValueError"),
+    (a_scalar_parameter, "ValueError", "ValueError"),
+    (an_adapter_beside_a_narrow_base, "works", "works"),
+    (an_adapter_beside_a_narrow_base_that_trains, "AssertionError", "works"),
+    (a_factor_on_a_root_without_parameters, 1.0, 2.0),
+    (a_late_limit_of_input_buffers, [2, 2], [2, 1]),
+    (a_method_that_calls_the_module, "RuntimeError", "right"),
+    (gradients_by_autograd_grad, "RuntimeError", "RuntimeError"),
+    (norms_over_meshes, "RuntimeError", "right"),
+]
+
+
+def test_we_are_right(run_ranks):
+    found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
+    assert found == [[ours for _, _, ours in ROWS]] * 2
+
+
+@pytest.mark.slow
+@parametrize_rows(ROWS)
+def test_the_peer_beside_us(run_ranks, row, peer, ours):
+    assert_row(run_ranks(run_both, 2, row), peer, ours)
