@@ -31,16 +31,19 @@ class UnshardHandle:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        self._units = [weakref.ref(unit) for unit in units]
+        groups = [unit.group for unit in units if unit.group is not None]
+        self._handed_out = [(weakref.ref(group), group.hand_out()) for group in groups]
 
     def wait(self) -> None:
-        """Return once the whole parameters may be used on the current stream."""
-        for ref in self._units:
-            unit = ref()
-            if unit is not None and unit.group is not None:
-                unit.group.finish_unshard()
-                unit.group.show_unsharded()
-        self._units.clear()
+        """Return once the whole parameters may be used on the current stream.
+
+        Does nothing if a forward has used them meanwhile, or they were given back.
+        """
+        for ref, handed_out in self._handed_out:
+            group = ref()
+            if group is not None:
+                group.show_handed_out(handed_out)
+        self._handed_out.clear()
 
 
 class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
@@ -78,6 +81,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_closed("moved or cast")
+                unit.group.take_back()
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,10 +111,6 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units:
             assert unit.group is not None
             unit.group.check_closed("gathered by unshard()")
-        for unit in units:
-            assert unit.group is not None
-            unit.group.forget_stale(leftover=True)
-            unit.group.start_unshard()
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -122,6 +122,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in own_units(self):
             if unit.group is None:
                 continue
+            unit.group.take_back()
             if unit.group.residence is not Residence.SHARDED:
                 unit.group.reshard()
             unit.group.finish_copies()  # whoever reshards by hand may edit the shards next

@@ -19,6 +19,7 @@ from meshard._comm.communicator import Communicator, Lane
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
 from meshard._runtime.group_tensors import GroupTensors
+from meshard._runtime.handed_out import HandedOut
 from meshard._runtime.optimizer_steps import watch_optimizers
 
 
@@ -77,6 +78,7 @@ class ParamGroup:
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
         self.is_showing_unsharded = False  # the module sees whole parameters
+        self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
         self._begin_watching()
 
     @property
@@ -249,6 +251,8 @@ class ParamGroup:
         self._kept = None
         if self.residence is Residence.SHARDED:
             return
+        if self.handed_out is not None:
+            self.take_back()
         if leftover and self.is_leftover:
             self.reshard()
             return
@@ -267,11 +271,41 @@ class ParamGroup:
             self._in_flight = None
             self.residence = Residence.SHARDED
         self.show_sharded()
+        self.handed_out = None
         if not keep:
             self._kept = None
         if self.residence is Residence.UNSHARDED:
             self.tensors.whole.free()
             self.residence = Residence.SHARDED
+
+    def hand_out(self) -> HandedOut:
+        """Start gathering for somebody who wants to see whole parameters outside of a forward."""
+        asked = self.handed_out  # who has asked before may wait for the same
+        self.forget_stale(leftover=True)
+        self.start_unshard()
+        self.handed_out = asked or HandedOut(self.label, self.params)
+        return self.handed_out
+
+    def show_handed_out(self, what: HandedOut) -> None:
+        """Show what ``hand_out`` returned, unless it has been used or given back meanwhile."""
+        if self.handed_out is what:
+            self.finish_unshard()
+            self.show_unsharded()
+            what.note_shown(self.version)
+
+    def take_back(self, *, refuse: bool = True) -> None:
+        """Look at what was done to whole parameters that ``unshard()`` gave out.
+
+        Raises:
+            RuntimeError: ``refuse``, and something was done that cannot last.
+        """
+        handed_out, self.handed_out = self.handed_out, None
+        if handed_out is None:
+            return
+        wrong = handed_out.take_back(self.version)
+        if wrong and refuse:
+            self.reshard()
+            raise RuntimeError(wrong)
 
     # --- faces -----------------------------------------------------------------------------
 
@@ -303,3 +337,5 @@ class ParamGroup:
             for param in self.params:
                 param.show(param.sharded)
             self.is_showing_unsharded = False
+            if self.handed_out is not None:
+                self.take_back(refuse=False)

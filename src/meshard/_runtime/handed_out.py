@@ -1,0 +1,113 @@
+"""What may somebody do to whole parameters that ``unshard()`` has given him?
+
+Between ``unshard()`` and the next forward or ``reshard()`` modules show whole parameters outside of
+any forward, and what is done to them is done to a copy. Flags can be carried over to the sharded
+parameters, which count. Edits of values are lost with the copy, and a cast would leave the module
+with a tensor that is never filled again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshard._params.dtensors import local_of, place_like, set_local
+from meshard._params.sharded_param import ShardedParam
+
+
+@dataclass(frozen=True, slots=True)
+class _Face:
+    """A whole parameter as it was given."""
+
+    requires_grad: bool
+    version: int
+    local: torch.Tensor
+    address: int
+    dtype: torch.dtype
+
+
+class HandedOut:
+    """Whole parameters that ``unshard()`` has asked for, and may show.
+
+    Args:
+        label: The unit's name.
+        params: Of the unit.
+    """
+
+    def __init__(self, label: str, params: list[ShardedParam]) -> None:
+        self._label = label
+        self._params = params
+        self._version = 0
+        self._faces: list[_Face] = []  # empty until they are shown
+
+    def note_shown(self, version: int) -> None:
+        """The modules show them now.
+
+        Args:
+            version: Of the shards.
+        """
+        self._version = version
+        self._faces = [_face_of(param.unsharded) for param in self._params]
+
+    def take_back(self, version: int) -> str:
+        """Carry over flags, and undo what would outlive the copy.
+
+        Args:
+            version: Of the shards. If it has grown, they were edited or loaded too.
+
+        Returns:
+            What is wrong, for an error; empty if nothing is.
+        """
+        cast, edited = [], []
+        for param, was in zip(self._params, self._faces, strict=False):
+            face = param.unsharded
+            if face.requires_grad is not was.requires_grad:
+                param.sharded.requires_grad_(face.requires_grad)
+            now = _memory_of(face)
+            if now.data_ptr() != was.address or now.dtype != was.dtype:
+                _restore(face, was)
+                cast.append(param.fqn)
+            elif face._version != was.version:
+                edited.append(param.fqn)
+        if edited and version == self._version:
+            warnings.warn(
+                f"parameter(s) {_listed(edited)} of unit {self._label!r} were edited while "
+                "unshard() had made them whole, and these edits are lost: they were made to a "
+                "copy. Edit whole parameters inside meshard.unsharded_params(module), or the "
+                "shards after reshard().",
+                stacklevel=4,
+            )
+        if not cast:
+            return ""
+        return (
+            f"parameter(s) {_listed(cast)} of unit {self._label!r} were cast, moved or given other "
+            "data while unshard() had made them whole, which changes a copy only; call reshard() "
+            "before module.to(...), and edit whole parameters inside "
+            "meshard.unsharded_params(module)."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _memory_of(face: torch.Tensor) -> torch.Tensor:
+    return local_of(face) if isinstance(face, DTensor) else face
+
+
+def _face_of(face: torch.Tensor) -> _Face:
+    local = _memory_of(face).detach()
+    return _Face(face.requires_grad, face._version, local, local.data_ptr(), local.dtype)
+
+
+def _restore(face: torch.Tensor, was: _Face) -> None:
+    """Let ``face`` have the memory again that gathers fill."""
+    if isinstance(face, DTensor):
+        face.data = place_like(face, was.local)
+        set_local(face, was.local)
+    else:
+        face.data = was.local

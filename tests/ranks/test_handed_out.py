@@ -1,0 +1,130 @@
+"""Is what somebody does to whole parameters between unshard() and reshard() kept, or refused?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshard
+from meshard import CommLedger
+from tests.support.fake import fake_group
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads, full_state
+
+BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def both():
+    plain = seeded(MlpStack())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit, mesh)
+    return model, plain
+
+
+def check_step(model, plain):
+    for each, batch in ((model, BATCHES[dist.get_rank()]), (plain, BATCHES.flatten(0, 1))):
+        each.zero_grad()
+        each(batch).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+    assert_same(full_state(model), full_state(plain))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+CHANGES = {
+    "cast": lambda layer: layer.to(torch.float64),
+    "given other data": lambda layer: setattr(layer.weight, "data", torch.ones(10, 6)),
+}
+USES = {
+    "reshard": lambda model: model.blocks[1].reshard(),
+    "forward": lambda model: model(BATCHES[0]),
+    "unshard": lambda model: model.blocks[1].unshard(),
+    "to": lambda model: model.blocks[1].to(torch.float32),
+}
+
+
+def change_a_whole_parameter():
+    for change in CHANGES.values():
+        for use in USES.values():
+            model, plain = both()
+            model.blocks[1].unshard()
+            change(model.blocks[1].up)
+            with pytest.raises(RuntimeError, match=r"'up.weight'.* of unit 'blocks.1' were cast, "):
+                use(model)
+            check_step(model, plain)  # nothing of it is left
+            model.blocks[1].double(), plain.blocks[1].double()
+            model.blocks[1].float(), plain.blocks[1].float()
+            check_step(model, plain)
+
+
+def test_a_cast_of_a_part_that_is_whole_by_hand_is_refused(run_ranks):
+    run_ranks(change_a_whole_parameter, 2)
+
+
+def freeze_whole_parameters():
+    for use in (USES["reshard"], USES["forward"], USES["unshard"]):
+        model, plain = both()
+        for flag in (False, True):
+            model.blocks[1].unshard()
+            for each in (model, plain):
+                each.blocks[1].up.requires_grad_(flag)
+            use(model)
+            model.blocks[1].reshard()
+            assert model.blocks[1].up.weight.requires_grad is flag
+            check_step(model, plain)
+
+
+def test_flags_that_are_set_while_whole_by_hand_hold(run_ranks):
+    run_ranks(freeze_whole_parameters, 2)
+
+
+def edit_whole_parameters():
+    model, plain = both()
+    model.blocks[1].unshard()
+    with torch.no_grad():
+        model.blocks[1].up.bias.fill_(3.0)
+    with pytest.warns(UserWarning, match=r"'up.bias' of unit 'blocks.1' were edited .* are lost"):
+        model.blocks[1].reshard()
+    check_step(model, plain)
+    model.blocks[1].unshard()
+    model.load_state_dict(plain.state_dict())  # into the shards as well: nothing is lost
+    model.blocks[1].reshard()
+    check_step(model, plain)
+
+
+def test_edits_that_are_lost_warn(run_ranks):
+    run_ranks(edit_whole_parameters, 2)
+
+
+def wait_late():
+    """A handle that is waited for when nothing is left to wait for does nothing."""
+    model, plain = both()
+    handles = [model.unshard(async_op=True), model.blocks[1].unshard(async_op=True)]
+    check_step(model, plain)
+    given_back = model.blocks[0].unshard(async_op=True)
+    model.blocks[0].reshard()
+    with CommLedger(model) as ledger:
+        for handle in (*handles, given_back):
+            handle.wait()
+    assert ledger.counts == {}
+    check_step(model, plain)  # of shards: zero_grad clears theirs
+
+
+def test_a_late_wait_shows_nothing(run_ranks):
+    run_ranks(wait_late, 2)
+
+
+def test_whoever_asked_first_may_wait_too():
+    with fake_group(2):
+        model, _ = both()
+        first, second = (model.unshard(async_op=True) for _ in range(2))
+        first.wait()
+        assert not isinstance(model.scale, DTensor)
+        second.wait()
+        first.wait()
+        model.reshard()
+        assert isinstance(model.scale, DTensor)
