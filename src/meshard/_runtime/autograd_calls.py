@@ -1,9 +1,12 @@
-"""What if autograd is asked for the gradients of shards?
+"""What if autograd is asked for the gradients of shards, or finds whole parameters gone?
 
 Shards are in no graph: forward uses whole parameters, and ``.grad`` of the shards is set after the
 reduction. ``loss.backward(inputs=shards)`` would silently do nothing, and so would
 ``torch.autograd.grad`` with ``allow_unused=True``. The former is given the whole parameters
 instead, the latter refused.
+
+Whole parameters are given back between forward and backward. A backward that comes into a unit by
+a tensor of which we know nothing reads memory of size zero, which torch refuses; that is explained.
 """
 
 from __future__ import annotations
@@ -19,6 +22,17 @@ from meshard._runtime.optimizer_steps import owner_of
 _grad = torch.autograd.grad
 _backward = torch.autograd.backward
 _is_explained = False
+
+# How torch says that the memory of a tensor is gone: a view of it, and the tensor itself.
+_FREED = ("out of bounds for storage of size 0", "data is not allocated yet")
+_EXPLANATION = (
+    "This backward probably came into a unit of meshard in a way that could not be seen, after the "
+    "unit had given its whole parameters back. A unit hears of its backward by the tensors that "
+    "its forward returns, or leaves in a list, dict or object that it was called with. What a "
+    "forward leaves on an attribute or in a global variable, beside what it returns, is not found: "
+    "return it. Neither may a backward of a model run inside another backward of the same model. "
+    "reshard_after_forward=False for that unit keeps its parameters whole until its backward."
+)
 
 
 def explain_autograd() -> None:
@@ -45,7 +59,11 @@ def _grad_of_plain_tensors(outputs: Any, inputs: Any, *args: Any, **kwargs: Any)
             "graph: call loss.backward() and read .grad of the parameters, which is reduced over "
             "all ranks then."
         )
-    return _grad(outputs, inputs, *args, **kwargs)
+    try:
+        return _grad(outputs, inputs, *args, **kwargs)
+    except RuntimeError as error:
+        _explain_freed(error)
+        raise
 
 
 @functools.wraps(_backward)
@@ -57,4 +75,16 @@ def _backward_to_whole_parameters(*args: Any, **kwargs: Any) -> None:
             each if (owner := owner_of(each)) is None else owner.whole_of(each)
             for each in _listed(inputs)
         ]
-    _backward(*args, **kwargs)
+    try:
+        _backward(*args, **kwargs)
+    except RuntimeError as error:
+        _explain_freed(error)
+        raise
+
+
+def _explain_freed(error: RuntimeError) -> None:
+    """Add to the text of ``error`` what may have happened, if memory was read that was freed."""
+    text = str(error)
+    if not any(part in text for part in _FREED) or _EXPLANATION in text:
+        return
+    error.args = (f"{text}\n\n{_EXPLANATION}", *error.args[1:])

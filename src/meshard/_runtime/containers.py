@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshard._runtime.private_torch import number_of
+
 WATCHED = "_meshard_watched"  # on an output: a unit has put its hook there
 _MAX_DEPTH = 3  # of objects in objects that are searched
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
+_SIMPLE = (torch.Tensor, *_PLAIN)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -66,6 +69,36 @@ def _inside(value: Any) -> Iterator[Any]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield getattr(value, name)
+
+
+def takes_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a forward that is called with these may leave tensors in one of them.
+
+    In a list that collects hidden states, say, or in the cache of keys and values of an attention.
+    """
+    return any(_takes_tensors(value) for value in (*args, *kwargs.values()))
+
+
+def _takes_tensors(value: Any) -> bool:
+    if isinstance(value, _SIMPLE):
+        return False
+    return any(map(_takes_tensors, value)) if type(value) is tuple else True
+
+
+def left_in(args: tuple[Any, ...], kwargs: dict[str, Any], since: int) -> list[torch.Tensor]:
+    """Return the tensors that a forward has left in what it was called with.
+
+    Args:
+        args: Of the forward.
+        kwargs: Of the forward.
+        since: What ``next_node`` was when it began.
+    """
+    given = [value for value in (*args, *kwargs.values()) if _takes_tensors(value)]
+    return [
+        tensor
+        for tensor in tensors_in(given)
+        if number_of(tensor) >= since and not hasattr(tensor, WATCHED)
+    ]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

@@ -16,11 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._runtime.containers import WATCHED, cast_floats, detached_from_others, tensors_in
+from meshard._runtime.containers import (
+    WATCHED,
+    cast_floats,
+    detached_from_others,
+    left_in,
+    takes_tensors,
+    tensors_in,
+)
 from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.misread import explain
-from meshard._runtime.private_torch import untraced, untraced_itself
-from meshard._runtime.schedule import ForwardCall, ForwardPass
+from meshard._runtime.private_torch import next_node, untraced, untraced_itself
+from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase
 from meshard._runtime.unit import Unit
 
 
@@ -99,6 +106,8 @@ class ModuleHooks:
             # Only Exceptions reach post_forward: a KeyboardInterrupt ended the last forward.
             unit.lifecycle.abort()
         unit.lifecycle.pre_forward(unit)
+        if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+            note_arguments(unit, args, kwargs)
         dtype = unit.casts.inputs
         if dtype is None:
             return None
@@ -135,6 +144,8 @@ class ModuleHooks:
         if records:
             result = detached_from_others(result, args, kwargs)
             watch_outputs(result, self._unit, of, call)
+            if call.began_at >= 0:
+                watch_outputs(left_in(args, kwargs, call.began_at), self._unit, of, call)
         return None if result is output else result
 
     @untraced_itself
@@ -213,6 +224,15 @@ def watch_outputs(
             tensor.register_hook(hook)
             if tensor._is_view():
                 _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
+
+
+def note_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note that the forward that begins may leave tensors in what it is called with."""
+    if unit.lifecycle.phase is not Phase.FORWARD or not torch.is_grad_enabled():
+        return
+    call = unit.lifecycle.schedule.newest
+    if call is not None and takes_tensors(args, kwargs):
+        call.began_at = next_node()
 
 
 def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> None:

@@ -55,6 +55,17 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def next_node() -> int:
+    """Return the number of the next autograd node of this thread; they count up."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def number_of(tensor: torch.Tensor) -> int:
+    """Return the number of the autograd node that made ``tensor``; -1 if none did."""
+    node = tensor.grad_fn
+    return -1 if node is None else node._sequence_nr()
+
+
 def num_users(tensor: torch.Tensor) -> int:
     """Return how many tensors there are on the storage of ``tensor``, and a constant more.
 

@@ -29,6 +29,7 @@ class ForwardCall:
     exited: int = -1
     exit_place: int = -1  # place in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that has come to it
+    began_at: int = -1  # the next autograd node then, if it may leave tensors in its arguments
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +53,7 @@ class StepSchedule:
         self._previous: list[int] = []
         self._place = -1  # of the last entry, in the previous pass
         self.current = ForwardPass()
+        self.newest: ForwardCall | None = None  # the last that has begun
 
     def begin_forward(self) -> None:
         """Start recording a pass; the one before becomes the prediction."""
@@ -68,7 +70,7 @@ class StepSchedule:
     def enter(self, unit: int) -> ForwardCall:
         """Record that a unit's forward begins."""
         now = self.current
-        call = ForwardCall(unit, now.ticks)
+        call = self.newest = ForwardCall(unit, now.ticks)
         if unit not in now.units:
             now.units.add(unit)
             now.first_entries.append((unit, now.ticks))
