@@ -133,8 +133,10 @@ def _check_free(fqn: str, param: nn.Parameter) -> None:
         )
     if kind is Mark.SHARD:
         raise ValueError(
-            f"parameter {fqn!r} already belongs to a unit made for a module around it "
-            f"(as {marked!r}); call fully_shard on children before their parents."
+            f"parameter {fqn!r} already belongs to a unit (as {marked!r}): that of a module "
+            "around this one, or of another module that shares it. Call fully_shard on children "
+            "before their parents; what is shared goes to the unit around all of its uses, as "
+            "fully_shard_units does it."
         )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshard._runtime.handed_out import hand_out, show_handed_out, take_back
 from meshard._runtime.param_group import Residence
 from meshard._runtime.unit import Unit, units_in
 from meshard._runtime.unit_copy import copy_with_units
@@ -32,7 +33,7 @@ class UnshardHandle:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         groups = [unit.group for unit in units if unit.group is not None]
-        self._handed_out = [(weakref.ref(group), group.hand_out()) for group in groups]
+        self._handed_out = [(weakref.ref(group), hand_out(group)) for group in groups]
 
     def wait(self) -> None:
         """Return once the whole parameters may be used on the current stream.
@@ -42,7 +43,7 @@ class UnshardHandle:
         for ref, handed_out in self._handed_out:
             group = ref()
             if group is not None:
-                group.show_handed_out(handed_out)
+                show_handed_out(group, handed_out)
         self._handed_out.clear()
 
 
@@ -81,7 +82,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_closed("moved or cast")
-                unit.group.take_back()
+                take_back(unit.group)
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in own_units(self):
             if unit.group is None:
                 continue
-            unit.group.take_back()
+            take_back(unit.group)
             if unit.group.residence is not Residence.SHARDED:
                 unit.group.reshard()
             unit.group.finish_copies()  # whoever reshards by hand may edit the shards next

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from meshard._comm.scalars import agree_on_max, gather_values
 from meshard._geometry.mesh_roles import device_of
 from meshard._params.dtensors import local_of
-from meshard._runtime.optimizer_steps import check_may_step
+from meshard._runtime.optimizer_steps import at_rest, check_may_step
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
 
@@ -115,7 +115,7 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    listed = at_rest([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     check_may_step(listed)
     grads = [param.grad for param in listed if param.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)

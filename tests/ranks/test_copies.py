@@ -205,6 +205,8 @@ def refused_copies():
             wrong()
     with pytest.raises(TypeError, match=r"nor copied by copy\.copy"):
         copy.copy(model)
+    with pytest.raises(TypeError, match=r"belong to a unit of fully_shard cannot be pickled"):
+        pickle.dumps(meshard.fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh)[0])
     copied(x).sum().backward()  # nothing of this left a trace
 
 

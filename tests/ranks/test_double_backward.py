@@ -251,3 +251,18 @@ def penalise():
 def test_the_peer_has_freed_what_the_second_backward_reads(run_ranks):
     with pytest.raises(RankError, match=r"process died|storage"):
         run_ranks(penalise, 2)
+
+
+def differentiate_by_transforms():
+    plain = seeded(MlpStack())
+    model = shard(seeded(MlpStack()), meshard.fully_shard)
+    x = inputs_of(dist.get_rank())
+    wanted = torch.func.jacrev(lambda x: plain(x).sum(0))(x)
+    with pytest.raises(RuntimeError, match=r"torch\.func .* unit '\(root\)'.*unsharded_params"):
+        torch.func.jacrev(lambda x: model(x).sum(0))(x)
+    with meshard.unsharded_params(model):
+        assert_same(torch.func.jacrev(lambda x: model(x).sum(0))(x), wanted)
+
+
+def test_transforms_of_torch_func_need_open_parameters(run_ranks):
+    run_ranks(differentiate_by_transforms, 2)

@@ -128,3 +128,23 @@ def test_whoever_asked_first_may_wait_too():
         first.wait()
         model.reshard()
         assert isinstance(model.scale, DTensor)
+
+
+def clip_and_clear():
+    model, plain = both()
+    check_step(model, plain)
+    for number, set_to_none in enumerate((True, False)):
+        model.blocks[number].unshard()
+        norms = [
+            meshard.clip_grad_norm_(model, 0.1),
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1),
+        ]
+        assert_same(*norms)
+        for each in (model, plain):
+            each.zero_grad(set_to_none=set_to_none)
+            each(BATCHES[0]).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+def test_gradients_are_clipped_and_cleared_while_a_unit_is_whole_by_hand(run_ranks):
+    run_ranks(clip_and_clear, 2)

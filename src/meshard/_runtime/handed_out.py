@@ -10,12 +10,77 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._params.dtensors import local_of, place_like, set_local
 from meshard._params.sharded_param import ShardedParam
+from meshard._runtime.optimizer_steps import Stepped, note_shown_whole
+
+
+class Gathered(Stepped, Protocol):
+    """A group of parameters that can be made whole: see ``param_group``."""
+
+    params: list[ShardedParam]
+    handed_out: HandedOut | None
+
+    @property
+    def label(self) -> str:
+        """The name of its unit."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of a shard."""
+
+    def forget_stale(self, *, leftover: bool) -> None:
+        """Reshard if the whole copy is older than the shards."""
+
+    def start_unshard(self) -> None:
+        """Start gathering."""
+
+    def finish_unshard(self) -> None:
+        """Have the whole parameters."""
+
+    def show_unsharded(self) -> None:
+        """Let the module see them."""
+
+    def reshard(self) -> None:
+        """Give them back."""
+
+
+def hand_out(group: Gathered) -> HandedOut:
+    """Start gathering for somebody who wants to see whole parameters outside of a forward."""
+    asked = group.handed_out  # who has asked before may wait for the same
+    group.forget_stale(leftover=True)
+    group.start_unshard()
+    group.handed_out = asked or HandedOut(group.label, group.params)
+    return group.handed_out
+
+
+def show_handed_out(group: Gathered, what: HandedOut) -> None:
+    """Show what ``hand_out`` returned, unless it has been used or given back meanwhile."""
+    if group.handed_out is what:
+        group.finish_unshard()
+        group.show_unsharded()
+        what.note_shown(group.version)
+        note_shown_whole(group, [param.unsharded for param in group.params])
+
+
+def take_back(group: Gathered, *, refuse: bool = True) -> None:
+    """Look at what was done to whole parameters that ``hand_out`` gave out, if it did.
+
+    Raises:
+        RuntimeError: ``refuse``, and something was done that cannot last.
+    """
+    handed_out, group.handed_out = group.handed_out, None
+    if handed_out is None:
+        return
+    wrong = handed_out.take_back(group.version)
+    if wrong and refuse:
+        group.reshard()
+        raise RuntimeError(wrong)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class HeldUnits:
         watched = gradient
         if not gradient.requires_grad:
             # A constant: of a sum, say. Only what requires a gradient can tell when it gets one.
-            watched = gradient.detach().requires_grad_()
+            watched = _requiring_gradient(unit, gradient)
         watched.register_hook(partial(_note_use, self._making))
         return None if watched is gradient else watched
 
@@ -128,6 +128,17 @@ class HeldUnits:
         self._graphs.clear()
         self._num_hidden = 0
         self._is_in_backward = False
+
+
+def _requiring_gradient(unit: Unit, constant: torch.Tensor) -> torch.Tensor:
+    try:
+        return constant.detach().requires_grad_()
+    except RuntimeError as error:  # inside of a transform that forbids it
+        raise RuntimeError(
+            f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {unit.label!r}, whose "
+            "parameters are gathered and given back; call it inside "
+            "meshard.unsharded_params(module), where the module is an ordinary one."
+        ) from error
 
 
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()

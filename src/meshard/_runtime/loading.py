@@ -7,7 +7,6 @@ replaced by this rank's part of it. That takes no communication: every rank was 
 
 from __future__ import annotations
 
-import copy
 import weakref
 from typing import Any
 
@@ -60,11 +59,19 @@ class _LoadHook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
         """Serve the unit's copy, if the unit is being copied: see ``unit_copy``."""
-        copied = copy.copy(self)
+        copied = object.__new__(_LoadHook)
+        copied._unit, copied._names = self._unit, self._names
         unit = self._unit()
         if id(unit) in memo:
             copied._unit = weakref.ref(memo[id(unit)])
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Say what to do instead of pickling a module whose parameters are sharded."""
+        raise TypeError(
+            "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
+            "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
+        )
 
     def __call__(
         self,

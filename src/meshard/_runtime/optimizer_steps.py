@@ -37,6 +37,9 @@ class Stepped(Protocol):
     def whole_of(self, param: torch.Tensor) -> torch.Tensor:
         """What autograd sees in the place of one of its parameters."""
 
+    def sharded_of(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """Return the sharded parameter that this very tensor is the whole of, if it is."""
+
     def check_may_step(self) -> None:
         """Raise if gradients are pending."""
 
@@ -50,6 +53,7 @@ class Stepped(Protocol):
 # Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
 # it. A stranger may get the id later, so the owner is asked.
 _owners: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
+_shown_whole: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
 _Shape = list[tuple[list[torch.Tensor], int]]  # of an optimizer: its lists, and how long each is
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[_Shape, list[weakref.ref[Stepped]]]]
 _stepped_by = weakref.WeakKeyDictionary()
@@ -73,6 +77,22 @@ def watch_optimizers(owner: Stepped, params: list[torch.Tensor]) -> None:
             nn.Module.zero_grad, nn.Module.parameters
         )
         _is_watching = True
+
+
+def note_shown_whole(owner: Stepped, wholes: Iterable[torch.Tensor]) -> None:
+    """Note that ``module.parameters()`` yields whole parameters of ``owner`` outside of forward."""
+    for whole in wholes:
+        _shown_whole[id(whole)] = owner
+
+
+def at_rest(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``params`` with the sharded parameter, whose ``.grad`` counts, for every whole one."""
+    found = []
+    for param in params:
+        owner = _shown_whole.get(id(param)) if _shown_whole else None
+        sharded = None if owner is None else owner.sharded_of(param)
+        found.append(param if sharded is None else sharded)
+    return found
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -189,11 +209,15 @@ def _clearing(
     @untraced
     @functools.wraps(zero_grad)
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
-        params = list(params_of(self))
+        own = list(params_of(self))
+        params = at_rest(own)
         owners = owners_of(params)
         for owner in owners:
             owner.finish_copies()
         zero_grad(self, *args, **kwargs)
+        for given, param in zip(own, params, strict=True):
+            if given is not param:
+                param.grad = None  # zero_grad has seen the whole parameter only
         if owners:
             ids = {id(param) for param in params}
             for owner in owners:

@@ -19,7 +19,7 @@ from meshard._comm.communicator import Communicator, Lane
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
 from meshard._runtime.group_tensors import GroupTensors
-from meshard._runtime.handed_out import HandedOut
+from meshard._runtime.handed_out import HandedOut, take_back
 from meshard._runtime.optimizer_steps import watch_optimizers
 
 
@@ -135,6 +135,10 @@ class ParamGroup:
     def whole_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return the whole face of one of the sharded parameters: see ``autograd_calls``."""
         return next(own.unsharded for own in self.params if own.sharded is param)
+
+    def sharded_of(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """Return the sharded parameter of one of the whole faces: see ``optimizer_steps``."""
+        return next((own.sharded for own in self.params if own.unsharded is whole), None)
 
     def check_may_step(self) -> None:
         """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""
@@ -252,7 +256,7 @@ class ParamGroup:
         if self.residence is Residence.SHARDED:
             return
         if self.handed_out is not None:
-            self.take_back()
+            take_back(self)
         if leftover and self.is_leftover:
             self.reshard()
             return
@@ -277,35 +281,6 @@ class ParamGroup:
         if self.residence is Residence.UNSHARDED:
             self.tensors.whole.free()
             self.residence = Residence.SHARDED
-
-    def hand_out(self) -> HandedOut:
-        """Start gathering for somebody who wants to see whole parameters outside of a forward."""
-        asked = self.handed_out  # who has asked before may wait for the same
-        self.forget_stale(leftover=True)
-        self.start_unshard()
-        self.handed_out = asked or HandedOut(self.label, self.params)
-        return self.handed_out
-
-    def show_handed_out(self, what: HandedOut) -> None:
-        """Show what ``hand_out`` returned, unless it has been used or given back meanwhile."""
-        if self.handed_out is what:
-            self.finish_unshard()
-            self.show_unsharded()
-            what.note_shown(self.version)
-
-    def take_back(self, *, refuse: bool = True) -> None:
-        """Look at what was done to whole parameters that ``unshard()`` gave out.
-
-        Raises:
-            RuntimeError: ``refuse``, and something was done that cannot last.
-        """
-        handed_out, self.handed_out = self.handed_out, None
-        if handed_out is None:
-            return
-        wrong = handed_out.take_back(self.version)
-        if wrong and refuse:
-            self.reshard()
-            raise RuntimeError(wrong)
 
     # --- faces -----------------------------------------------------------------------------
 
@@ -338,4 +313,4 @@ class ParamGroup:
                 param.show(param.sharded)
             self.is_showing_unsharded = False
             if self.handed_out is not None:
-                self.take_back(refuse=False)
+                take_back(self, refuse=False)
