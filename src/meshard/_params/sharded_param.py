@@ -64,6 +64,11 @@ class ShardedParam:
         self.owners.append((weakref.ref(module), name))
         self._slots.append((module._parameters, name))
 
+    def find_slots(self) -> None:
+        """Look again where each owner keeps it: an owner has got another dict of parameters."""
+        modules = [(module_ref(), name) for module_ref, name in self.owners]
+        self._slots = [(module._parameters, name) for module, name in modules if module is not None]
+
     def make_sharded(self, local: torch.Tensor, roles: MeshRoles, *, requires_grad: bool) -> None:
         """Create the sharded face over ``local``, a view of the unit's flat shard."""
         self.shard_rank = roles.shard_rank

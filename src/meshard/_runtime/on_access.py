@@ -29,11 +29,14 @@ def gather_on_access(unit: Unit) -> None:
     So do reads of those of its companions, which are gathered with it.
     """
     groups = [each.group for each in (unit, *unit.companions) if each.group is not None]
-    modules = [ref() for group in groups for param in group.params for ref, _ in param.owners]
+    params = [param for group in groups for param in group.params]
+    modules = [ref() for param in params for ref, _ in param.owners]
     for module in dict.fromkeys(modules):
         if module is not None:
             # Past Module.__setattr__, which takes names of parameters only.
             module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
+    for param in params:
+        param.find_slots()
 
 
 class _NoticedReads(dict[str, Any]):
