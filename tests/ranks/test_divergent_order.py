@@ -1,14 +1,19 @@
 """Do ranks that use different parameters issue the same collectives in the same order?"""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import meshard
 from tests.ranks.test_accumulation import make, values
-from tests.support.parity import full_grads
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads
 from tests.support.threads import run_threads
 
 
@@ -120,3 +125,73 @@ def freeze_between():
 
 def test_freezing_between_forward_and_backward_keeps_ranks_together():
     assert run_threads(freeze_between, 2) == [{"a": 1.0, "b": 0.5}] * 2
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, uses, reentrant):
+        run = partial(checkpoint, self.inner, use_reentrant=True) if reentrant else self.inner
+        x = run(x)
+        for other, used in zip(self.others, uses, strict=True):
+            x = x + other(x) if used else x
+        return x
+
+
+class Parts(nn.Module):
+    """``uses``: for each call of a part, which of its layers a rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x, uses, reentrant):
+        x = x * self.scale
+        for number, use in uses:
+            x = self.parts[number](x, use, reentrant)
+        return x
+
+
+ALL, SOME, NONE = (True, True), (True, False), (False, False)
+CALLS = {  # of both ranks
+    "each once": [[(0, ALL), (1, ALL)], [(0, SOME), (1, NONE)]],
+    "each twice": [
+        [(0, ALL), (0, ALL), (1, ALL), (1, ALL)],
+        [(0, SOME), (0, NONE), (1, SOME), (1, ALL)],
+    ],
+    "one around the other": [[(0, NONE), (1, ALL), (0, ALL)], [(0, ALL), (1, NONE), (0, NONE)]],
+}
+
+
+def train_parts(calls, reentrant, inner_too):
+    plain = seeded(Parts())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in model.parts:
+        if inner_too:
+            meshard.fully_shard(part.inner, mesh)
+        meshard.fully_shard(part, mesh)
+    meshard.fully_shard(model, mesh)
+    xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    for swap in (False, True):
+        for each in (model, plain):
+            each.zero_grad()
+        for rank in range(2):
+            uses = calls[rank ^ swap]
+            if rank == dist.get_rank():
+                model(xs[rank], uses, reentrant).square().mean().backward()
+            (plain(xs[rank], uses, False).square().mean() / 2).backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("inner_too", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("calls", CALLS)
+def test_ranks_use_different_layers_of_units_called_in_any_order(
+    run_ranks, calls, reentrant, inner_too
+):
+    run_ranks(train_parts, 2, CALLS[calls], reentrant, inner_too)

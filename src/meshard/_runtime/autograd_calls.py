@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from meshard._runtime.optimizer_steps import owner_of
+from meshard._runtime.private_torch import is_in_backward
 
 _grad = torch.autograd.grad
 _backward = torch.autograd.backward
 _is_explained = False
+_num_nested = 0
 
 # How torch says that the memory of a tensor is gone: a view of it, and the tensor itself.
 _FREED = ("out of bounds for storage of size 0", "data is not allocated yet")
@@ -42,6 +44,14 @@ def explain_autograd() -> None:
         torch.autograd.grad = _grad_of_plain_tensors
         torch.autograd.backward = _backward_to_whole_parameters
         _is_explained = True
+
+
+def num_nested() -> int:
+    """Return how many backwards have begun inside another one, as reentrant checkpoints do it.
+
+    A gradient that arrives in one of them is a part: others come from the parts around it.
+    """
+    return _num_nested
 
 
 def _listed(inputs: Any) -> Sequence[Any]:
@@ -75,6 +85,9 @@ def _backward_to_whole_parameters(*args: Any, **kwargs: Any) -> None:
             each if (owner := owner_of(each)) is None else owner.whole_of(each)
             for each in _listed(inputs)
         ]
+    global _num_nested
+    if is_in_backward():
+        _num_nested += 1
     try:
         _backward(*args, **kwargs)
     except RuntimeError as error:

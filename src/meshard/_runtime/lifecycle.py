@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from meshard._comm.communicator import Communicator
+from meshard._runtime.autograd_calls import num_nested
 from meshard._runtime.end_of_backward import EndOfBackward
 from meshard._runtime.held import HeldUnits
 from meshard._runtime.host_waits import HostWaits
@@ -46,7 +47,7 @@ class Lifecycle:
         self._open: list[tuple[Unit, ForwardCall]] = []
         self._passes: list[ForwardPass] = []  # whose backward may come, oldest first
         self._resume = Phase.RESTING  # the phase around a backward
-        self._num_backwards = 0
+        self._num_backwards = self._nested_before = 0
         self._prefetcher = Prefetcher(self._units)
         self._reductions = Reductions(comm)
         self.held = HeldUnits()
@@ -107,8 +108,8 @@ class Lifecycle:
         keep = torch.is_grad_enabled() and unit.reshards_after_forward
         self._prefetcher.unshard(unit, ahead, keep=keep)
         group.show_unsharded(read_flags=self.phase is Phase.FORWARD)
-        if torch.is_grad_enabled() and group.num_trainable:
-            unit.step.awaits_gradients = True
+        if group.num_trainable:
+            unit.step.note_forward(with_graph=torch.is_grad_enabled())
 
     def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
         """A module of ``unit`` has run, or raised. Return the call that this was."""
@@ -172,6 +173,7 @@ class Lifecycle:
         if self.phase is not Phase.BACKWARD:
             self._resume, self.phase = self.phase, Phase.BACKWARD
             self._num_backwards += 1
+            self._nested_before = num_nested()
             self._reductions.begin_backward()
             self._queue_callback(EndOfBackward(self))
             self.held.begin_backward()
@@ -185,13 +187,12 @@ class Lifecycle:
             other = self._units[number]()
             if other is not None and other is not unit:
                 self._complete(other, of)
-        unit.step.in_pass = of
+        unit.step.in_pass, unit.step.in_call = of, call
         if unit.group is None:
             return None
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
-            if unit.group.num_trainable:
-                unit.step.awaits_gradients = True
+            unit.step.awaits_gradients |= unit.group.num_trainable > 0
         used = None
         if unit.settings.unshard_in_backward:
             ahead = self._prefetcher.after_backward_of(unit, of, call)
@@ -199,8 +200,8 @@ class Lifecycle:
             # Checkpointing may run parts of forward again
             unit.group.show_unsharded(read_flags=False)
             used = self.held.note_backward(unit, gradient)
-        if unit.step.arrived and len(unit.step.arrived) >= unit.group.num_trainable:
-            self._note_complete_gradients(unit)  # they were complete in a later pass
+        if unit.step.arrived and unit.step.has_all(unit.group.num_trainable):
+            self._note_complete_gradients(unit)  # they were complete in a later call
         return used
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
@@ -211,7 +212,7 @@ class Lifecycle:
         assert group is not None
         unit.step.awaits_gradients = True
         step.arrived.add(index)
-        if len(step.arrived) >= group.num_trainable:
+        if step.has_all(group.num_trainable):
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
         elif self._reductions.holds_sent:
@@ -228,7 +229,8 @@ class Lifecycle:
         unit.step.awaits_gradients = True
 
     def _note_complete_gradients(self, unit: Unit) -> None:
-        if not StepSchedule.runs_before(self._passes, unit.step.in_pass, unit.number):
+        is_whole = num_nested() == self._nested_before  # else checkpoints hand over parts
+        if is_whole and not StepSchedule.runs_before(self._passes, unit.step.in_pass, unit.number):
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
 
@@ -236,7 +238,7 @@ class Lifecycle:
         """Nothing of this unit is left to run in this backward, or (``of``) in that of a pass."""
         if self._is_open(unit):
             return  # a backward inside the forward of this unit
-        unit.step.is_in_backward = False
+        unit.step.end_backward()
         if unit.group is not None:
             unit.group.show_sharded()
             if unit.settings.reshard_after_backward and not unit.step.is_held:

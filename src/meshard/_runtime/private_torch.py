@@ -50,6 +50,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def is_in_backward() -> bool:
+    """Whether the present thread is running a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def keeps_graph() -> bool:
     """Whether the backward that is running was told ``retain_graph``, or ``create_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

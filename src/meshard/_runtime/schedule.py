@@ -26,6 +26,7 @@ class ForwardCall:
 
     unit: int
     entered: int  # ticks of the pass
+    is_first: bool = True  # of its unit in this pass: the last that a backward comes to
     exited: int = -1
     exit_place: int = -1  # place in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that has come to it
@@ -70,7 +71,7 @@ class StepSchedule:
     def enter(self, unit: int) -> ForwardCall:
         """Record that a unit's forward begins."""
         now = self.current
-        call = self.newest = ForwardCall(unit, now.ticks)
+        call = self.newest = ForwardCall(unit, now.ticks, unit not in now.units)
         if unit not in now.units:
             now.units.add(unit)
             now.first_entries.append((unit, now.ticks))

@@ -186,11 +186,33 @@ class UnitStep:
 
     arrived: set[int] = field(default_factory=set)  # parameters whose whole gradient is there
     awaits_gradients: bool = False  # a forward has run whose gradients have not been taken
+    may_run_again: bool = False  # a forward made no graph: a reentrant checkpoint runs it again
     is_in_backward: bool = False  # its backward has begun and is not over
     is_ready: bool = False  # its gradients are complete, and wait for units inside it
+    in_call: ForwardCall | None = None  # whose backward it is in, or was in last
     in_pass: ForwardPass | None = None  # whose backward it is in, or was in last
     is_held: bool = False  # a graph may read its whole parameters again: see held
     modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
+
+    def note_forward(self, *, with_graph: bool) -> None:
+        """A forward of the unit has begun."""
+        self.may_run_again = not with_graph
+        if with_graph:
+            self.awaits_gradients = True
+
+    def end_backward(self) -> None:
+        """Nothing of the unit is left to run, in this pass."""
+        self.is_in_backward = self.may_run_again = False
+
+    def has_all(self, num_trainable: int) -> bool:
+        """Whether a gradient of every parameter is there, and no call of the unit is left.
+
+        Gradients may all be there while an earlier call of the unit has its backward still to come:
+        on a rank that used no parameter in that one. Others wait for it, and so must all.
+        """
+        if len(self.arrived) < num_trainable:
+            return False
+        return self.in_call is None or self.in_call.is_first
 
 
 class Unit:
@@ -245,9 +267,9 @@ class Unit:
 
     @property
     def has_open_children(self) -> bool:
-        """Whether gradients of a unit directly inside are still to come."""
-        children = (ref() for ref in self.children)
-        return any(child is not None and child.step.awaits_gradients for child in children)
+        """Whether gradients of a unit directly inside are, or may be, still to come."""
+        steps = (child.step for ref in self.children if (child := ref()) is not None)
+        return any(step.awaits_gradients or step.may_run_again for step in steps)
 
     def mark_leftover(self) -> None:
         """Note that the outermost forward, that of this unit, has left parameters whole."""
@@ -259,9 +281,10 @@ class Unit:
         """Be as between two steps."""
         self.step.awaits_gradients = False
         self.step.arrived.clear()
-        self.step.is_in_backward = self.step.is_ready = False
+        self.step.end_backward()
+        self.step.is_ready = False
         self.step.modules_run.clear()
-        self.step.in_pass = None
+        self.step.in_pass = self.step.in_call = None
 
 
 def unit_of(module: nn.Module) -> Unit | None:
