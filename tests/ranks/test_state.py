@@ -169,6 +169,31 @@ def test_a_state_dict_is_pickled_and_copied(run_ranks):
     run_ranks(save_with_torch, 2)
 
 
+def save_beside_other_groups():
+    """What a mesh has got for neighbours, or for reductions, is not part of what is saved."""
+    case = CASES["mlp_stack"]
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group()
+    case.loss(model(case.batch(0, 0))).backward()
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    assert b"meshard" not in file.getvalue().replace(b"_meshard_groups", b"").replace(
+        b"_meshard_mark", b""
+    )
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=False), copy.deepcopy(state)):
+        model.load_state_dict(loaded)
+        assert_same(full_state(model), full_state(case.build()), bitwise=True)
+
+
+def test_a_state_dict_of_a_mesh_with_groups_beside_its_own_is_pickled_and_copied(run_ranks):
+    run_ranks(save_beside_other_groups, 4)
+
+
 def save_sharded(path):
     case = CASES["transformer"]
     model = shard(case, case.build(), init_device_mesh("cpu", (3,)))

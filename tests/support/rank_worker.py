@@ -110,6 +110,11 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A mesh of the next call may equal one of this call, but its groups have other names: DTensor
+    # would answer with the mesh that it has seen first.
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
 
 
 def _locals_of_test_frame(error: BaseException) -> str:

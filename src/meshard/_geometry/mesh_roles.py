@@ -128,13 +128,36 @@ def _group_of_all(roles: MeshRoles) -> dist.ProcessGroup:
         return roles.shard_group
     if roles.shard_axis is None:
         return roles.replicate_group
-    if "_meshard_all" not in vars(roles.mesh):  # dies with the mesh: see group_of_neighbours
-        ranks = sorted(roles.mesh.mesh.flatten().tolist())
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="meshard_all")
-        vars(roles.mesh)["_meshard_all"] = group
-    group = vars(roles.mesh)["_meshard_all"]
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    ranks = sorted(roles.mesh.mesh.flatten().tolist())
+    return _group_beside(roles.mesh, "meshard_all", ranks)
+
+
+class _GroupsBeside(dict[str, dist.ProcessGroup]):
+    """The groups that were made for a mesh. They stay behind when it is copied or pickled.
+
+    So do its own groups; and what is read must be readable where there is no meshard.
+    """
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
+def _group_beside(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of ``mesh``, the same one each time.
+
+    **Collective:** these ranks, the first time, in the same order. Others see other parts of a
+    larger mesh, or none.
+    """
+    # On the mesh itself, so that groups die with it: a process group that is alive when the
+    # interpreter ends aborts the process, and an equal mesh may belong to another world.
+    groups = vars(mesh).get("_meshard_groups")
+    if not isinstance(groups, _GroupsBeside):
+        groups = vars(mesh)["_meshard_groups"] = _GroupsBeside()
+    if name not in groups:
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[name] = group
+    return groups[name]
 
 
 def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
@@ -147,21 +170,10 @@ def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
         roles: The mesh to split along its shard axis.
         group_size: Ranks in each part; divides ``roles.shard_count``.
     """
-    # On the mesh itself, so that groups die with it: a process group that is alive when the
-    # interpreter ends aborts the process, and an equal mesh may belong to another world.
-    cache: dict[int, dist.ProcessGroup] = vars(roles.mesh).setdefault("_meshard_neighbours", {})
-    if group_size not in cache:
-        ranks = dist.get_process_group_ranks(roles.shard_group)
-        first = roles.shard_rank // group_size * group_size
-        # Among the members only: other ranks see other parts of a larger mesh, or none.
-        group = dist.new_group(
-            ranks[first : first + group_size],
-            use_local_synchronization=True,
-            group_desc="meshard_neighbours",
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        cache[group_size] = group
-    return cache[group_size]
+    ranks = dist.get_process_group_ranks(roles.shard_group)
+    first = roles.shard_rank // group_size * group_size
+    neighbours = ranks[first : first + group_size]
+    return _group_beside(roles.mesh, f"meshard_neighbours_{group_size}", neighbours)
 
 
 def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
@@ -169,13 +181,8 @@ def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
 
     **Collective:** the shard group, the first time.
     """
-    if "_meshard_scatter_group" not in vars(roles.mesh):  # dies with the mesh, as above
-        ranks = dist.get_process_group_ranks(roles.shard_group)
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc="meshard_scatter")
-        vars(roles.mesh)["_meshard_scatter_group"] = group
-    group = vars(roles.mesh)["_meshard_scatter_group"]
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    ranks = dist.get_process_group_ranks(roles.shard_group)
+    return _group_beside(roles.mesh, "meshard_scatter", ranks)
 
 
 def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:

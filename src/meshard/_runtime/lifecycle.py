@@ -250,12 +250,9 @@ class Lifecycle:
             self._reduce_if_ready(unit)
 
     def _reduce_if_ready(self, unit: Unit) -> None:
-        step = unit.step
-        if not step.is_ready or unit.has_open_children:
+        if not unit.step.is_ready or unit.has_open_children:
             return
-        step.is_ready = False
-        step.arrived.clear()
-        step.awaits_gradients = False
+        unit.step.note_taken()
         self._take_gradients(unit)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:

@@ -204,6 +204,11 @@ class UnitStep:
         """Nothing of the unit is left to run, in this pass."""
         self.is_in_backward = self.may_run_again = False
 
+    def note_taken(self) -> None:
+        """The gradients are taken, to be reduced or kept."""
+        self.is_ready = self.awaits_gradients = False
+        self.arrived.clear()
+
     def has_all(self, num_trainable: int) -> bool:
         """Whether a gradient of every parameter is there, and no call of the unit is left.
 
