@@ -135,7 +135,7 @@ def play(seeds):
     for seed in seeds:
         draw = random.Random(seed)
         model, plain = build(draw)
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
         for step in range(3):
             last = draw.randrange(3)
             for number in range(last + 1):
