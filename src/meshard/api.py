@@ -125,7 +125,8 @@ def fully_shard(
     device = device_of(roles.mesh)
     check_parameters(found, device)
     groups = by_mesh(placings, roles)
-    host = host_for(offload_policy, device)
+    extended = [each.fqn for each, at in zip(found, placings, strict=True) if at.is_extended]
+    host = host_for(offload_policy, device, extended)
     if is_debugging():
         _check_values(modules, found, groups, device)
     settings = [_settings(reshard_after_forward, group.roles) for group in groups]

@@ -20,6 +20,8 @@ from meshard._params.home import Home
 from meshard._params.marks import Mark, mark_as, mark_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.companions import chain_of
+from meshard._runtime.extended_tensors import ExtendedTensors
+from meshard._runtime.faces import Faces
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.group_tensors import GroupTensors, Place
 from meshard._runtime.hooks import (
@@ -175,7 +177,10 @@ def make_unit(
     device: torch.device,
     host: Home | None = None,
 ) -> Unit:
-    """Return a unit for ``modules`` that nothing refers to yet; all go onto the same mesh."""
+    """Return a unit for ``modules`` that nothing refers to yet.
+
+    All parameters go onto the same mesh, and are extended, or none is.
+    """
     casts = Casts(
         inputs=policy.param_dtype if policy.cast_forward_inputs else None,
         outputs=policy.output_dtype,
@@ -183,19 +188,8 @@ def make_unit(
     unit = Unit(modules, casts, settings)
     if not found:
         return unit
-    params, shards = [], []
-    for (fqn, param, owners), placing in zip(found, placings, strict=True):
-        params.append(ShardedParam(fqn, owners, placing.layout, placing.placed))
-        shards.append(placing.own_part(param))
-    tensors = GroupTensors(
-        params,
-        shards,
-        [entry.param.requires_grad for entry in found],
-        place=Place(placings[0].roles, device, host),
-        param_dtype=policy.param_dtype,
-        gradient_hook=gradient_hook_maker(unit),
-    )
-    unit.group = ParamGroup(tensors)
+    place = Place(placings[0].roles, device, host)
+    unit.group = ParamGroup(_make_faces(unit, found, placings, place, policy))
     unit.gradients = GradientState(
         unit.group,
         reduce_dtype=policy.reduce_dtype,
@@ -203,6 +197,33 @@ def make_unit(
     )
     unit.group.accumulated = weakref.ref(unit.gradients)
     return unit
+
+
+def _make_faces(
+    unit: Unit,
+    found: list[Collected],
+    placings: list[Placing],
+    place: Place,
+    policy: MixedPrecisionPolicy,
+) -> Faces:
+    params, shards = [], []
+    for (fqn, param, owners), placing in zip(found, placings, strict=True):
+        params.append(ShardedParam(fqn, owners, placing.layout, placing.placed))
+        shards.append(placing.own_part(param))
+    flags = [entry.param.requires_grad for entry in found]
+    gradient_hook = gradient_hook_maker(unit)
+    if placings[0].is_extended:
+        return ExtendedTensors(
+            params, shards, flags, place=place, mp_policy=policy, gradient_hook=gradient_hook
+        )
+    return GroupTensors(
+        params,
+        shards,
+        flags,
+        place=place,
+        param_dtype=policy.param_dtype,
+        gradient_hook=gradient_hook,
+    )
 
 
 def commit(

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshard._params.shard_storage import ShardStorage
+from meshard._runtime.group_tensors import GroupTensors
 from meshard._runtime.optimizer_steps import owner_of
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import units_in
@@ -99,7 +102,7 @@ def forget_runs() -> None:
 class FlatOptimizer(Optimizer):
     """Steps runs of flat shards: see ``flat_optimizer``.
 
-    Parameters that are in no unit are stepped one by one, as they are.
+    Parameters that are in no unit, or extended, are stepped one by one, as they are.
 
     Args:
         template: The ordinary optimizer, whose place this takes.
@@ -117,8 +120,9 @@ class FlatOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         self._runs: list[Run] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
+        self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
         self._seen: tuple[object, ...] = ()
-        self._sources: list[tuple[ParamGroup, object]] = []
+        self._sources: list[tuple[ParamGroup, GroupTensors, ShardStorage]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_class": self._class}
@@ -146,7 +150,8 @@ class FlatOptimizer(Optimizer):
                 loss = closure()
         self._look()
         inner = self._made()
-        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
+        for number, own in zip(self._numbers, inner.param_groups, strict=True):
+            group = self.param_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
         inner.step()
         for run in self._runs:
@@ -167,10 +172,10 @@ class FlatOptimizer(Optimizer):
 
     def _look(self) -> None:
         """Have runs for what the param groups hold now, each with a gradient or without."""
-        for group, _ in self._sources:
+        for group, _, _ in self._sources:
             group.adopt_edits()
         seen = (id(self.state), *((id(g["params"]), len(g["params"])) for g in self.param_groups))
-        moved = any(group.tensors.storage is not storage for group, storage in self._sources)
+        moved = any(tensors.storage is not storage for _, tensors, storage in self._sources)
         if seen != self._seen or moved:
             self.forget_runs()
             self._seen = seen
@@ -191,15 +196,17 @@ class FlatOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 owner = owner_of(param)
-                if isinstance(owner, ParamGroup):
+                if isinstance(owner, ParamGroup) and isinstance(owner.tensors, GroupTensors):
                     owner.adopt_edits()
                     place = next(i for i, p in enumerate(owner.params) if p.sharded is param)
                     found.setdefault(owner, {})[place] = number
                 else:
                     self._loose.append((number, param))
         for owner, numbers in found.items():
-            self._sources.append((owner, owner.tensors.storage))
-            self._runs += _runs_of(owner, numbers)
+            tensors = owner.tensors
+            assert isinstance(tensors, GroupTensors)
+            self._sources.append((owner, tensors, tensors.storage))
+            self._runs += _runs_of(tensors, numbers)
 
     def _made(self) -> Optimizer:
         """Return the optimizer of the runs."""
@@ -209,11 +216,16 @@ class FlatOptimizer(Optimizer):
             each for run in self._runs for each in run.split_by_history(self._states(run))
         ]
         groups = []
+        self._numbers = []
         for number, group in enumerate(self.param_groups):
-            params: list[torch.Tensor] = []
-            params += [run.flat for run in self._runs if run.number == number]
-            params += [param for other, param in self._loose if other == number]
-            groups.append({**group, "params": params})
+            loose = [param for other, param in self._loose if other == number]
+            flat: list[torch.Tensor] = [run.flat for run in self._runs if run.number == number]
+            flat += [param for param in loose if not isinstance(param, DTensor)]
+            # torch's foreach kernels do not take the two kinds together.
+            for params in (flat, [param for param in loose if isinstance(param, DTensor)]):
+                if params or params is flat:
+                    groups.append({**group, "params": params})
+                    self._numbers.append(number)
         self._inner = self._class(groups)
         for run in self._runs:
             state = run.pull(self._states(run))
@@ -226,10 +238,10 @@ class FlatOptimizer(Optimizer):
         return self._inner
 
 
-def _runs_of(owner: ParamGroup, numbers: dict[int, int]) -> list[Run]:
+def _runs_of(tensors: GroupTensors, numbers: dict[int, int]) -> list[Run]:
     """Return the longest runs of a unit whose members are in one param group each."""
     runs: list[Run] = []
-    storage = owner.tensors.storage
+    storage = tensors.storage
     for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
         ours = [numbers.get(slot.index) for slot in segment.slots]
         first = 0
@@ -240,7 +252,7 @@ def _runs_of(owner: ParamGroup, numbers: dict[int, int]) -> list[Run]:
                 slots = segment.slots[first : place + 1]
                 members = [
                     Member(
-                        owner.params[slot.index].sharded,
+                        tensors.params[slot.index].sharded,
                         slot.offset,
                         storage.locals[slot.index].numel(),
                     )

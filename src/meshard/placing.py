@@ -15,6 +15,7 @@ from meshard._geometry.mesh_roles import MeshRoles
 from meshard._geometry.named_axes import roles_of_named
 from meshard._geometry.placed import Placed, Spread, check_places, place_again
 from meshard._params.dtensors import local_of
+from meshard._params.extension import check_extension
 from meshard.policies import DataParallelMeshDims, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -26,12 +27,25 @@ class Placing(NamedTuple):
     roles: MeshRoles
     layout: ParamLayout  # of what this rank holds of it
     placed: Placed | None  # None: an ordinary tensor
+    is_extended: bool = False  # it says itself what is gathered of it: see extension
 
     def own_part(self, param: nn.Parameter) -> torch.Tensor:
-        """Return what this rank will own of ``param``: a view of it."""
+        """Return what this rank will own of ``param``: a view, of an extended one a copy."""
         whole = param.detach() if self.placed is None else local_of(param.detach())
+        if self.is_extended:
+            return _own_copy(whole, self.roles)
         rows = self.layout.owned_rows(self.roles.shard_rank)
         return whole.narrow(self.layout.shard_dim, rows.start, len(rows))
+
+
+def _own_copy(whole: torch.Tensor, roles: MeshRoles) -> torch.Tensor:
+    """Return this rank's rows by the operations that torch's fully_shard asks of subclasses."""
+    chunks = whole.chunk(roles.shard_count)
+    has_any = roles.shard_rank < len(chunks)
+    own = chunks[roles.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
+    copied = own.new_zeros(own.shape)
+    copied.copy_(own)
+    return copied
 
 
 def roles_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshRoles:
@@ -80,8 +94,10 @@ class Placer:
                 self._whole[id(roles)] = roles.keeping_whole()
             roles, chosen = self._whole[id(roles)], None
         shard_dim = _shard_dim(fqn, param, chosen)
+        is_extended = _check_extended(fqn, param, shard_dim, roles)
         if not isinstance(param, DTensor):
-            return Placing(roles, ParamLayout(param.shape, shard_dim, roles.shard_count), None)
+            layout = ParamLayout(param.shape, shard_dim, roles.shard_count)
+            return Placing(roles, layout, None, is_extended)
         spread = Spread(param.device_mesh, param.placements, param.shape)
         try:
             check_places(spread, roles)
@@ -89,7 +105,7 @@ class Placer:
         except ValueError as error:
             raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local_of(param).shape, shard_dim, roles.shard_count)
-        return Placing(roles, layout, placed)
+        return Placing(roles, layout, placed, is_extended)
 
     def _roles_for(self, fqn: str, chosen: Any) -> tuple[MeshRoles, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
@@ -113,6 +129,23 @@ class Placer:
         return self._roles[mesh], chosen.placement
 
 
+def _check_extended(fqn: str, param: nn.Parameter, shard_dim: int, roles: MeshRoles) -> bool:
+    """Return whether a parameter says itself what is gathered of it."""
+    local = local_of(param) if isinstance(param, DTensor) else param
+    is_extended = check_extension(fqn, local)
+    if is_extended and roles.shard_axis is None:
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, and there is "
+            "no axis to shard it over; leave it out (ignored_params), or name a shard axis."
+        )
+    if is_extended and shard_dim:
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, which can be "
+            f"sharded on dim 0 only; shard_placement_fn chose dim {shard_dim}."
+        )
+    return is_extended
+
+
 def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     if placement is None:
         return 0
@@ -132,15 +165,21 @@ def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
 
 
 class OnMesh(NamedTuple):
-    """The parameters of one call that go onto one mesh."""
+    """The parameters of one call that are gathered by one collective."""
 
     roles: MeshRoles
     places: list[int]  # among all that were placed
+    is_extended: bool  # all, or none
 
 
 def by_mesh(placings: list[Placing], first: MeshRoles) -> list[OnMesh]:
-    """Return what goes onto each mesh, ``first`` first; nothing onto that, if there is nothing."""
-    groups = {id(first): OnMesh(first, [])}
-    for place, placing in enumerate(placings):
-        groups.setdefault(id(placing.roles), OnMesh(placing.roles, [])).places.append(place)
-    return [group for group in groups.values() if group.places] or [groups[id(first)]]
+    """Return what goes onto each mesh, ``first`` first; nothing onto that, if there is nothing.
+
+    Extended parameters are apart from the others, with a gather of their own.
+    """
+    plain = OnMesh(first, [], False)
+    groups = {(id(first), False): plain}
+    for place, (roles, _, _, is_extended) in enumerate(placings):
+        new = OnMesh(roles, [], is_extended)
+        groups.setdefault((id(roles), is_extended), new).places.append(place)
+    return [group for group in groups.values() if group.places] or [plain]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.setup_communicator import broadcast_from_first, gather_from_all
 from meshard._geometry.mesh_roles import MeshRoles
 from meshard._params.dtensors import local_of
+from meshard._params.extension import plain_tensors_in
 
 _CHUNK = 1 << 20  # elements: a checksum needs no more memory than this many int64
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -54,12 +55,13 @@ def overwrite_by_first_rank(
 
     **Collective:** all ranks of the mesh. **Stream:** the current one.
     """
-    buffer = local.to(device).contiguous()
-    broadcast_from_first(buffer, roles.shard_group, label=label)
-    if roles.replicate_group is not None:
-        broadcast_from_first(buffer, roles.replicate_group, label=label)
-    if buffer.data_ptr() != local.data_ptr():
-        local.copy_(buffer)
+    for plain in plain_tensors_in(local):
+        buffer = plain.to(device).contiguous()
+        broadcast_from_first(buffer, roles.shard_group, label=label)
+        if roles.replicate_group is not None:
+            broadcast_from_first(buffer, roles.replicate_group, label=label)
+        if buffer.data_ptr() != plain.data_ptr():
+            plain.copy_(buffer)
 
 
 def check_same_start(
@@ -122,6 +124,10 @@ def _checksum(param: torch.Tensor) -> int:
     local = local_of(param) if isinstance(param, DTensor) else param.detach()
     if local.is_meta:
         return 0
+    return sum(map(_checksum_of_plain, plain_tensors_in(local))) % 2**63
+
+
+def _checksum_of_plain(local: torch.Tensor) -> int:
     flat = local.contiguous().view(-1)
     bits = flat.view(_INT_OF_SIZE[flat.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

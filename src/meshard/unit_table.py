@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshard._geometry.mesh_roles import MeshRoles
+from meshard._runtime.extended_tensors import ExtendedTensors
 from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.unit import Unit, units_in
 from meshard.policies import GradientSync
@@ -74,7 +75,7 @@ class _Row:
         sizes = list(zip(params, dtypes, strict=True))
         whole = sum(param.layout.numel * dtype.itemsize for param, dtype in sizes)
         # What is sent: the padding of every rank goes over the wire as well.
-        per_rank = unit.group.tensors.storage.layout.shard_bytes
+        per_rank = unit.group.tensors.layout.shard_bytes
         worst = max(params, key=lambda p: p.layout.slot_numel * roles.shard_count - p.layout.numel)
         narrow = (
             param.fqn
@@ -155,6 +156,8 @@ def _policies(unit: Unit) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
+    if isinstance(tensors, ExtendedTensors):
+        yield "extended"
     frozen = sum(not param.sharded.requires_grad for param in unit.group.params)
     if frozen:
         yield "frozen" if frozen == len(unit.group.params) else "partly frozen"

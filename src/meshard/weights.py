@@ -45,6 +45,7 @@ def unsharded_params(
         offload_to_cpu: Hold the whole parameters in host memory.
 
     Raises:
+        NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
         RuntimeError: A forward or backward is running; the units are open in another way; what was
             assigned cannot be written back; or another rank has raised inside.
         ValueError: There is no unit in ``module``.

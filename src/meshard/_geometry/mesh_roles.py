@@ -110,6 +110,16 @@ class MeshRoles:
         )
 
 
+def shard_mesh_of(roles: MeshRoles) -> DeviceMesh:
+    """Return the 1D mesh of the ranks that hold the shards of one parameter."""
+    if roles.mesh.ndim == 1:
+        return roles.mesh
+    names = roles.mesh.mesh_dim_names
+    if names is not None and roles.shard_axis is not None:
+        return roles.mesh[names[roles.shard_axis]]
+    return DeviceMesh.from_group(roles.shard_group, roles.mesh.device_type)
+
+
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return this rank's device of a mesh: where its collectives take their tensors from."""
     if mesh.device_type == "cpu":

@@ -27,7 +27,7 @@ def make_dtensor(
     # from_local moves what it is given to the device of the mesh, but a shard may live on the
     # host; it leaves alone what is on meta.
     meta = DTensor.from_local(
-        torch.empty_like(local, device="meta", pin_memory=False),
+        torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
         mesh,
         placements,
         run_check=False,
@@ -75,7 +75,9 @@ def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
-    made = DTensor(local.new_empty(0), spec, requires_grad=False)  # no offset: see wrap_like
+    # No offset: see wrap_like. A tensor subclass may not know new_empty.
+    over = local.new_empty(0) if local.storage_offset() else local
+    made = DTensor(over, spec, requires_grad=False)
     made._local_tensor = local
     return made
 

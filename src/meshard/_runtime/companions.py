@@ -1,9 +1,9 @@
-"""What if the parameters of one module lie over several meshes?
+"""What if the parameters of one module lie over several meshes, or are not of one kind?
 
-A unit communicates on one mesh. So the module gets a unit for each: the outer one, and companions,
-as if the module had been wrapped several times. They are entered from the outside and left from
-the inside; units further inside are inside all of them. Only the outer one casts what the module
-is given and what it returns.
+A unit communicates on one mesh, by one gather. So the module gets a unit for each: the outer one,
+and companions, as if the module had been wrapped several times. They are entered from the outside
+and left from the inside; units further inside are inside all of them. Only the outer one casts
+what the module is given and what it returns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 
 from meshard._geometry.mesh_roles import MeshRoles
+from meshard._runtime.extended_tensors import ExtendedTensors
 from meshard._runtime.unit import Casts, Unit
 
 
@@ -18,7 +19,7 @@ def accompany(units: list[Unit]) -> Unit:
     """Make the units after the first its companions, and return the first.
 
     Args:
-        units: Made for the same modules, on different meshes.
+        units: Made for the same modules, on different meshes, or of different kinds.
     """
     outer, *companions = units
     around = outer
@@ -28,6 +29,8 @@ def accompany(units: list[Unit]) -> Unit:
         unit.companion_of = weakref.ref(outer)
         unit.parent = weakref.ref(around)
         unit.mesh_name = _name(unit.group.place.roles)
+        if isinstance(unit.group.tensors, ExtendedTensors):
+            unit.mesh_name += " (extended)"
         around.children.append(weakref.ref(unit))
         around = unit
     outer.companions = companions

@@ -68,7 +68,7 @@ class GradientPlan:
             return self.chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
         widest = torch.float32
-        for segment in self._group.tensors.storage.layout.segments:
+        for segment in self._group.tensors.layout.segments:
             if segment.dtype.is_floating_point:
                 widest = torch.promote_types(widest, segment.dtype)
         return widest

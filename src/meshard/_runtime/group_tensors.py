@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshard._comm.all_gather import GatherPlan
+from meshard._comm.all_gather import GatherInFlight, GatherPlan
+from meshard._comm.communicator import Communicator
 from meshard._comm.host_link import HostLink
 from meshard._geometry.layout import FlatLayout
 from meshard._geometry.mesh_roles import MeshRoles
-from meshard._params.dtensors import is_placed_like, local_of, move_local, set_local
+from meshard._params.dtensors import local_of, move_local, set_local
 from meshard._params.home import META, Home
 from meshard._params.marks import Mark, mark_as
 from meshard._params.shard_storage import ShardStorage
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unsharded_storage import UnshardedStorage
+from meshard._runtime.replacements import check_not_meta, take_replacements
 
 GradientHook = Callable[[torch.Tensor], None]
 
@@ -116,43 +118,7 @@ class GroupTensors:
         Raises:
             RuntimeError: A parameter was replaced by something that is not its shard.
         """
-        replaced = False
-        for param, own in zip(self.params, self.storage.locals, strict=True):
-            strangers = param.strangers() if param.has_strangers() else None
-            if strangers:
-                # Of a tied parameter each owner may hold another one: the first stands for all.
-                new = self._as_shard(param, strangers[0])
-                for old in (param.sharded, *strangers):
-                    if old is not new:
-                        mark_as(old, Mark.REPLACED_LATER, param.fqn)
-                param.sharded = new
-                replaced = True
-            elif local_of(param.sharded) is not own:
-                replaced = True
-        return replaced
-
-    def _as_shard(self, param: ShardedParam, new: nn.Parameter) -> nn.Parameter:
-        """Return ``new`` itself, or its shard if it is a whole tensor."""
-        expected = param.sharded
-        if not isinstance(new, nn.Parameter):
-            raise RuntimeError(
-                f"parameter {param.fqn!r} of unit {self.label!r} was replaced by a "
-                f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
-                "for one call; a sharded module would not compute with it. Make that call inside "
-                "meshard.unsharded_params(module), where the module is an ordinary one."
-            )
-        if new.shape == expected.shape:
-            if type(new) is nn.Parameter:
-                shard = param.shard_of(new).clone()
-                return nn.Parameter(shard, requires_grad=new.requires_grad)
-            if is_placed_like(new, expected):
-                return new
-        raise RuntimeError(
-            f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
-            f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
-            f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
-            "mesh and placements, or replace it before fully_shard."
-        )
+        return take_replacements(self.params, self.storage.locals, self.label, nn.Parameter)
 
     def rebuild(self) -> None:
         """Move what ``take_replacements`` found into a flat buffer. Nothing may be whole."""
@@ -222,6 +188,34 @@ class GroupTensors:
             move_local(param.sharded, own)
         return old.buffer
 
+    # --- on the way to whole and back ------------------------------------------------------
+
+    def start_gather(self, comm: Communicator) -> GatherInFlight:
+        """See ``Faces.start_gather``."""
+        buffer, segments = self.storage.buffer, self.storage.segments
+        if self.link is not None:
+            buffer = self.link.fetch(buffer, comm)
+            segments = self.storage.layout.split(buffer)
+        return self.plan.start(
+            buffer, segments, comm=comm, group=self.place.roles.shard_group, label=self.label
+        )
+
+    def fill_whole(self, gathered: torch.Tensor, *, comes_again: bool) -> None:
+        """See ``Faces.fill_whole``."""
+        self.whole.allocate()
+        self.plan.copy_out(gathered)
+
+    def free_whole(self) -> None:
+        """See ``Faces.free_whole``."""
+        self.whole.free()
+
+    @property
+    def layout(self) -> FlatLayout:
+        """See ``Faces.layout``."""
+        return self.storage.layout
+
+    # --- shards ----------------------------------------------------------------------------
+
     @property
     def version(self) -> int:
         """Grows with every edit of a shard, as a DTensor or through its local tensor."""
@@ -242,13 +236,5 @@ class GroupTensors:
                 f"unit {self.label!r} is on the host since meshard.offload(module); call "
                 "meshard.onload(module) before the next forward or unshard."
             )
-        if not self._is_meta and not self._is_partly_meta:
-            return
-        for param in self.params:
-            if local_of(param.sharded).device.type == "meta":
-                raise RuntimeError(
-                    f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
-                    f"call to_empty(device={self._home.device.type!r}) on the root module (shards "
-                    f"live on {self._home.device.type!r}) and initialise its parameters "
-                    "(reset_parameters, or load_state_dict) before the first forward."
-                )
+        if self._is_meta or self._is_partly_meta:
+            check_not_meta(self.params, self.label, self._home.device)

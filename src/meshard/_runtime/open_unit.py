@@ -22,7 +22,8 @@ from meshard._comm.setup_communicator import broadcast_from_first
 from meshard._comm.slots import matching_parts
 from meshard._params.dtensors import is_placed_like, local_of
 from meshard._params.sharded_param import ShardedParam
-from meshard._runtime.group_tensors import Place
+from meshard._runtime.extended_tensors import check_not_extended
+from meshard._runtime.group_tensors import GroupTensors, Place
 from meshard._runtime.open_events import OpenEvents, Opening, joining_hook
 from meshard._runtime.param_group import ParamGroup, Residence
 from meshard._runtime.unit import Casts, StepEvents, Unit
@@ -42,7 +43,9 @@ class OpenUnit:
         assert unit.group is not None
         self.unit = unit
         self.opening = opening
+        assert isinstance(unit.group.tensors, GroupTensors)  # see check_may_open
         self._group: ParamGroup = unit.group
+        self._tensors = unit.group.tensors
         self._group.reshard()
         self._version = self._group.version
         self._whole = self._gather()
@@ -64,7 +67,7 @@ class OpenUnit:
     def _gather(self) -> list[nn.Parameter]:
         """Return the whole parameters, or nothing on ranks that are not to have them."""
         group, roles = self._group, self._group.place.roles
-        own = group.tensors.storage.buffer.to(group.place.device)
+        own = self._tensors.storage.buffer.to(group.place.device)
         if self.opening.rank0_only:
             if not _is_in_first_replica(group):
                 return []
@@ -105,7 +108,7 @@ class OpenUnit:
         self, rows: torch.Tensor, wholes: list[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Iterate over parts of ``rows [shard_count, n]`` and the same elements of the wholes."""
-        layout = self._group.tensors.storage.layout
+        layout = self._tensors.storage.layout
         for segment, part in zip(layout.segments, layout.split(rows), strict=True):
             for slot in segment.slots:
                 slots = part.narrow(1, slot.offset, slot.numel)
@@ -172,7 +175,7 @@ class OpenUnit:
         group, whose first rank is the one that counts.
         """
         group, roles = self._group, self._group.place.roles
-        storage = group.tensors.storage
+        storage = self._tensors.storage
         group.finish_copies()
         if not self.opening.rank0_only:
             for param, own, value in zip(group.params, storage.locals, values, strict=True):
@@ -207,6 +210,7 @@ def check_may_open(unit: Unit, opening: Opening) -> bool:
     """Return whether a unit is to be opened: not if that has been done, or it has no parameters.
 
     Raises:
+        NotImplementedError: A parameter says itself what is gathered of it.
         RuntimeError: It cannot be opened now, or is open in another way.
     """
     if unit.group is None:
@@ -220,6 +224,7 @@ def check_may_open(unit: Unit, opening: Opening) -> bool:
             "root runs. Before or around the forward it can; to read a weight inside a parent's "
             "forward, pass unshard_on_access=True to fully_shard."
         )
+    check_not_extended(unit.group.tensors, "meshard.unsharded_params")
     unit.group.adopt_edits()
     unit.group.tensors.check_materialised()
     return True

@@ -18,7 +18,7 @@ from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
-from meshard._runtime.group_tensors import GroupTensors
+from meshard._runtime.faces import Faces
 from meshard._runtime.handed_out import HandedOut, take_back
 from meshard._runtime.optimizer_steps import watch_optimizers
 
@@ -64,7 +64,7 @@ class ParamGroup:
         tensors: Their faces, sharded and whole.
     """
 
-    def __init__(self, tensors: GroupTensors) -> None:
+    def __init__(self, tensors: Faces) -> None:
         self.tensors = tensors
         self.params = tensors.params
         self.place = tensors.place
@@ -194,7 +194,7 @@ class ParamGroup:
             return
         self.adopt_edits()
         self.tensors.check_materialised()
-        comm, roles = self.comm, self.place.roles
+        comm = self.comm
         if self._kept is not None:
             kept, self._kept = self._kept, None
             with comm.lane(Lane.GATHER):
@@ -207,18 +207,7 @@ class ParamGroup:
                 )
         else:
             self._whole_version = self.version
-            storage, link = self.tensors.storage, self.tensors.link
-            buffer, segments = storage.buffer, storage.segments
-            if link is not None:
-                buffer = link.fetch(buffer, comm)
-                segments = storage.layout.split(buffer)
-            self._in_flight = self.tensors.plan.start(
-                buffer,
-                segments,
-                comm=comm,
-                group=roles.shard_group,
-                label=self.label,
-            )
+            self._in_flight = self.tensors.start_gather(comm)
         self.residence = Residence.GATHERING
 
     def finish_unshard(self, keep_in: dist.ProcessGroup | None = None) -> None:
@@ -234,8 +223,7 @@ class ParamGroup:
         self._in_flight.pending.wait()
         gathered = self._in_flight.gathered.view(self.place.roles.shard_count, -1)
         with torch.no_grad():
-            self.tensors.whole.allocate()
-            self.tensors.plan.copy_out(gathered)
+            self.tensors.fill_whole(gathered, comes_again=keep_in is not None)
             if keep_in is not None:
                 count = self.place.roles.shard_count // keep_in.size()
                 first = keep_in.rank() * count
@@ -279,7 +267,7 @@ class ParamGroup:
         if not keep:
             self._kept = None
         if self.residence is Residence.UNSHARDED:
-            self.tensors.whole.free()
+            self.tensors.free_whole()
             self.residence = Residence.SHARDED
 
     # --- faces -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -77,3 +78,11 @@ def num_users(tensor: torch.Tensor) -> int:
     That counts views which the user made of it and kept.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which writing to ``tensors`` does not count as a change of them.
+
+    So that filling a whole parameter again is not taken for an in-place change of a saved tensor.
+    """
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)

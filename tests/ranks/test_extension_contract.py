@@ -1,0 +1,249 @@
+"""Do parameters that say themselves what is gathered of them live as others do?"""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshard
+from tests.support.extensions import (
+    Bfloat16Whole,
+    Int8OnWire,
+    WholeBfloat16,
+    Wrapper,
+    linear,
+    with_matrices_as,
+)
+
+
+def mesh_of(*shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+class Listening(Wrapper):
+    """Remembers what it is told."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        Listening.told = (mesh.shape, mesh.mesh_dim_names, outer_size, outer_stride)
+        Listening.module, Listening.mp_policy = module, mp_policy
+        return (self.inner, torch.tensor(7.0)), "metadata"
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        whole, sevens = all_gather_outputs
+        Listening.given = (metadata, param_dtype, sevens.tolist(), whole.shape)
+        if out is not None:
+            return None
+        return whole, (whole,)
+
+
+class ListeningToMesh(Wrapper):
+    """Of the short signature."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        ListeningToMesh.told = (mesh.shape, mesh.mesh_dim_names)
+        return (self.inner,), None
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (all_gather_outputs[0], all_gather_outputs)
+
+
+def listen():
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    mesh = mesh_of(2, 2)  # one for both: torch's caches mix equal meshes up, and their groups
+    layer = meshard.fully_shard(linear(Listening), mesh, mp_policy=policy)
+    layer.unshard()
+    assert Listening.module is layer and Listening.mp_policy is policy
+    # The extension has left its parameter in float32.
+    assert layer.weight.dtype == torch.float32 and layer.bias.dtype == torch.bfloat16
+    layer.reshard()
+    short = meshard.fully_shard(linear(ListeningToMesh, rows=4), mesh)
+    short.unshard()
+    assert short.weight.shape == (4, 3)
+    return Listening.told, Listening.given, ListeningToMesh.told
+
+
+def test_both_signatures_are_told_of_the_shard_axis(run_ranks):
+    for told, given, short in run_ranks(listen, 4):
+        assert told == ((2,), ("shard",), (5, 3), (3, 1))
+        assert given == ("metadata", torch.bfloat16, [7.0, 7.0], (6, 3))
+        assert short == ((2,), ("shard",))
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def _bytes_of(tensor):
+    return tensor.untyped_storage().nbytes()
+
+
+class Watched(Int8OnWire):
+    """Remembers what was gathered."""
+
+    def fsdp_post_all_gather(self, all_gather_outputs, *args, out=None):
+        Watched.outputs = all_gather_outputs
+        return super().fsdp_post_all_gather(all_gather_outputs, *args, out=out)
+
+
+def forward_and_look(layer, memory):
+    """Return the bytes of ``memory(layer.weight)`` inside forward, after it, and after backward."""
+    seen = []
+
+    def look(module, args, output):
+        seen.append((type(module.weight), module.weight))
+
+    handle = layer.register_forward_hook(look, prepend=True)
+    for _ in range(2):
+        loss = layer(torch.ones(2, 3)).sum()
+        kind, whole = seen.pop()
+        after_forward = _bytes_of(memory(whole))
+        loss.backward()
+        yield kind, after_forward, _bytes_of(memory(whole))
+    handle.remove()
+
+
+def free_memory(kind, reshard_after_forward):
+    layer = meshard.fully_shard(
+        linear(kind), mesh_of(2), reshard_after_forward=reshard_after_forward
+    )
+    memory = (lambda whole: whole.inner) if kind is Bfloat16Whole else (lambda whole: whole)
+    looks = list(forward_and_look(layer, memory))
+    assert isinstance(layer.weight, DTensor)
+    outputs = [_bytes_of(output) for output in Watched.outputs] if kind is Watched else []
+    layer.unshard()
+    held = [_bytes_of(output) for output in Watched.outputs] if kind is Watched else []
+    whole = _bytes_of(memory(layer.weight))
+    layer.reshard()
+    return looks, outputs, held, whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole_kind", "num_bytes"),
+    [(Bfloat16Whole, WholeBfloat16, 6 * 3 * 2), (Watched, nn.Parameter, 6 * 3 * 4)],
+)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_memory_is_given_back(run_ranks, kind, whole_kind, num_bytes, reshard_after_forward):
+    for looks, outputs, held, whole in run_ranks(free_memory, 2, kind, reshard_after_forward):
+        kept = 0 if reshard_after_forward else num_bytes
+        assert looks == [(whole_kind, kept, 0)] * 2
+        # What nothing refers to any more is freed while the parameter is whole.
+        assert set(outputs + held) <= {0}
+        assert whole == num_bytes
+
+
+def delete_model():
+    layer = meshard.fully_shard(linear(Bfloat16Whole), mesh_of(2))
+    layer(torch.ones(2, 3)).sum().backward()
+    refs = [weakref.ref(layer), weakref.ref(layer.weight)]
+    del layer
+    return [ref() is None for ref in refs]
+
+
+def test_a_deleted_model_goes_without_the_garbage_collector(run_ranks):
+    import gc
+
+    assert run_ranks(delete_model, 2) == [[True, True]] * 2
+    assert gc.isenabled()
+
+
+# --- the life of a model -----------------------------------------------------------------------
+
+
+def frozen_and_inference(kind):
+    layer = linear(kind)
+    layer.weight.requires_grad_(False)
+    meshard.fully_shard(layer, mesh_of(2), reshard_after_forward=True)
+    with torch.inference_mode():
+        first = layer(torch.ones(2, 3)).clone()
+    x = torch.ones(2, 3, requires_grad=True)
+    second = layer(x)
+    second.sum().backward()
+    assert torch.equal(first, second)
+    assert layer.weight.grad is None
+    assert torch.equal(layer.bias.grad.full_tensor(), torch.full((5,), 2.0))
+    layer.weight.requires_grad_(True)
+    layer(x).sum().backward()
+    assert torch.equal(layer.weight.grad.full_tensor(), torch.full((5, 3), 2.0))
+    return x.grad
+
+
+@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
+def test_frozen_weights_and_a_first_run_under_inference_mode(run_ranks, kind):
+    weight = kind.rounded(nn.Parameter(torch.arange(15).view(5, 3) - 4.0))
+    for gradient in run_ranks(frozen_and_inference, 2, kind):
+        assert torch.equal(gradient, 2 * weight.sum(0).expand(2, 3))
+
+
+def copies_and_states(kind):
+    layer = meshard.fully_shard(linear(kind), mesh_of(2))
+    x = torch.ones(2, 3)
+    layer(x).sum().backward()
+    copied = copy.deepcopy(layer)
+    assert type(copied.weight.to_local()) is kind
+    assert torch.equal(copied(x), layer(x))
+    state = copy.deepcopy(layer.state_dict())
+    assert list(state) == ["weight", "bias"] and type(state["weight"].to_local()) is kind
+    for param in layer.parameters():
+        param.detach().to_local().add_(1.0)
+    layer.reshard()
+    moved = layer(x)
+    assert not torch.equal(moved, copied(x))
+    layer.load_state_dict(state)
+    layer.reshard()
+    assert torch.equal(layer(x), copied(x))
+    whole = linear(kind).state_dict()
+    for given in (whole, {name: torch.Tensor(v.float()) for name, v in plain_state().items()}):
+        for param in layer.parameters():
+            param.detach().to_local().zero_()
+        layer.load_state_dict(given)
+        layer.reshard()
+        assert torch.equal(layer(x), copied(x))
+    layer.load_state_dict(state, assign=True)
+    assert torch.equal(layer(x), copied(x))
+    layer.weight = nn.Parameter(linear(kind).weight.detach())
+    assert torch.equal(layer(x), copied(x))
+    assert type(layer.weight.to_local()) is kind
+    layer.double()
+    assert layer(x.double()).dtype == torch.float64
+    return True
+
+
+def plain_state():
+    return linear(torch.Tensor).state_dict()
+
+
+@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
+def test_copies_and_state_dicts(run_ranks, kind):
+    assert all(run_ranks(copies_and_states, 2, kind))
+
+
+def begin_on_meta(kind, how):
+    with torch.device("meta"):
+        layer = with_matrices_as(nn.Linear(3, 5, bias=False), kind)
+    meshard.fully_shard(layer, mesh_of(2))
+    if how == "to_empty":
+        with pytest.raises(RuntimeError, match=r"'weight' of unit .* is still on the meta device"):
+            layer(torch.ones(2, 3))
+        layer.to_empty(device="cpu")
+    else:
+        meshard.materialize(layer)
+    assert type(layer.weight.to_local()) is kind
+    layer.load_state_dict({"weight": linear(kind).weight.detach()})
+    layer.reshard()
+    loss = layer(torch.ones(2, 3)).sum()
+    loss.backward()
+    return loss.item(), layer.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
+@pytest.mark.parametrize("how", ["to_empty", "materialize"])
+def test_a_model_may_begin_on_the_meta_device(run_ranks, kind, how):
+    for loss, gradient in run_ranks(begin_on_meta, 2, kind, how):
+        assert loss == 2 * (torch.arange(15).sum() - 60)
+        assert torch.equal(gradient, torch.full((5, 3), 2.0))

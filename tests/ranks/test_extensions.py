@@ -1,0 +1,170 @@
+"""Do parameters train right that say themselves what is gathered of them?"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import meshard
+from meshard import GradientSync
+from tests.support.extensions import (
+    Bfloat16Whole,
+    Int8ForThePeer,
+    Int8OnWire,
+    RoundingModel,
+    with_matrices_as,
+)
+from tests.support.integer_model import IntegerBlock, IntegerModel, integer_batch, integer_loss
+from tests.support.parity import assert_same, full_grads, full_state
+
+NAMES = ("replicate", "shard")
+STEPS = 5
+LEARNING_RATE = 2.0**-9  # so that weights have more bits than travel
+N, R, F = GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL
+KINDS = [Int8OnWire, Bfloat16Whole]
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+
+
+def build(kind):
+    return with_matrices_as(IntegerModel(), kind)
+
+
+def shard(model, shape, fully_shard=meshard.fully_shard, **kwargs):
+    mesh = mesh_of(shape)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **kwargs)
+    return model
+
+
+def train(model, schedule, batch_of):
+    """Return loss, gradients and parameters of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    records = []
+    for step in range(STEPS):
+        loss = 0.0
+        for number, sync in enumerate(schedule):
+            if sync is not None:
+                model.set_gradient_sync(sync)
+            part = integer_loss(model(batch_of(10 * step + number)))
+            part.backward()
+            loss += part.item()
+        grads = full_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append((loss, grads, full_state(model)))
+    return records
+
+
+def train_sharded(kind, shape, schedule, **kwargs):
+    model = shard(build(kind), shape, **kwargs)
+    model.set_gradient_divide_factor(1.0)
+    records = train(model, schedule, lambda step: integer_batch(step, dist.get_rank()))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert type(model.blocks[0].linear.weight.to_local()) is kind
+    return records
+
+
+def train_plain(kind, num_ranks, schedule):
+    model = RoundingModel(IntegerModel(), kind)
+
+    def batch_of(step):
+        return torch.cat([integer_batch(step, rank) for rank in range(num_ranks)])
+
+    records = train(model, [None] * len(schedule), batch_of)
+    return [(loss, _renamed(grads), _renamed(params)) for loss, grads, params in records]
+
+
+def _renamed(values):
+    return {name.removeprefix("model."): value for name, value in values.items()}
+
+
+def assert_same_records(runs, expected):
+    for step, (loss, grads, params) in enumerate(expected):
+        assert sum(run[step][0] for run in runs) == loss
+        for run in runs:
+            assert_same(run[step][1], grads, bitwise=True, what=f"step {step}: grads")
+            assert_same(run[step][2], params, bitwise=True, what=f"step {step}: params")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("schedule", [(F,), (N, N, F), (R, F)], ids=["F", "NNF", "RF"])
+def test_training_is_that_of_one_process(run_ranks, kind, shape, schedule):
+    num_ranks = torch.Size(shape).numel()
+    expected = train_plain(kind, num_ranks, schedule)
+    last = expected[-1][2]["blocks.0.linear.weight"]
+    assert not torch.equal(kind.rounded(last), last), "rounding does nothing to these weights"
+    runs = run_ranks(train_sharded, num_ranks, kind, shape, schedule)
+    assert_same_records(runs, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+def test_ways_of_resharding(run_ranks, kind, reshard_after_forward):
+    runs = run_ranks(
+        train_sharded, 4, kind, (4,), (N, F), reshard_after_forward=reshard_after_forward
+    )
+    assert_same_records(runs, train_plain(kind, 4, (N, F)))
+
+
+class EvenModel(nn.Module):
+    """Blocks whose rows two ranks divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([IntegerBlock(IntegerModel.in_dim, 4), IntegerBlock(4, 6)])
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train_both(make, kind, shape, reshard_after_forward):
+    """Return what torch's fully_shard and ours give on the same ranks."""
+    runs = []
+    for fully_shard in (torch_fully_shard, meshard.fully_shard):
+        model = shard(
+            with_matrices_as(make(), kind),
+            shape,
+            fully_shard,
+            reshard_after_forward=reshard_after_forward,
+        )
+        batches = functools.partial(integer_batch, rank=dist.get_rank())
+        runs.append(train(model, [None], batches))
+    return runs
+
+
+# Of uneven shards torch asks that all which is gathered has the padded shape of the shard, so a
+# scale per row is not possible there.
+@pytest.mark.parametrize(
+    ("make", "kind", "shape"),
+    [
+        (EvenModel, Int8ForThePeer, (2,)),
+        (EvenModel, Int8ForThePeer, (2, 2)),
+        (IntegerModel, Bfloat16Whole, (2,)),
+        (IntegerModel, Bfloat16Whole, (3,)),
+        (IntegerModel, Bfloat16Whole, (2, 2)),
+    ],
+)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_the_peer_gives_the_same(run_ranks, make, kind, shape, reshard_after_forward):
+    num_ranks = torch.Size(shape).numel()
+    is_exact = num_ranks != 3  # what is divided by three is rounded
+    for theirs, ours in run_ranks(train_both, num_ranks, make, kind, shape, reshard_after_forward):
+        for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            for place, what in enumerate(("loss", "grads", "params")):
+                what = f"step {step}: {what}"
+                assert_same(one[place], other[place], bitwise=is_exact, what=what)
