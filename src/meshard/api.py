@@ -64,7 +64,8 @@ def fully_shard(
     are left alone. A unit is gathered by one all-gather before its forward and backward, and its
     gradients are reduced by one reduce-scatter after (and one all-reduce on a 2D mesh). Outside
     that, ``module.parameters()`` are DTensors that hold this rank's shard; names do not change.
-    Build the optimizer after the last call.
+    Build the optimizer after the last call. Tensor subclasses with ``fsdp_pre_all_gather`` are
+    gathered through that.
 
     **Collective:** every rank of the mesh, in the same order. Every rank must hold the same
     values before the call, or only shard 0 of rank 0, shard 1 of rank 1, ... are kept;
@@ -98,6 +99,8 @@ def fully_shard(
         ``module``, the same object; its class is now also a subclass of ``FSDPModule``.
 
     Raises:
+        NotImplementedError: A tensor subclass with ``fsdp_pre_all_gather`` is to live in host
+            memory, or to be cut along another dim than the first.
         TypeError: An argument is of the wrong type.
         ValueError: ``module``, ``mesh`` or a parameter cannot be sharded as asked. The module is
             left as it was.

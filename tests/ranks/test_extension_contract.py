@@ -32,7 +32,7 @@ class Listening(Wrapper):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         Listening.told = (mesh.shape, mesh.mesh_dim_names, outer_size, outer_stride)
-        Listening.module, Listening.mp_policy = module, mp_policy
+        Listening.mesh, Listening.module, Listening.mp_policy = mesh, module, mp_policy
         return (self.inner, torch.tensor(7.0)), "metadata"
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
@@ -67,6 +67,18 @@ def listen():
     short.unshard()
     assert short.weight.shape == (4, 3)
     return Listening.told, Listening.given, ListeningToMesh.told
+
+
+def listen_without_names():
+    layer = meshard.fully_shard(linear(Listening), init_device_mesh("cpu", (2, 2)))
+    layer.unshard()
+    group = Listening.mesh.get_group()
+    layer.reshard()
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def test_a_mesh_without_names_has_a_shard_axis_too(run_ranks):
+    assert run_ranks(listen_without_names, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def test_both_signatures_are_told_of_the_shard_axis(run_ranks):

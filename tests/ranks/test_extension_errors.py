@@ -90,6 +90,11 @@ class NothingToSend(Int8OnWire):
         return self.inner, None
 
 
+class Nothing(Int8OnWire):
+    def fsdp_pre_all_gather(self, mesh):
+        return (), None
+
+
 class OtherDtypes(Int8OnWire):
     def fsdp_pre_all_gather(self, mesh):
         dtype = torch.float32 if self.shape[0] == 3 else torch.float64
@@ -125,6 +130,7 @@ def run_twice(kind):
         (WrongLater, ["RuntimeError: ", "'weight' of unit '0", "left out of shape (2, 2)"]),
         (NoTuple, ["TypeError: ", "'weight' of unit '0", "got Tensor"]),
         (NothingToSend, ["TypeError: ", "'weight' of unit '0", "got (Tensor, NoneType)"]),
+        (Nothing, ["TypeError: ", "'weight' of unit '0", "got ((), NoneType)"]),
         (OtherDtypes, ["RuntimeError: ", "unit '0", "other dtypes"]),
         (Changing, ["RuntimeError: ", "unit '0", "the same dtypes and shapes each time"]),
     ],

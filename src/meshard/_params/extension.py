@@ -107,7 +107,8 @@ def ask_for_inputs(
         mesh_only: See ``takes_mesh_only``.
 
     Raises:
-        TypeError: It returned something else than a tuple of plain tensors and metadata.
+        TypeError: It returned something else than a tuple of plain tensors, at least one, and
+            metadata.
     """
     pre: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
     if mesh_only:
@@ -118,7 +119,7 @@ def ask_for_inputs(
         )
     if isinstance(returned, tuple) and len(returned) == 2:
         tensors, metadata = returned
-        if isinstance(tensors, (tuple, list)) and all(map(_is_plain, tensors)):
+        if isinstance(tensors, (tuple, list)) and tensors and all(map(_is_plain, tensors)):
             return GatherInputs(tuple(tensors), metadata)
     raise TypeError(
         f"{PRE} of {name} must return (a tuple of plain tensors to gather, metadata), got "
