@@ -218,6 +218,8 @@ def copies_and_states(kind):
         assert torch.equal(layer(x), copied(x))
     layer.load_state_dict(state, assign=True)
     assert torch.equal(layer(x), copied(x))
+    layer.load_state_dict(linear(kind).state_dict(), assign=True)
+    assert torch.equal(layer(x), copied(x))
     layer.weight = nn.Parameter(linear(kind).weight.detach())
     assert torch.equal(layer(x), copied(x))
     assert type(layer.weight.to_local()) is kind

@@ -140,6 +140,17 @@ def test_errors_name_the_parameter_or_unit_on_all_ranks(run_ranks, kind, texts):
         assert all(text in message for text in texts), message
 
 
+def assign_plain():
+    layer = meshard.fully_shard(linear(Int8OnWire), mesh_of(2))
+    with pytest.raises(RuntimeError, match=r"'weight' .* plain tensor, without the fsdp_pre_all"):
+        layer.load_state_dict(linear(torch.Tensor).state_dict(), assign=True)
+    return True
+
+
+def test_a_plain_tensor_in_the_place_of_one_that_says_what_is_gathered(run_ranks):
+    assert all(run_ranks(assign_plain, 2))
+
+
 def not_built():
     layer = meshard.fully_shard(linear(Int8OnWire), mesh_of(2))
     messages = []

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, RoundingModel, with_matrices_as
-from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
 from tests.support.parity import assert_same, full_grads, full_state
 
 KINDS = [Int8OnWire, Bfloat16Whole]
@@ -35,8 +35,8 @@ def one_backward(model):
     return loss.item()
 
 
-def expected_grads(kind, num_ranks, divisor=1.0):
-    model = RoundingModel(IntegerModel(), kind)
+def expected_grads(kind, num_ranks, divisor=1.0, model=None):
+    model = RoundingModel(model or IntegerModel(), kind)
     integer_loss(model(torch.cat([integer_batch(0, rank) for rank in range(num_ranks)]))).backward()
     return {name.removeprefix("model."): grad / divisor for name, grad in full_grads(model).items()}
 
@@ -48,16 +48,25 @@ def count_collectives():
     with meshard.CommLedger() as ledger:
         one_backward(model)
     # Gathered in forward and in backward, and reduced: the weight apart from the bias.
-    return [(event.op, event.unit) for event in ledger.events if event.unit.startswith("blocks.1")]
+    return [
+        (event.unit.endswith("(extended)"), event.op, event.payload_bytes)
+        for event in ledger.events
+        if event.unit.startswith("blocks.1")
+    ]
 
 
 def test_a_unit_has_one_gather_and_one_reduction_more(run_ranks):
+    rows, columns = 14, 5  # with one row of padding
+    weight = rows * columns * 4
     for events in run_ranks(count_collectives, 2):
-        units = {unit for _, unit in events}
-        assert len(units) == 2 and sum(unit.endswith("(extended)") for unit in units) == 1
-        for unit in units:
-            ops = [op for op, name in events if name == unit]
-            assert sorted(ops) == ["all_gather", "all_gather", "reduce_scatter"]
+        assert sorted(events) == [
+            (False, "all_gather", rows * 4),
+            (False, "all_gather", rows * 4),
+            (False, "reduce_scatter", rows * 4),
+            (True, "all_gather", rows * (columns + 4)),  # a byte each, and a scale
+            (True, "all_gather", rows * (columns + 4)),
+            (True, "reduce_scatter", weight),
+        ]
 
 
 def norms_and_tables(kind):
@@ -170,6 +179,62 @@ def save_and_load(kind, path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints(run_ranks, kind, tmp_path):
     run_ranks(save_and_load, 2, kind, str(tmp_path))
+
+
+class Reading(IntegerModel):
+    """Reads the weight of a unit inside it, without calling that."""
+
+    def forward(self, x):
+        first = self.blocks[0].linear
+        x = ternary(nn.functional.linear(x, first.weight, first.bias))
+        return ternary(self.blocks[2](self.blocks[1](x)) + self.shift)
+
+
+def read_inside(kind):
+    model = with_matrices_as(Reading(), kind)
+    for block in model.blocks:
+        meshard.fully_shard(block, unshard_on_access=True)
+    meshard.fully_shard(model)
+    one_backward(model)
+    return full_grads(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parent_reads_the_weight(run_ranks, kind):
+    for grads in run_ranks(read_inside, 2, kind):
+        assert_same(grads, expected_grads(kind, 2, divisor=2.0), bitwise=True)
+
+
+class Tied(IntegerModel):
+    """Uses the weight of one layer in another one of the same unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]])
+        self.again = nn.Linear(7, 5)
+        self.shift = nn.Parameter(torch.ones(5))
+        with torch.no_grad():
+            self.again.bias.fill_(0.5)
+        self.again.weight = self.blocks[0].linear.weight
+
+    def forward(self, x):
+        return ternary(ternary(self.again(x)) + self.blocks[0](x) + self.shift)
+
+
+def tie(kind):
+    model = Tied()
+    model.blocks[0].linear.weight = nn.Parameter(kind(model.again.weight.detach()))
+    model.again.weight = model.blocks[0].linear.weight
+    meshard.fully_shard(model)
+    one_backward(model)
+    assert model.again.weight is model.blocks[0].linear.weight
+    return full_grads(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_weights(run_ranks, kind):
+    for grads in run_ranks(tie, 2, kind):
+        assert_same(grads, expected_grads(kind, 2, divisor=2.0, model=Tied()), bitwise=True)
 
 
 def step_flat(kind, foreach):
