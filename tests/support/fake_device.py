@@ -272,7 +272,11 @@ def _key(tensor: torch.Tensor) -> int:
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in _leaves(item)]
-    return [getattr(value, "_local_tensor", value)]  # of a DTensor
+    value = getattr(value, "_local_tensor", value)  # of a DTensor
+    if not hasattr(value, "__tensor_flatten__"):
+        return [value]
+    names, _ = value.__tensor_flatten__()  # of a tensor around others
+    return [leaf for name in names for leaf in _leaves(getattr(value, name))]
 
 
 def _touched(
