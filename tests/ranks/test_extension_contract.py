@@ -16,6 +16,7 @@ from tests.support.extensions import (
     WholeBfloat16,
     Wrapper,
     linear,
+    quantised,
     with_matrices_as,
 )
 
@@ -147,6 +148,34 @@ def test_memory_is_given_back(run_ranks, kind, whole_kind, num_bytes, reshard_af
         # What nothing refers to any more is freed while the parameter is whole.
         assert set(outputs + held) <= {0}
         assert whole == num_bytes
+
+
+class Telling(Int8OnWire):
+    """Hands on what must not stay."""
+
+    def fsdp_pre_all_gather(self, *args):
+        metadata = {torch.ones(8)}
+        Telling.told = weakref.ref(next(iter(metadata)))
+        return quantised(self.inner), metadata
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, *args, out=None):
+        assert any(each is Telling.told() for each in metadata)
+        return super().fsdp_post_all_gather(all_gather_outputs, None, *args, out=out)
+
+
+def tell(reshard_after_forward):
+    layer = linear(Telling)
+    meshard.fully_shard(layer, mesh_of(4), reshard_after_forward=reshard_after_forward)
+    loss = layer(torch.ones(2, 3)).sum()
+    after_forward = Telling.told() is not None
+    loss.backward()
+    return after_forward, Telling.told() is not None
+
+
+# Rows that are gathered again among neighbours are filled in with what was told of them.
+@pytest.mark.parametrize(("reshard_after_forward", "kept"), [(True, False), (2, True)])
+def test_metadata_is_kept_as_long_as_it_is_needed(run_ranks, reshard_after_forward, kept):
+    assert run_ranks(tell, 4, reshard_after_forward) == [(kept, False)] * 4
 
 
 def delete_model():
