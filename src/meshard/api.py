@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -121,7 +121,7 @@ def fully_shard(
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
     if not isinstance(unshard_on_access, bool):
         raise TypeError(f"unshard_on_access must be a bool, got {unshard_on_access!r}.")
-    found = collect(modules, ignored_params or set())
+    found = collect(modules, _as_set(ignored_params))
     roles = roles_of(mesh if mesh is not None else default_mesh(), dims)
     placer = Placer(roles, shard_placement_fn)
     placings = [placer.place(fqn, param) for fqn, param, _ in found]
@@ -161,6 +161,13 @@ def _check_values(
     for group in groups:
         named = [(found[place].fqn, found[place].param) for place in group.places]
         check_same_start(named, group.roles, device, what)
+
+
+def _as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    """Return ``ignored_params`` as a set, whatever holds them."""
+    if isinstance(ignored, torch.Tensor):
+        raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
+    return set(ignored or ())
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from meshard._comm.customised import GroupMemory
 from meshard._geometry.mesh_roles import group_for_scatter
 from meshard._runtime.unit import CommSettings, Unit
 from meshard.policies import AllGather, ReduceScatter
-from meshard.setters import check_bool, own_unit, own_units, reached_units
+from meshard.setters import check_bool, own_unit, reached_units
 
 
 class CommSetters:
@@ -63,35 +63,40 @@ class CommSetters:
         for unit in reached_units(self, recurse):
             unit.settings.max_input_buffers = max_input_buffers
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
+    def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
         Not used by groups of one rank. ``meshard.CommLedger`` and ``MESHARD_DEBUG`` see it.
 
         Args:
             comm: See ``meshard.AllGather``; one written for FSDP2 fits.
+            recurse: Also for the units inside. (FSDP2 does not, and does nothing on a root whose
+                children own all parameters.)
 
         Raises:
             TypeError: ``comm`` cannot be called, or has no ``allocate``.
             ValueError: Memory of the process group was asked for.
         """
-        _replace(self, all_gather=_checked("set_custom_all_gather", comm))
+        _replace(self, recurse, all_gather=_checked("set_custom_all_gather", comm))
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+    def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = True) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
         It is given SUM; meshard divides before and after.
 
         Args:
             comm: See ``meshard.ReduceScatter``; one written for FSDP2 fits.
+            recurse: Also for the units inside.
 
         Raises:
             TypeError: ``comm`` cannot be called, or has no ``allocate``.
             ValueError: Memory of the process group was asked for.
         """
-        _replace(self, reduce_scatter=_checked("set_custom_reduce_scatter", comm))
+        _replace(self, recurse, reduce_scatter=_checked("set_custom_reduce_scatter", comm))
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+    def set_allocate_memory_from_process_group_for_comm(
+        self, enable: bool, *, recurse: bool = True
+    ) -> None:
         """Take the buffers of this unit's collectives from the process group's own allocator.
 
         What an all-gather yields and what a reduce-scatter is given and yields. NCCL may then send
@@ -99,16 +104,17 @@ class CommSetters:
 
         Args:
             enable: Do so.
+            recurse: Also for the units inside.
 
         Raises:
             RuntimeError: The backend has no memory to give (gloo has none).
             ValueError: A custom collective was set, which allocates by itself.
         """
         check_bool("enable", enable)
-        for unit in own_units(self):
+        for unit in reached_units(self, recurse):
             if enable and unit.group is not None:
                 GroupMemory(unit.group.place.device).of(unit.group.place.roles.shard_group)
-        _replace(self, from_group=enable)
+        _replace(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Not built: meshard does not gather through symmetric memory yet."""
@@ -180,18 +186,24 @@ def _checked(setter: str, comm: Any) -> Any:
     return comm
 
 
-def _replace(module: Any, **changes: Any) -> None:
-    for unit in own_units(module):
-        _replace_of(unit, changes)
+def _replace(module: Any, recurse: bool, **changes: Any) -> None:
+    units = list(reached_units(module, recurse))
+    settings = [_changed(unit, changes) for unit in units]  # all are checked before one is changed
+    for unit, chosen in zip(units, settings, strict=True):
+        _put(unit, chosen)
 
 
-def _replace_of(unit: Unit, changes: dict[str, Any]) -> None:
+def _changed(unit: Unit, changes: dict[str, Any]) -> CommSettings:
     chosen: CommSettings = replace(unit.settings.comm, **changes)
     if chosen.from_group and (chosen.all_gather or chosen.reduce_scatter):
         raise ValueError(
             "memory of the process group and a custom collective exclude each other, because a "
             "custom collective allocates by itself; set only one of them."
         )
+    return chosen
+
+
+def _put(unit: Unit, chosen: CommSettings) -> None:
     unit.lifecycle.finish_reductions()
     unit.settings.comm = chosen
     if unit.group is not None:

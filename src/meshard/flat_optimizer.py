@@ -129,6 +129,9 @@ class FlatOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for each in self.state.values():
+            if isinstance(each.get("step"), (int, float)):  # of a torch before 1.12
+                each["step"] = torch.tensor(float(each["step"]))
         self.forget_runs()
         _alive.add(self)
 
@@ -174,7 +177,7 @@ class FlatOptimizer(Optimizer):
         """Have runs for what the param groups hold now, each with a gradient or without."""
         for group, _, _ in self._sources:
             group.adopt_edits()
-        seen = (id(self.state), *((id(g["params"]), len(g["params"])) for g in self.param_groups))
+        seen = (id(self.state), *(tuple(map(id, g["params"])) for g in self.param_groups))
         moved = any(tensors.storage is not storage for _, tensors, storage in self._sources)
         if seen != self._seen or moved:
             self.forget_runs()

@@ -42,14 +42,18 @@ class Run:
         self.number = number
         self._segment = segment
         self._start = members[0].offset
-        self._numel = members[-1].offset + members[-1].numel - self._start
+        self._numel = 0  # a rank may own nothing of any of them: what is between is padding
+        if any(member.numel for member in members):
+            self._numel = members[-1].offset + members[-1].numel - self._start
         whole = segment.narrow(0, self._start, self._numel)
         self.flat = nn.Parameter(whole, requires_grad=False)
-        self._first = next((m for m in members if m.numel), members[0])
         self._states: list[State] = []  # of the members, once they have one
         self._shown: State = {}  # what these are views of
+        self._views: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # with their locals
         # Of every state of zero dims, one per member: an ordinary optimizer adds 1 to each.
         self._counters: dict[str, torch.Tensor] = {}
+        self._owns: dict[str, list[torch.Tensor]] = {}  # what the members have of these
+        self._versions: dict[str, int] = {}  # of these, after our own edits
 
     # --- gradients -------------------------------------------------------------------------
 
@@ -98,23 +102,33 @@ class Run:
         """Return ``tensors`` copied next to each other, as the members lie; padding is zero."""
         flat = torch.zeros(self._numel, dtype=tensors[0].dtype, device=tensors[0].device)
         for member, tensor in zip(self.members, tensors, strict=True):
-            flat.narrow(0, member.offset - self._start, member.numel).copy_(tensor.reshape(-1))
+            self._part(flat, member).copy_(tensor.reshape(-1))
         return flat
+
+    def _part(self, flat: torch.Tensor, member: Member) -> torch.Tensor:
+        """Return what a member has of a tensor of the whole run."""
+        start = member.offset - self._start if member.numel else 0
+        return flat.narrow(0, start, member.numel)
 
     # --- state -----------------------------------------------------------------------------
 
     def is_shown_in(self, states: Mapping[torch.Tensor, State]) -> bool:
-        """Whether the members' states are still views of what they were made views of."""
-        # One of them answers for all: whoever moves or loads states does so with all of them.
-        first = self._first
-        if not self._shown or not first.numel:
-            return True
-        state = states.get(first.param, {})
-        for key, flat in self._shown.items():
-            place = flat.data_ptr() + (first.offset - self._start) * flat.element_size()
-            tensor = state.get(key)
-            if tensor is None or local_of(tensor).data_ptr() != place:
+        """Whether the members' states are still what they were made: nothing replaced or moved."""
+        if not self._states:
+            return not any(states.get(member.param) for member in self.members)
+        for member, state in zip(self.members, self._states, strict=True):
+            if states.get(member.param) is not state:
                 return False
+        for key, views in self._views.items():
+            for state, (view, local) in zip(self._states, views, strict=True):
+                if state.get(key) is not view or local_of(view) is not local:
+                    return False
+        for key, counters in self._counters.items():
+            if counters._version != self._versions[key]:
+                return False  # one was edited in place
+            for state, own in zip(self._states, self._owns[key], strict=True):
+                if state.get(key) is not own:
+                    return False
         return True
 
     def split_by_history(self, states: Sequence[State]) -> list[Run]:
@@ -159,19 +173,24 @@ class Run:
     def _count(self, key: str, value: torch.Tensor) -> None:
         if key not in self._counters:
             self._counters[key] = value.expand(len(self._states)).clone()
-            for each, own in zip(self._states, self._counters[key].unbind(), strict=True):
+            self._owns[key] = list(self._counters[key].unbind())
+            for each, own in zip(self._states, self._owns[key], strict=True):
                 each[key] = own
         self._counters[key].copy_(value)
+        self._versions[key] = self._counters[key]._version
 
     def _show(self, key: str, flat: torch.Tensor) -> None:
+        self._views[key] = []
         for member, each in zip(self.members, self._states, strict=True):
-            part = flat.narrow(0, member.offset - self._start, member.numel)
-            local = with_storage_of_its_own(part).view(local_of(member.param).shape)
+            local = with_storage_of_its_own(self._part(flat, member)).view(
+                local_of(member.param).shape
+            )
             known = each.get(key)
             if isinstance(known, DTensor):
                 set_local(known, local)
             else:
-                each[key] = wrap_like(member.param, local)
+                each[key] = known = wrap_like(member.param, local)
+            self._views[key].append((known, local))
 
     def split(self, keys: Sequence[object]) -> list[Run]:
         """Return runs over the same memory, one for each range of members with equal ``keys``."""

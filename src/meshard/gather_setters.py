@@ -29,10 +29,16 @@ class GatherSetters:
         for unit in reached_units(self, recurse):
             unit.settings.reshard_after_backward = reshard_after_backward
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather this unit in backward, or not because its backward does not read parameters."""
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
+        """Gather this unit in backward, or not because its backward does not read parameters.
+
+        Args:
+            unshard_in_backward: Gather it.
+            recurse: Also the units inside. The only setter that does not by default: it is a
+                promise about what one unit computes.
+        """
         check_bool("unshard_in_backward", unshard_in_backward)
-        for unit in own_units(self):
+        for unit in reached_units(self, recurse):
             unit.settings.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:

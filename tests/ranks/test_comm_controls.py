@@ -80,6 +80,26 @@ def use_custom(unit):
     return gather, scatter
 
 
+def set_on_the_root(recurse):
+    model = seeded(MlpStack())
+    for block in model.blocks:
+        meshard.fully_shard(block)
+    meshard.fully_shard(model)
+    gather = MyAllGather()
+    model.set_custom_all_gather(gather, recurse=recurse)
+    with CommLedger(model) as ledger:
+        model(torch.ones(1, 6)).sum().backward()
+    of_root = sum(event.unit == "(root)" for event in ledger.events if event.op == "all_gather")
+    return gather.calls, ledger.counts["all_gather"], of_root
+
+
+def test_what_is_set_on_the_root_holds_inside(run_ranks):
+    for calls, gathers, _ in run_ranks(set_on_the_root, 2, True):
+        assert calls == gathers > 3
+    for calls, _, of_root in run_ranks(set_on_the_root, 2, False):
+        assert calls == of_root
+
+
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (2, 1)])
 @pytest.mark.parametrize("policy", [None, BF16_COMPUTE, BF16_REDUCE])
 def test_custom_collectives_give_the_same_gradients(mesh_shape, policy):

@@ -99,11 +99,15 @@ def set_again():
     model.set_unshard_in_backward(False)  # does not reach the units inside
     with CommLedger(model) as ledger:
         model(torch.ones(1, 6)).sum().backward()
+    counts.append(ledger.counts["all_gather"])
+    model[1].set_unshard_in_backward(False, recurse=True)
+    with CommLedger(model) as ledger:
+        model(torch.ones(1, 6)).sum().backward()
     return [*counts, ledger.counts["all_gather"]]
 
 
-def test_it_may_change_between_steps_and_does_not_recurse(run_ranks):
-    assert run_ranks(set_again, 2) == [[6, 5, 6, 6]] * 2
+def test_it_may_change_between_steps_and_recurses_on_request_only(run_ranks):
+    assert run_ranks(set_again, 2) == [[6, 5, 6, 6, 5]] * 2
 
 
 def wrong_setting():

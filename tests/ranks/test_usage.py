@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from tests.support import strategies
-from tests.support.models import Table
+from tests.support.models import Ones, Table
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -156,3 +157,52 @@ def test_floats_stay_within_the_derived_bound_and_are_deterministic(
             roundings = 1 + (len(mesh) == 2) * (1 + mesh[0])
             bound = bound + roundings * torch.finfo(torch.bfloat16).eps / 2 * magnitude * 1.01
         assert ((grad.double() - exact).abs() <= bound).all()
+
+
+def almost_nothing_in_a_narrow_sum(rank_that_uses):
+    policy = meshard.MixedPrecisionPolicy(accumulate_dtype=torch.float16)
+    model = meshard.fully_shard(Ones(), init_device_mesh("cpu", (2,)), mp_policy=policy)
+    model(-1e-9 if dist.get_rank() == rank_that_uses else None, 1.0).backward()
+    return model.a.grad is None
+
+
+def test_a_sum_too_small_for_the_accumulate_dtype_was_still_used():
+    for rank in range(2):
+        assert run_threads(almost_nothing_in_a_narrow_sum, 2, rank) == [False, False]
+
+
+def one_at(address, like):
+    """Return a tensor of hundreds at an address; None if the allocator does not give it out."""
+    others = []
+    for _ in range(1000):
+        found = torch.full_like(like, 100.0)
+        if found.data_ptr() == address:
+            return found
+        others.append(found)
+    return None
+
+
+def gradients_of_ones_own():
+    model = meshard.fully_shard(nn.Linear(128, 128, bias=False), init_device_mesh("cpu", (1,)))
+    x = torch.ones(1, 128)
+    num_reused = 0
+    for _ in range(20):
+        model(x).sum().backward()
+        local = model.weight.grad.to_local()
+        address, like = local.data_ptr(), torch.empty_like(local)
+        del local
+        model.zero_grad()
+        mine = one_at(address, like)
+        if mine is not None:
+            num_reused += 1
+            model.weight.grad = DTensor.from_local(mine, model.weight.device_mesh, [Shard(0)])
+            del mine
+            model(x).sum().backward()
+            assert torch.equal(model.weight.grad.to_local(), torch.full_like(like, 101.0))
+        model.zero_grad()
+    return num_reused
+
+
+def test_gradients_put_in_before_a_backward_are_added_to():
+    """After zero_grad users may put gradients in, and these may get the memory of ours."""
+    assert run_threads(gradients_of_ones_own, 1) > [0]

@@ -136,6 +136,8 @@ class Reduction:
             request.divide_factor,
             request.wire_dtype,
         )
+        # Marks are read from raw sums: in a narrower dtype a small one may become a negative zero.
+        self._sum_dtype = torch.promote_types(request.wire_dtype, request.accumulate_dtype)
         self._unused: torch.Tensor | None = None
         self._ends: list[Pending] = []  # what follows the last work on each lane
         self._result: torch.Tensor
@@ -149,7 +151,7 @@ class Reduction:
             request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
         request.marks.mark_sent(request.buffer)
         with self._comm.lane(Lane.SCATTER):
-            self._result = self._allocate(request.buffer.size(1), request.accumulate_dtype)
+            self._result = self._allocate(request.buffer.size(1), self._sum_dtype)
             return self._comm.reduce_scatter(
                 self._result,
                 request.buffer,
@@ -197,6 +199,7 @@ class Reduction:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(request.partial)
                 self._result.add_(request.partial)
+            self._result = self._result.to(request.accumulate_dtype)
             if request.replicate_group is None and request.replicate_count > 1:
                 marks.write(self._result, self._unused)  # it becomes a partial
             self._pending = self._comm.queued(self._result)

@@ -54,7 +54,7 @@ class Stepped(Protocol):
 # it. A stranger may get the id later, so the owner is asked.
 _owners: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
 _shown_whole: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
-_Shape = list[tuple[list[torch.Tensor], int]]  # of an optimizer: its lists, and how long each is
+_Shape = list[tuple[int, ...]]  # of an optimizer: the ids of its parameters, by group
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[_Shape, list[weakref.ref[Stepped]]]]
 _stepped_by = weakref.WeakKeyDictionary()
 _is_watching = False
@@ -137,21 +137,13 @@ def _check_trains(optimizer: Optimizer) -> None:
 
 
 def _owners_in(optimizer: Optimizer) -> list[Stepped]:
+    shape = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
     known = _stepped_by.get(optimizer)
-    if known is None or not _has_shape(optimizer, known[0]):
-        shape = [(group["params"], len(group["params"])) for group in optimizer.param_groups]
+    if known is None or known[0] != shape:
         _check_trains(optimizer)  # here, because it is not done again at every step
         owners = owners_of(_params_of(optimizer))
         known = _stepped_by[optimizer] = (shape, [weakref.ref(each) for each in owners])
     return [owner for ref in known[1] if (owner := ref()) is not None]
-
-
-def _has_shape(optimizer: Optimizer, shape: _Shape) -> bool:
-    groups = optimizer.param_groups
-    return len(groups) == len(shape) and all(
-        group["params"] is params and len(params) == size
-        for group, (params, size) in zip(groups, shape, strict=True)
-    )
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> None:

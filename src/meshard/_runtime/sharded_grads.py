@@ -17,6 +17,8 @@ from meshard._params.dtensors import local_of, move_local, wrap_like
 from meshard._params.home import Home
 from meshard._runtime.param_group import ParamGroup
 
+_OURS = "_meshard_shown"  # on every .grad that was put there by ShardedGrads
+
 
 class Held(NamedTuple):
     """Gradients of some parameters in one flat tensor."""
@@ -115,8 +117,10 @@ class ShardedGrads:
         return Held(layout, held.layout.move(held.flat, layout, held.used), held.used)
 
     def _is_ours(self, index: int) -> bool:
-        grad = self._grad(index)
-        return grad is not None and grad.data_ptr() == self._addresses.get(index, -1)
+        gradient = self._group.params[index].sharded.grad
+        if self._shown is None or gradient is None or not hasattr(gradient, _OURS):
+            return False  # another one may have got the memory of one of ours
+        return local_of(gradient).data_ptr() == self._addresses.get(index, -1)
 
     @property
     def flat(self) -> torch.Tensor | None:
@@ -210,7 +214,8 @@ class ShardedGrads:
         sharded = self._group.params[index].sharded
         if local.dtype != sharded.dtype:
             local = local.to(sharded.dtype)
-        sharded.grad = wrap_like(sharded, local)
+        sharded.grad = gradient = wrap_like(sharded, local)
+        setattr(gradient, _OURS, True)
 
     def _locals(self, held: Held) -> list[tuple[int, torch.Tensor]]:
         return held.shards(self._group.place.roles.shard_rank)
