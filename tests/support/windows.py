@@ -174,17 +174,19 @@ def growth_of_errors(window: Window, unit: int, param: Param) -> float:
     """Return by how much of the sum of magnitudes a gradient may be off: one factor per rounding.
 
     (K + log2 D + 2) eps of the accumulate dtype, a rounding to the wire per collective and per sum
-    that is made there, and one to the dtype of the parameter.
+    that is made there, one to the dtype of the parameter, and one of the float64 compared with.
     """
 
     def rounded(dtype: torch.dtype, times: int) -> float:
-        return (1 + torch.finfo(dtype).eps / 2) ** times
+        # As a logarithm: 1 + eps / 2 of float64 is 1 in float64.
+        return times * math.log1p(torch.finfo(dtype).eps / 2)
 
     ranks = window.replicas * window.shards
     in_accumulator = 2 * (len(window.modes) + math.ceil(math.log2(ranks)) + 2)
     on_wire = 1 + window.replicas * (len(window.mesh) == 2)
     grown = rounded(window.accumulate_dtype(unit), in_accumulator)
-    return grown * rounded(window.wire_dtype(unit), on_wire) * rounded(param.dtype, 1) - 1
+    grown += rounded(window.wire_dtype(unit), on_wire)
+    return math.expm1(grown + rounded(param.dtype, 1) + rounded(torch.float64, 1))
 
 
 def expected_reductions(window: Window, unit: int) -> Counter[tuple[str, int, torch.dtype]]:
