@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshard._comm import work_communicator
+from meshard._comm import sums
 from meshard._comm.foreach_reduce import Divisors, Reduced, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan
@@ -210,7 +210,7 @@ def mode_of_the_root_for_every_unit(patch: Patch) -> None:
 
 
 def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
-    sum_rows, sum_two = work_communicator._sum_rows, work_communicator._sum_two
+    sum_rows, sum_two = sums.sum_rows, sums.sum_two
 
     def sum_narrow(output: torch.Tensor, rows: torch.Tensor) -> None:
         narrow = torch.empty_like(output, dtype=rows.dtype)
@@ -222,8 +222,8 @@ def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
         sum_two(narrow, received, own)
         output.copy_(narrow)
 
-    patch.setattr(work_communicator, "_sum_rows", sum_narrow)
-    patch.setattr(work_communicator, "_sum_two", sum_two_narrow)
+    patch.setattr(sums, "sum_rows", sum_narrow)
+    patch.setattr(sums, "sum_two", sum_two_narrow)
 
 
 def narrowed_before_it_is_divided(patch: Patch) -> None:

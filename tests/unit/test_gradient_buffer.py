@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._comm.work_communicator import _sum_rows
+from meshard._comm.sums import sum_rows
 from meshard._geometry.layout import ParamLayout
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def test_ranks_that_use_different_parameters_reduce_to_the_right_sums(params, da
     for rank in range(count):
         flat = torch.empty(layout.shard_numel)
         rows = torch.stack([buffer[rank] for buffer in buffers])
-        _sum_rows(flat, torch.cat([rows, torch.full_like(rows[:1], -0.0)]))
+        sum_rows(flat, torch.cat([rows, torch.full_like(rows[:1], -0.0)]))
         marks = layout.marks_for(used_by[rank])
         assert marks.used_after(marks.read(flat)) == anyone
         for index in anyone:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from meshard._comm.all_gather import GatherPlan
 from meshard._comm.slots import matching_parts
+from meshard._comm.work_communicator import WorkCommunicator
 from meshard._geometry.layout import FlatLayout, ParamLayout
 from meshard._params.home import Home
 from meshard._params.shard_storage import ShardStorage
@@ -50,6 +51,13 @@ def shards_of(whole, params, rank):
     ]
 
 
+class Alone:
+    """A group of one rank."""
+
+    def size(self):
+        return 1
+
+
 @given(data=st.data(), count=st.integers(1, 6), num_params=st.integers(1, 5))
 def test_gather_restores_every_parameter_and_never_reads_padding(data, count, num_params):
     params, dtypes = [], []
@@ -72,12 +80,18 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
             segment.fill_(float("nan") if segment.is_floating_point() else 77)
         for own, shard in zip(storage.locals, shards_of(whole, params, rank), strict=True):
             own.copy_(shard)
-        rows.append(plan.make_source(storage.buffer, storage.segments).clone())
+        started = plan.start(
+            storage.buffer, storage.segments, comm=WorkCommunicator(), group=Alone(), label="unit"
+        )
+        rows.extend(started.rows())
     targets = [torch.full(p.shape, 5).to(dtype) for p, dtype in zip(params, compute, strict=True)]
     plan.bind(targets)
-    plan.copy_out(torch.stack(rows))
-    for target, original in zip(targets, whole, strict=True):
-        assert torch.equal(target, original.to(target.dtype))
+    for gathered in (torch.stack(rows), rows):
+        for target in targets:
+            target.fill_(5)
+        plan.copy_out(gathered)
+        for target, original in zip(targets, whole, strict=True):
+            assert torch.equal(target, original.to(target.dtype))
 
 
 @given(layout=layouts())
@@ -106,7 +120,8 @@ def test_segments_are_aligned_to_their_dtype(data):
         for _ in dtypes
     ]
     layout = FlatLayout.build(params, dtypes)
-    buffer = layout.allocate(2, device=CPU)
+    numel, dtype = layout.shard_form
+    buffer = torch.empty(2, numel, dtype=dtype)
     for segment, view in zip(layout.segments, layout.split(buffer), strict=True):
         assert segment.byte_offset % segment.dtype.itemsize == 0
         assert view.dtype == segment.dtype

@@ -12,17 +12,34 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Communicator, Lane, Pending
+from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending
 from meshard._comm.slots import matching_parts
-from meshard._geometry.layout import FlatLayout
+from meshard._geometry.layout import FlatLayout, Slot
+
+# What an all-gather gives: [ranks, elements or bytes of one shard], or a list of such rows.
+Rows = torch.Tensor | list[torch.Tensor]
 
 
 class GatherInFlight(NamedTuple):
     """An all-gather that has been started."""
 
-    gathered: torch.Tensor  # [shard_count, elements or bytes of one shard]
+    gathered: torch.Tensor | None  # None: its rows are borrowed
     source: torch.Tensor  # kept alive: the collective reads it
     pending: Pending
+    borrowed: Borrowed | None = None
+
+    def rows(self) -> Rows:
+        """Wait for the rows, and return them."""
+        if self.borrowed is not None:
+            return self.borrowed.rows()
+        assert self.gathered is not None
+        self.pending.wait()
+        return self.gathered
+
+    def end(self) -> None:
+        """Have no more use for the rows."""
+        if self.borrowed is not None:
+            self.borrowed.give_back()
 
 
 class _CastRun(NamedTuple):
@@ -70,11 +87,20 @@ class GatherPlan:
         self._regular_sizes = [segment.regular_sizes for segment in on_wire.segments]
         self._regular_numel = [segment.regular_numel for segment in on_wire.segments]
 
-    def make_source(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _make_source(
+        self,
+        buffer: torch.Tensor,
+        segments: Sequence[torch.Tensor],
+        comm: Communicator,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
         """Return what this rank sends: the flat shard itself, or a cast copy of it."""
         if not self._casts:
             return buffer
-        source = self.on_wire.allocate(device=buffer.device)
+        numel, dtype = self.on_wire.shard_form
+        source = comm.allocate(
+            numel, Lane.GATHER, dtype=dtype, device=buffer.device, group=group, is_sent=True
+        )
         views = self.on_wire.split(source)
         for run in self._runs:
             target = views[run.to_segment].narrow(0, run.to_offset, run.numel)
@@ -96,12 +122,16 @@ class GatherPlan:
         **Lifetime:** the flat shard must not be edited until the gather is waited for.
         """
         with comm.lane(Lane.GATHER):
-            source = self.make_source(buffer, segments)
+            source = self._make_source(buffer, segments, comm, group)
+            borrowed = comm.borrow(source, group=group, label=label)
+            if borrowed is not None:
+                return GatherInFlight(None, source, borrowed, borrowed)
             return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
 
     def bind(self, whole: Sequence[torch.Tensor]) -> None:
         """Prepare the views through which ``copy_out`` fills these whole parameters."""
         self._irregular = list(whole)
+        self._regular_by_rank: list[list[list[torch.Tensor]]] = []
         self._regular = [
             [
                 whole[slot.index].view(whole[slot.index].numel() // slot.numel, -1)
@@ -110,8 +140,11 @@ class GatherPlan:
             for segment in self.on_wire.segments
         ]
 
-    def copy_out(self, gathered: torch.Tensor) -> None:
+    def copy_out(self, gathered: Rows) -> None:
         """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
+        if isinstance(gathered, list):
+            self._copy_rows_out(gathered)
+            return
         parts = self.on_wire.split(gathered)
         for place, segment in enumerate(self.on_wire.segments):
             part = parts[place]
@@ -123,10 +156,31 @@ class GatherPlan:
                     out=self._regular[place],
                 )
             for slot in segment.slots[segment.num_regular :]:
-                slots = part.narrow(1, slot.offset, slot.numel)
-                layout = self.on_wire.params[slot.index]
-                for ours, theirs in matching_parts(slots, self._irregular[slot.index], layout):
-                    theirs.copy_(ours)
+                self._fill_irregular(slot, part.narrow(1, slot.offset, slot.numel))
+
+    def _copy_rows_out(self, rows: list[torch.Tensor]) -> None:
+        if not self._regular_by_rank:
+            self._regular_by_rank = [
+                [[view[rank] for view in views] for views in self._regular]
+                for rank in range(len(rows))
+            ]
+        parts = [self.on_wire.split(row) for row in rows]
+        for place, segment in enumerate(self.on_wire.segments):
+            if segment.num_regular:
+                for part, views in zip(parts, self._regular_by_rank, strict=True):
+                    torch.split_with_sizes_copy(
+                        part[place].narrow(0, 0, self._regular_numel[place]),
+                        self._regular_sizes[place],
+                        out=views[place],
+                    )
+            for slot in segment.slots[segment.num_regular :]:
+                slots = [part[place].narrow(0, slot.offset, slot.numel) for part in parts]
+                self._fill_irregular(slot, torch.stack(slots))
+
+    def _fill_irregular(self, slot: Slot, slots: torch.Tensor) -> None:
+        layout = self.on_wire.params[slot.index]
+        for ours, theirs in matching_parts(slots, self._irregular[slot.index], layout):
+            theirs.copy_(ours)
 
 
 def _cast_runs(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:

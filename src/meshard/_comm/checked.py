@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Communicator, Lane, Pending, Queued
+from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Queued
 from meshard._comm.notes import compare_notes
 
 # Of each group, how many roots were made that use it. Counted when they are made, not when they
@@ -57,9 +57,18 @@ class CheckedCommunicator:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        is_sent: bool = False,
     ) -> torch.Tensor:
         """See ``Communicator.allocate``."""
-        return self.inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
+        return self.inner.allocate(
+            numel, lane, dtype=dtype, device=device, group=group, is_sent=is_sent
+        )
+
+    def borrow(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Borrowed | None:
+        """See ``Communicator.borrow``: never, so that there is one gather to check."""
+        return None
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

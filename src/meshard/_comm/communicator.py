@@ -65,6 +65,16 @@ class Pending(Protocol):
         """Do what ``wait`` does if the host need not block for it. Whether it is done."""
 
 
+class Borrowed(Pending, Protocol):
+    """An all-gather whose rows are read where they lie."""
+
+    def rows(self) -> list[torch.Tensor]:
+        """Wait for the rows, and return them in rank order. They are to be read only."""
+
+    def give_back(self) -> None:
+        """Let the other ranks use their memory again; the rows may not be read any more."""
+
+
 class Queued(Pending, Protocol):
     """Local work that has been queued."""
 
@@ -134,8 +144,21 @@ class Communicator(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        is_sent: bool = False,
     ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``lane``."""
+        """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``lane``.
+
+        With ``is_sent`` it will be the source of one, whole and once, and then be dropped.
+        """
+
+    def borrow(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Borrowed | None:
+        """Gather every rank's ``source [n]`` where it lies; None: it must be moved to be read.
+
+        Collective and stream as for ``all_gather``. **Lifetime:** ``source`` must not be edited
+        until the rows are given back.
+        """
 
 
 Observer = Callable[[CommEvent, object], None]
@@ -185,18 +208,41 @@ class BaseCommunicator:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        is_sent: bool = False,
     ) -> torch.Tensor:
         """See ``Communicator.allocate``."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def observe(self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
-        """Tell every observer of a collective about to be issued."""
+    def borrow(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Borrowed | None:
+        """See ``Communicator.borrow``: a copy has to be sent."""
+        return None
+
+    def observe(
+        self,
+        op: str,
+        payload: torch.Tensor,
+        group: dist.ProcessGroup,
+        label: str,
+        *,
+        rows: int = 1,
+    ) -> None:
+        """Tell every observer of a collective about to be issued.
+
+        Args:
+            op: Which.
+            payload: The whole buffer, or one of ``rows`` rows of it.
+            group: Who takes part.
+            label: Name of the unit.
+            rows: How many there are.
+        """
         if _observers:
             event = CommEvent(
                 op,
                 label,
                 group.size(),
-                payload.numel() * payload.itemsize,
+                rows * payload.numel() * payload.itemsize,
                 payload.dtype,
             )
             tell(event, self.identity)

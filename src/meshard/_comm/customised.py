@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from meshard._comm.backends import backend_of
 from meshard._comm.checked import CheckedCommunicator
 from meshard._comm.communicator import (
     BaseCommunicator,
@@ -53,7 +54,7 @@ class GroupMemory:
             RuntimeError: It has no memory to give.
         """
         # There is no public name for what NCCL allocates for zero-copy transfers.
-        backend = group._get_backend(self._device)
+        backend = backend_of(group, self._device)
         if not backend.supports_tensor_alloc(self._device):
             raise RuntimeError(
                 f"the backend {backend.name()!r} cannot allocate memory on {self._device}; "
@@ -118,6 +119,7 @@ class CustomCommunicator(BaseCommunicator):
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        is_sent: bool = False,
     ) -> torch.Tensor:
         """See ``Communicator.allocate``."""
         custom = {Lane.GATHER: self._all_gather, Lane.SCATTER: self._reduce_scatter}.get(lane)
@@ -125,7 +127,9 @@ class CustomCommunicator(BaseCommunicator):
             return custom.allocate((numel,), dtype=dtype, device=device)
         if self._memory is not None and group.size() > 1:
             return self._memory.allocate(group, numel, dtype)
-        return self._inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
+        return self._inner.allocate(
+            numel, lane, dtype=dtype, device=device, group=group, is_sent=is_sent
+        )
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

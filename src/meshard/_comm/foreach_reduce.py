@@ -147,7 +147,7 @@ class Reduction:
         request = self._request
         divide_(request.buffer, self._divisors.before_scatter)
         if request.buffer.dtype != request.wire_dtype:
-            narrow = self._allocate(request.buffer.numel(), request.wire_dtype)
+            narrow = self._allocate(request.buffer.numel(), request.wire_dtype, is_sent=True)
             request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
         request.marks.mark_sent(request.buffer)
         with self._comm.lane(Lane.SCATTER):
@@ -159,9 +159,11 @@ class Reduction:
                 label=request.label,
             )
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype, *, is_sent: bool = False) -> torch.Tensor:
         group, device = self._request.shard_group, self._request.buffer.device
-        return self._comm.allocate(numel, Lane.SCATTER, dtype=dtype, device=device, group=group)
+        return self._comm.allocate(
+            numel, Lane.SCATTER, dtype=dtype, device=device, group=group, is_sent=is_sent
+        )
 
     @property
     def has_more(self) -> bool:

@@ -45,6 +45,7 @@ from meshard._comm.communicator import (
     reduce_scatter_single,
 )
 from meshard._comm.notes import is_debugging
+from meshard._comm.shared_memory import SharedMemoryCommunicator, is_allowed
 from meshard._comm.work_communicator import WorkCommunicator
 
 
@@ -174,7 +175,9 @@ class StreamCommunicator(BaseCommunicator):
 
 def make_communicator(device: torch.device) -> Communicator:
     """Return a communicator for tensors on ``device``; a checked one under ``MESHARD_DEBUG=1``."""
-    communicator: Communicator = WorkCommunicator()
+    communicator: Communicator
     if device.type != "cpu":
         communicator = StreamCommunicator(torch.get_device_module(device))
+    else:
+        communicator = SharedMemoryCommunicator() if is_allowed() else WorkCommunicator()
     return CheckedCommunicator(communicator) if is_debugging() else communicator

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshard._comm import sums
 from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
+    Borrowed,
+    Done,
     Lane,
     Pending,
     Queued,
@@ -46,6 +49,20 @@ class WorkPending:
         return True
 
 
+class _OwnRow(Done):
+    """The gather of a group of one rank: there is nothing to move."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._source = source
+
+    def rows(self) -> list[torch.Tensor]:
+        """See ``Borrowed.rows``."""
+        return [self._source]
+
+    def give_back(self) -> None:
+        """Return at once."""
+
+
 class WorkCommunicator(BaseCommunicator):
     """Collectives on CPU tensors, as asynchronous works.
 
@@ -60,6 +77,12 @@ class WorkCommunicator(BaseCommunicator):
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the host thread is the only queue."""
         return contextlib.nullcontext()
+
+    def borrow(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Borrowed | None:
+        """See ``Communicator.borrow``."""
+        return _OwnRow(source) if group.size() == 1 else None
 
     def all_gather(
         self,
@@ -98,7 +121,7 @@ class WorkCommunicator(BaseCommunicator):
             work = dist.all_to_all_single(
                 received.view(-1), source.view(-1), group=group, async_op=True
             )
-        return WorkPending(work, lambda: _sum_rows(output, received))
+        return WorkPending(work, lambda: sums.sum_rows(output, received))
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """See ``Communicator.all_reduce``."""
@@ -132,29 +155,4 @@ def _exchange(
     with profiled("reduce_scatter", label):
         work = dist.all_to_all_single(received, theirs, sizes, sizes, group=group, async_op=True)
 
-    return WorkPending(work, lambda: _sum_two(output, received, own))
-
-
-def _sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> None:
-    """Add two rows up in the dtype of ``output``, which may be ``received`` itself."""
-    if received is not output:
-        output.copy_(received)
-    output.add_(own)
-
-
-def _sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the rows up pairwise, in the wider of the two dtypes; ``rows`` is used as scratch."""
-    # Not torch.sum: it starts from +0.0 and would turn a sum of negative zeros positive.
-    count = rows.size(0)
-    wide = torch.promote_types(rows.dtype, output.dtype)
-    if rows.dtype != wide and (count > 2 or output.dtype != wide):
-        rows = rows.to(wide)
-    while count > 2:
-        half = (count + 1) // 2
-        rows[: count - half].add_(rows[half:count])
-        count = half
-    if output.dtype == wide:
-        output.copy_(rows[0])
-        output.add_(rows[1])
-    else:
-        output.copy_(rows[0].add_(rows[1]))
+    return WorkPending(work, lambda: sums.sum_two(output, received, own))

@@ -186,14 +186,17 @@ class FlatLayout:
         widest = self.segments[0].dtype.itemsize
         return math.ceil(num_bytes / widest) * widest
 
-    def allocate(self, *lead: int, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-        """Return an uninitialised buffer of shape ``[*lead, elements or bytes of one shard]``."""
+    @property
+    def shard_form(self) -> tuple[int, torch.dtype]:
+        """Elements and dtype of the buffer of one rank's flat shard."""
         if self.is_one_dtype:
-            segment = self.segments[0]
-            shape, dtype = (*lead, segment.numel), segment.dtype
-        else:
-            shape, dtype = (*lead, self.shard_bytes), torch.uint8
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+            return self.segments[0].numel, self.segments[0].dtype
+        return self.shard_bytes, torch.uint8
+
+    def allocate(self, *, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
+        """Return an uninitialised buffer for one rank's flat shard."""
+        numel, dtype = self.shard_form
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view ``[..., segment.numel]`` per segment of a buffer."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshard._comm.all_gather import GatherInFlight
+from meshard._comm.all_gather import GatherInFlight, Rows
 from meshard._comm.communicator import Communicator, Lane
 from meshard._comm.packed_gather import Form, PackedGather, agree_on_forms
 from meshard._geometry.layout import FlatLayout
@@ -126,9 +126,9 @@ class ExtendedTensors:
         self._gather = PackedGather(agreed, roles.shard_count, device)
         return self._gather
 
-    def fill_whole(self, gathered: torch.Tensor, *, comes_again: bool) -> None:
+    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
         """See ``Faces.fill_whole``."""
-        assert self._gather is not None
+        assert self._gather is not None and isinstance(gathered, torch.Tensor)
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
             self._gather.copy_out(gathered)

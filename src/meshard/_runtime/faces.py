@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from meshard._comm.all_gather import GatherInFlight
+from meshard._comm.all_gather import GatherInFlight, Rows
 from meshard._comm.communicator import Communicator
 from meshard._comm.host_link import HostLink
 from meshard._geometry.layout import FlatLayout
@@ -58,11 +58,11 @@ class Faces(Protocol):
         **Lifetime:** the shards must not be edited until the gather is waited for.
         """
 
-    def fill_whole(self, gathered: torch.Tensor, *, comes_again: bool) -> None:
+    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
         """Have the whole parameters in memory of their own.
 
         Args:
-            gathered: ``[shard_count, ...]``.
+            gathered: ``[shard_count, ...]``, as a tensor or as a list of rows.
             comes_again: The same may be gathered again without ``start_gather``.
         """
 

@@ -312,6 +312,7 @@ class GradientState:
                 dtype=wire_dtype,
                 device=layout.device,
                 group=self._group.place.roles.shard_group,
+                is_sent=True,
             ).view(layout.shard_count, -1)
         layout.pack(buffer, gradients)
         layout.run_hooks(arrived, buffer, used)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshard._comm.all_gather import GatherInFlight, GatherPlan
+from meshard._comm.all_gather import GatherInFlight, GatherPlan, Rows
 from meshard._comm.communicator import Communicator
 from meshard._comm.host_link import HostLink
 from meshard._geometry.layout import FlatLayout
@@ -200,7 +200,7 @@ class GroupTensors:
             buffer, segments, comm=comm, group=self.place.roles.shard_group, label=self.label
         )
 
-    def fill_whole(self, gathered: torch.Tensor, *, comes_again: bool) -> None:
+    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
         """See ``Faces.fill_whole``."""
         self.whole.allocate()
         self.plan.copy_out(gathered)

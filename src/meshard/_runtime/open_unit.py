@@ -85,6 +85,7 @@ class OpenUnit:
                 )
             in_flight.pending.wait()
             rows = in_flight.gathered
+            assert rows is not None
         with torch.inference_mode(False), torch.no_grad():
             wholes = [
                 torch.empty(param.layout.shape, dtype=param.sharded.dtype, device=own.device)

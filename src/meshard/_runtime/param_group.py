@@ -220,14 +220,16 @@ class ParamGroup:
         self.start_unshard()
         if self._in_flight is None:
             return
-        self._in_flight.pending.wait()
-        gathered = self._in_flight.gathered.view(self.place.roles.shard_count, -1)
+        gathered = self._in_flight.rows()
+        if isinstance(gathered, torch.Tensor):
+            gathered = gathered.view(self.place.roles.shard_count, -1)
         with torch.no_grad():
             self.tensors.fill_whole(gathered, comes_again=keep_in is not None)
             if keep_in is not None:
                 count = self.place.roles.shard_count // keep_in.size()
                 first = keep_in.rank() * count
-                self._kept = _Kept(gathered[first : first + count].clone(), keep_in)
+                self._kept = _Kept(torch.stack([*gathered[first : first + count]]), keep_in)
+        self._in_flight.end()
         self._in_flight = None
         self.is_leftover = False
         self.residence = Residence.UNSHARDED

@@ -1,0 +1,278 @@
+"""How do ranks of one host pass tensors on without sending them?
+
+Every rank has a segment that the others map. It writes what it has to say there, and then the
+number of the message; whoever waits for that number reads where it lies, and then notes that it
+has. All ranks of a group number their collectives alike, so that a number says which is meant, and
+every word is written by one rank only: there are no locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.backends import timeout_of
+from meshard._comm.communicator import all_gather_single
+from meshard._comm.segment import IS_SUPPORTED, FirstFit, Segment, aligned
+
+# Messages that may be on their way at once: a word for each of these is at the start of a segment.
+_MESSAGES = 4096
+_SAID, _PLACE, _SIZE, _HEARD = range(4)
+_TOKEN_WORD = 4 * _MESSAGES
+_START = aligned(8 * (_TOKEN_WORD + 1))
+
+_EAGER = 200  # looks before the thread goes to sleep: what is awaited is mostly there, or soon
+_NAPS = (5e-5, 5e-4)  # seconds: at first, and when it takes long
+_CALLS_PER_CHECK = 200
+
+
+class _Lease:
+    """A range of one's own segment."""
+
+    __slots__ = ("begin", "message", "num_bytes", "watch")
+
+    def __init__(self, begin: int, num_bytes: int) -> None:
+        self.begin = begin
+        self.num_bytes = num_bytes
+        self.message = -1  # the last that was in it
+        self.watch: weakref.ref[Any] | None = None
+
+
+class _Process:
+    """Another process, by a descriptor that stays its own when its number is used again."""
+
+    def __init__(self, number: int) -> None:
+        descriptor = os.pidfd_open(number)
+        weakref.finalize(self, os.close, descriptor)
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has."""
+        return bool(self._poll.poll(0))
+
+
+class Neighbours:
+    """The segments of all ranks of a group on one host.
+
+    Args:
+        segments: By rank.
+        processes: Their process ids, by rank.
+        rank: Which one is this rank's own.
+        patience: Seconds after which a wait gives up.
+    """
+
+    def __init__(
+        self, segments: list[Segment], processes: list[int], rank: int, patience: float
+    ) -> None:
+        self.rank = rank
+        self.others = [other for other in range(len(segments)) if other != rank]
+        self._segments = segments
+        self._own = segments[rank]
+        words = [segment.words(0, 4 * _MESSAGES) for segment in segments]
+        self._said, self._place, self._size, self._heard = (
+            [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
+            for kind in (_SAID, _PLACE, _SIZE, _HEARD)
+        )
+        self._patience = patience
+        self._processes = {other: _Process(processes[other]) for other in self.others}
+        self._next = 0
+        self._free = FirstFit(_START)
+        self._leases: dict[int, _Lease] = {}  # by address; the tensor lives
+        # Appended to whenever a tensor dies, in the midst of anything: taken from in one place.
+        self._dropped: deque[_Lease] = deque()
+        self._unheard: list[_Lease] = []  # the tensor is dead, the message not yet read by all
+
+    # --- memory ----------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``[numel]``, uninitialised, that can be passed on without a copy."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        self._take_back()
+        num_bytes = aligned(numel * dtype.itemsize)
+        begin = self._free.take(num_bytes)
+        self._own.reserve(begin + num_bytes)
+        lease = _Lease(begin, num_bytes)
+        leases, dropped = self._leases, self._dropped
+
+        def drop(_: object) -> None:
+            del leases[address]
+            dropped.append(lease)
+
+        tensor, lease.watch = self._own.lend(begin, numel, dtype, drop)
+        address = tensor.data_ptr()
+        leases[address] = lease
+        return tensor
+
+    def _take_back(self) -> None:
+        while self._dropped:
+            self._unheard.append(self._dropped.popleft())
+        waiting = []
+        for lease in self._unheard:
+            if self._is_heard(lease.message):
+                self._free.give(lease.begin, lease.num_bytes)
+            else:
+                waiting.append(lease)
+        self._unheard = waiting
+
+    def _is_heard(self, message: int) -> bool:
+        slot = message % _MESSAGES
+        return message < 0 or all(self._heard[other][slot] > message for other in self.others)
+
+    # --- messages --------------------------------------------------------------------------
+
+    def say(self, tensor: torch.Tensor, *, rows: int = 1, copy: bool = False) -> int:
+        """Pass ``tensor`` on; return the number of the message.
+
+        Memory from ``allocate`` is read where it is: it must not be written to again, and is not
+        used again before all have heard it. Other memory is copied, and so is any with ``copy``;
+        if there are ``rows``, without the one of this rank.
+        """
+        message = self._next
+        self._next += 1
+        slot = message % _MESSAGES
+        if message >= _MESSAGES:
+            self._wait(self._heard, message - _MESSAGES, "read what was passed on to it")
+        num_bytes = tensor.numel() * tensor.itemsize
+        if num_bytes:
+            lease = None if copy else self._leases.get(tensor.data_ptr())
+            if lease is None:
+                lease = self._lease_copy(tensor, rows)
+            lease.message = message
+            self._place[self.rank][slot] = lease.begin
+        self._size[self.rank][slot] = num_bytes
+        self._said[self.rank][slot] = message + 1  # the last: who sees it sees the rest
+        return message
+
+    def _lease_copy(self, tensor: torch.Tensor, rows: int) -> _Lease:
+        copy = self.allocate(tensor.numel(), tensor.dtype)
+        both = zip(copy.view(rows, -1), tensor.view(rows, -1), strict=True)
+        for row, (ours, theirs) in enumerate(both):
+            if rows == 1 or row != self.rank:
+                ours.copy_(theirs)
+        return self._leases[copy.data_ptr()]
+
+    def is_said(self, message: int) -> bool:
+        """Return whether all have said ``message``."""
+        slot = message % _MESSAGES
+        return all(self._said[other][slot] > message for other in self.others)
+
+    def listen(
+        self,
+        message: int,
+        other: int,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        row: int = 0,
+        rows: int = 1,
+    ) -> torch.Tensor:
+        """Return a row of what rank ``other`` has said, where it lies, when it has been said.
+
+        Args:
+            message: Its number.
+            other: Who says it.
+            numel: Elements of the row.
+            dtype: Of the elements.
+            row: Which one.
+            rows: How many there are.
+
+        Raises:
+            RuntimeError: That rank has said something else, or died, or did not say it in time.
+        """
+        self._wait(self._said, message, "join the collective", other)
+        slot = message % _MESSAGES
+        num_bytes = numel * dtype.itemsize
+        if self._size[other][slot] != rows * num_bytes:
+            raise RuntimeError(
+                f"rank {other} of the group sends {self._size[other][slot]} bytes where rank "
+                f"{self.rank} expects {rows * num_bytes}: the ranks run different units. "
+                "MESHARD_DEBUG=1 says which."
+            )
+        begin = self._place[other][slot] if num_bytes else 0
+        return self._segments[other].look(begin + row * num_bytes, numel, dtype)
+
+    def hear(self, message: int) -> None:
+        """Note that this rank reads nothing of ``message`` any more; also before it is said."""
+        self._heard[self.rank][message % _MESSAGES] = message + 1
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    def _wait(
+        self, words: list[memoryview], message: int, what: str, other: int | None = None
+    ) -> None:
+        slot = message % _MESSAGES
+        for each in self.others if other is None else (other,):
+            own = words[each]
+            if own[slot] <= message:
+                self._wait_long(own, slot, message, each, what)
+
+    def _wait_long(self, own: memoryview, slot: int, message: int, other: int, what: str) -> None:
+        for _ in range(_EAGER):
+            os.sched_yield()
+            if own[slot] > message:
+                return
+        start = time.monotonic()
+        for count in range(1, 2**62):
+            time.sleep(_NAPS[count > _CALLS_PER_CHECK])
+            if own[slot] > message:
+                return
+            if count % _CALLS_PER_CHECK == 0:
+                self._check(other, own[slot] <= message, time.monotonic() - start, what)
+
+    def _check(self, other: int, is_missing: bool, seconds: float, what: str) -> None:
+        if self._processes[other].has_ended and is_missing:
+            raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
+        if seconds > self._patience:
+            raise RuntimeError(f"rank {other} of the group did not {what} in {seconds:.0f} s.")
+
+
+def meet(group: dist.ProcessGroup) -> Neighbours | None:
+    """Return the neighbours, if all ranks of ``group`` can reach one another's memory.
+
+    **Collective:** all ranks of ``group``; a gather of a few numbers and an all-reduce of one.
+    """
+    own = Segment.create(_START) if IS_SUPPORTED else None
+    token = secrets.randbits(62)
+    introduction = torch.tensor([os.getpid(), 0, token])
+    if own is not None:
+        introduction[1] = own.descriptor
+        own.words(8 * _TOKEN_WORD, 1)[0] = token
+    table = introduction.new_empty(group.size() * 3)
+    all_gather_single(table, introduction, group=group)
+    segments, processes = [], []
+    for rank, (process, descriptor, expected) in enumerate(table.view(-1, 3).tolist()):
+        segment = own if rank == group.rank() else _open(process, descriptor, expected)
+        if segment is None:
+            break
+        segments.append(segment)
+        processes.append(process)
+    neighbours = None
+    if len(segments) == group.size():
+        with contextlib.suppress(OSError):
+            patience = timeout_of(group).total_seconds()
+            neighbours = Neighbours(segments, processes, group.rank(), patience)
+    # All or none: a rank that is alone with its view of the others would wait for ever.
+    num_met = torch.tensor(int(neighbours is not None))
+    dist.all_reduce(num_met, group=group)
+    return neighbours if num_met == group.size() else None
+
+
+def _open(process: int, descriptor: int, token: int) -> Segment | None:
+    """Return the segment of another rank; None if it cannot be reached, or is another's."""
+    with contextlib.suppress(OSError, ValueError):
+        segment = Segment.open(process, descriptor)
+        if segment.words(8 * _TOKEN_WORD, 1)[0] == token:
+            return segment
+    return None

@@ -1,0 +1,217 @@
+"""How do ranks of one host do collectives on CPU tensors? By reading one another's memory.
+
+A gather copies the neighbours' shards from where they lie into whole parameters, and a
+reduce-scatter adds up the neighbours' rows from where they were packed. Nothing goes through a
+socket, and no thread beside the caller's takes time from compute. The numbers are those of
+``WorkCommunicator``, bit for bit, which does what is left: groups across hosts, and all-reduces of
+more than two ranks, which gloo adds up in an order of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm import sums
+from meshard._comm.communicator import Borrowed, Lane, Pending, profiled
+from meshard._comm.neighbours import Neighbours, meet
+from meshard._comm.work_communicator import WorkCommunicator
+
+
+class _Heard:
+    """What this rank takes part in by reading: one message of all neighbours."""
+
+    __slots__ = ("_is_over", "_message", "_neighbours", "_source")
+
+    def __init__(
+        self, neighbours: Neighbours, source: torch.Tensor, *, rows: int = 1, copy: bool = False
+    ) -> None:
+        self._neighbours = neighbours
+        self._source = source
+        self._message = neighbours.say(source, rows=rows, copy=copy)
+        self._is_over = False
+
+    def _read(self) -> None:
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait for the neighbours, and do this rank's part."""
+        if not self._is_over:
+            self._read()
+            self._end()
+
+    def poll(self) -> bool:
+        """See ``Pending.poll``."""
+        if not self._is_over and not self._neighbours.is_said(self._message):
+            return False
+        self.wait()
+        return True
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._neighbours.hear(self._message)
+        del self._source
+
+    def __del__(self) -> None:
+        if not self._is_over:  # dropped, say with the model: the neighbours need not wait for it
+            self._neighbours.hear(self._message)
+
+
+class _BorrowedRows(_Heard):
+    """An all-gather of which each row is read where it lies."""
+
+    __slots__ = ()
+
+    def rows(self) -> list[torch.Tensor]:
+        """See ``Borrowed.rows``."""
+        source, neighbours, message = self._source, self._neighbours, self._message
+        return [
+            source
+            if rank == neighbours.rank
+            else neighbours.listen(message, rank, source.numel(), source.dtype)
+            for rank in range(len(neighbours.others) + 1)
+        ]
+
+    def give_back(self) -> None:
+        """See ``Borrowed.give_back``."""
+        if not self._is_over:
+            self._end()
+
+    def _read(self) -> None:
+        for rank in self._neighbours.others:
+            self._neighbours.listen(self._message, rank, self._source.numel(), self._source.dtype)
+
+
+class _Gather(_BorrowedRows):
+    """An all-gather into ``output [ranks, n]``."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__(neighbours, source)
+        self._output = output
+
+    def _read(self) -> None:
+        for row, source in zip(self._output, self.rows(), strict=True):
+            row.copy_(source)
+
+
+class _Scatter(_Heard):
+    """A reduce-scatter of ``source [ranks, n]`` into ``output [n]``."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__(neighbours, source, rows=source.size(0))
+        self._output = output
+
+    def _read(self) -> None:
+        source, output, neighbours = self._source, self._output, self._neighbours
+        count, numel = source.shape
+        rows = {
+            rank: neighbours.listen(
+                self._message, rank, numel, source.dtype, row=neighbours.rank, rows=count
+            )
+            for rank in neighbours.others
+        }
+        rows[neighbours.rank] = source[neighbours.rank]
+        if count == 2:
+            sums.sum_two(output, rows[neighbours.others[0]], rows[neighbours.rank])
+        else:
+            sums.sum_rows(output, torch.stack([rows[rank] for rank in range(count)]))
+
+
+class _Sum(_Heard):
+    """An all-reduce of ``source`` between two ranks, in place."""
+
+    __slots__ = ()
+
+    def _read(self) -> None:
+        (other,) = self._neighbours.others
+        source = self._source
+        source.add_(self._neighbours.listen(self._message, other, source.numel(), source.dtype))
+
+
+class SharedMemoryCommunicator(WorkCommunicator):
+    """Collectives between ranks that reach one another's memory; by sockets where they do not.
+
+    Which it is, a group finds out at its first collective: no rank need know the hosts' names.
+    """
+
+    def __init__(self) -> None:
+        self._neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]
+        self._neighbours = weakref.WeakKeyDictionary()
+
+    def _neighbours_in(self, group: dist.ProcessGroup) -> Neighbours | None:
+        try:
+            return self._neighbours[group]
+        except KeyError:
+            is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
+            found = self._neighbours[group] = meet(group) if is_gloo else None
+            return found
+
+    def allocate(
+        self,
+        numel: int,
+        lane: Lane,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        is_sent: bool = False,
+    ) -> torch.Tensor:
+        """See ``Communicator.allocate``: what is sent lies where the neighbours read it."""
+        neighbours = self._neighbours_in(group) if is_sent else None
+        if neighbours is not None:
+            return neighbours.allocate(numel, dtype)
+        return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
+
+    def borrow(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Borrowed | None:
+        """See ``Communicator.borrow``."""
+        neighbours = self._neighbours_in(group)
+        if neighbours is None:
+            return super().borrow(source, group=group, label=label)
+        self.observe("all_gather", source, group, label, rows=group.size())
+        with profiled("all_gather", label):
+            return _BorrowedRows(neighbours, source)
+
+    def all_gather(
+        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Pending:
+        """See ``Communicator.all_gather``."""
+        neighbours = self._neighbours_in(group)
+        if neighbours is None:
+            return super().all_gather(output, source, group=group, label=label)
+        self.observe("all_gather", output, group, label)
+        with profiled("all_gather", label):
+            return _Gather(neighbours, output, source)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Pending:
+        """See ``Communicator.reduce_scatter``."""
+        neighbours = self._neighbours_in(group)
+        if neighbours is None:
+            return super().reduce_scatter(output, source, group=group, label=label)
+        self.observe("reduce_scatter", source, group, label)
+        with profiled("reduce_scatter", label):
+            return _Scatter(neighbours, output, source)
+
+    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+        """See ``Communicator.all_reduce``."""
+        neighbours = self._neighbours_in(group) if group.size() == 2 else None
+        if neighbours is None:
+            return super().all_reduce(buffer, group=group, label=label)
+        self.observe("all_reduce", buffer, group, label)
+        with profiled("all_reduce", label):
+            return _Sum(neighbours, buffer, copy=True)  # it becomes the result
+
+
+def is_allowed() -> bool:
+    """Whether ranks may read one another's memory: not under ``MESHARD_SHARED_MEMORY=0``."""
+    return os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
