@@ -241,9 +241,11 @@ class Neighbours:
 def meet(group: dist.ProcessGroup) -> Neighbours | None:
     """Return the neighbours, if all ranks of ``group`` can reach one another's memory.
 
+    ``MESHARD_SHARED_MEMORY=0`` on any rank keeps all of its groups from it.
+
     **Collective:** all ranks of ``group``; a gather of a few numbers and an all-reduce of one.
     """
-    own = Segment.create(_START) if IS_SUPPORTED else None
+    own = Segment.create(_START) if IS_SUPPORTED and _is_wanted() else None
     token = secrets.randbits(62)
     introduction = torch.tensor([os.getpid(), 0, token])
     if own is not None:
@@ -267,6 +269,10 @@ def meet(group: dist.ProcessGroup) -> Neighbours | None:
     num_met = torch.tensor(int(neighbours is not None))
     dist.all_reduce(num_met, group=group)
     return neighbours if num_met == group.size() else None
+
+
+def _is_wanted() -> bool:
+    return os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
 
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:

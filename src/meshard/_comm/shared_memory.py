@@ -9,7 +9,6 @@ more than two ranks, which gloo adds up in an order of its own.
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import torch
@@ -210,8 +209,3 @@ class SharedMemoryCommunicator(WorkCommunicator):
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
             return _Sum(neighbours, buffer, copy=True)  # it becomes the result
-
-
-def is_allowed() -> bool:
-    """Whether ranks may read one another's memory: not under ``MESHARD_SHARED_MEMORY=0``."""
-    return os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"

@@ -45,8 +45,7 @@ from meshard._comm.communicator import (
     reduce_scatter_single,
 )
 from meshard._comm.notes import is_debugging
-from meshard._comm.shared_memory import SharedMemoryCommunicator, is_allowed
-from meshard._comm.work_communicator import WorkCommunicator
+from meshard._comm.shared_memory import SharedMemoryCommunicator
 
 
 class _EventPending:
@@ -179,5 +178,5 @@ def make_communicator(device: torch.device) -> Communicator:
     if device.type != "cpu":
         communicator = StreamCommunicator(torch.get_device_module(device))
     else:
-        communicator = SharedMemoryCommunicator() if is_allowed() else WorkCommunicator()
+        communicator = SharedMemoryCommunicator()
     return CheckedCommunicator(communicator) if is_debugging() else communicator
