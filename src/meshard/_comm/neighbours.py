@@ -33,6 +33,8 @@ _START = aligned(8 * (_TOKEN_WORD + 1))
 _EAGER = 200  # looks before the thread goes to sleep: what is awaited is mostly there, or soon
 _NAPS = (5e-5, 5e-4)  # seconds: at first, and when it takes long
 _CALLS_PER_CHECK = 200
+_LARGE = 2**16  # bytes
+_SHORT = 2e-3  # seconds: not for ever, for the neighbour may be waiting for this rank
 
 
 class _Lease:
@@ -101,6 +103,8 @@ class Neighbours:
             return torch.empty(0, dtype=dtype)
         self._take_back()
         num_bytes = aligned(numel * dtype.itemsize)
+        if num_bytes >= _LARGE and self._unheard:
+            self._spare_memory(num_bytes)
         begin = self._free.take(num_bytes)
         self._own.reserve(begin + num_bytes)
         lease = _Lease(begin, num_bytes)
@@ -114,6 +118,13 @@ class Neighbours:
         address = tensor.data_ptr()
         leases[address] = lease
         return tensor
+
+    def _spare_memory(self, num_bytes: int) -> None:
+        """Wait a little for what a neighbour is about to give back, rather than take more."""
+        until = time.monotonic() + _SHORT
+        while not self._free.fits(num_bytes) and self._unheard and time.monotonic() < until:
+            time.sleep(_NAPS[0])
+            self._take_back()
 
     def _take_back(self) -> None:
         while self._dropped:

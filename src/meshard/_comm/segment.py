@@ -110,6 +110,10 @@ class FirstFit:
         self._free: list[tuple[int, int]] = []  # begin and end, in order
         self._end = start
 
+    def fits(self, num_bytes: int) -> bool:
+        """Return whether there is room before the end."""
+        return any(end - begin >= num_bytes for begin, end in self._free)
+
     def take(self, num_bytes: int) -> int:
         """Return where ``num_bytes`` are free, and take them."""
         for place, (begin, end) in enumerate(self._free):

@@ -1,0 +1,296 @@
+"""Do ranks that read one another's memory get what ranks that send to one another get?"""
+
+import gc
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard._comm import neighbours as neighbours_module
+from meshard._comm.communicator import Lane
+from meshard._comm.neighbours import meet
+from meshard._comm.segment import IS_SUPPORTED, Segment
+from meshard._comm.shared_memory import SharedMemoryCommunicator
+from meshard._comm.work_communicator import WorkCommunicator
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.rank_pool import RankError
+from tests.support.strategies import MODES
+
+pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux on x86-64")
+
+
+def model_on(mesh, policy, is_shared, monkeypatch):
+    """Return a sharded model and how many of its groups share memory, after its first forward."""
+    monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(is_shared)))
+    model = seeded(MlpStack())
+    for block in model.blocks:
+        meshard.fully_shard(block, mesh, mp_policy=policy)
+    meshard.fully_shard(model, mesh, mp_policy=policy)
+    model(torch.ones(1, 6))
+    return model
+
+
+def train_both(mesh_shape, policy, schedule):
+    """Train by shared memory and by sockets; all numbers must agree, bit for bit."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    counts = []
+    count = neighbours_module.Neighbours.hear
+    neighbours_module.Neighbours.hear = lambda self, m: (counts.append(m), count(self, m))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            models = [model_on(mesh, policy, shared, patch) for shared in (True, False)]
+            heard = len(counts)
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            for _ in range(3):
+                for sync in schedule:
+                    x = torch.randn(4, 6, generator=generator)
+                    losses = []
+                    for model in models:
+                        model.set_gradient_sync(MODES[sync])
+                        losses.append(model(x).float().square().mean())
+                        losses[-1].backward()
+                    assert torch.equal(*losses)
+                assert_same(full_grads(models[0]), full_grads(models[1]), bitwise=True)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_same(full_state(models[0]), full_state(models[1]), bitwise=True)
+    finally:
+        neighbours_module.Neighbours.hear = count
+    return heard, len(counts)
+
+
+POLICIES = {
+    "float32": meshard.MixedPrecisionPolicy(),
+    "bfloat16 compute, float32 wire": meshard.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
+    "bfloat16": meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "float16 wire": meshard.MixedPrecisionPolicy(reduce_dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
+def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy):
+    ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
+    for schedule in ("F", "NRF"):
+        for heard, later in run_ranks(train_both, ranks, mesh_shape, policy, schedule):
+            assert 0 < heard < later  # or nothing was shared, and this compares nothing
+
+
+class Both:
+    """Starts the same collectives by shared memory and by sockets.
+
+    Args:
+        plan: Draws what is done; the same on all ranks.
+        generator: Draws the numbers; its own on each.
+    """
+
+    def __init__(self, plan, generator):
+        self.plan = plan
+        self.generator = generator
+        self.shared, self.sockets = SharedMemoryCommunicator(), WorkCommunicator()
+        self.where = {"group": dist.group.WORLD, "label": "unit"}
+
+    def start(self):
+        """Return what is on its way, where its result will be (None: in rows), and the result."""
+        op = self.plan.choice([self.gather, self.borrow, self.scatter, self.sum])
+        return op(self.plan.choice([0, 1, 300, 70_000]))
+
+    def gather(self, numel):
+        source = torch.randn(numel, generator=self.generator)
+        ours, theirs = torch.empty(2, dist.get_world_size(), numel)
+        self.sockets.all_gather(theirs, source, **self.where).wait()
+        return self.shared.all_gather(ours, source, **self.where), ours, theirs
+
+    def borrow(self, numel):
+        source = torch.randn(numel, generator=self.generator)
+        theirs = torch.empty(dist.get_world_size(), numel)
+        self.sockets.all_gather(theirs, source, **self.where).wait()
+        return self.shared.borrow(source, **self.where), None, theirs
+
+    def scatter(self, numel):
+        dtype, out = self.plan.choice(
+            [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
+        )
+        source = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
+        kept = source.clone()
+        if self.plan.random() < 0.5:
+            memory = self.shared.allocate(
+                source.numel(),
+                Lane.SCATTER,
+                dtype=dtype,
+                device=source.device,
+                group=dist.group.WORLD,
+                is_sent=True,
+            )
+            source = memory.view_as(source).copy_(source)
+        ours, theirs = torch.empty(numel, dtype=out), torch.empty(numel, dtype=out)
+        self.sockets.reduce_scatter(theirs, kept, **self.where).wait()
+        return self.shared.reduce_scatter(ours, source, **self.where), ours, theirs
+
+    def sum(self, numel):
+        ours = torch.randn(numel, generator=self.generator)
+        theirs = ours.clone()
+        self.sockets.all_reduce(theirs, **self.where).wait()
+        return self.shared.all_reduce(ours, **self.where), ours, theirs
+
+
+def finish(own, mine, ours, theirs):
+    """Finish one in a way that this rank draws, or never."""
+    time.sleep(own.choice([0.0, 0.0, 0.002 * own.random()]))
+    if own.random() < 0.1:
+        return
+    if ours is None:
+        ours = torch.stack(mine.rows())
+        mine.give_back()
+    elif own.random() < 0.5 or not mine.poll():
+        mine.wait()
+        mine.wait()
+    assert torch.equal(ours, theirs)
+
+
+def any_order(seed):
+    """Start and finish collectives in orders that differ between ranks, which also dawdle."""
+    rank, pending = dist.get_rank(), []
+    own = random.Random(1000 * seed + rank)
+    both = Both(random.Random(seed), torch.Generator().manual_seed(100 * seed + rank))
+    for _ in range(60):
+        pending.append(both.start())
+        while len(pending) > own.randint(0, 5):
+            finish(own, *pending.pop(own.randrange(len(pending))))
+    pending.clear()
+    (met,) = both.shared._neighbours.values()
+    dist.barrier()
+    met._take_back()
+    return len(met._leases), len(met._unheard), met._free.take(1) == neighbours_module._START
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
+    for seed in range(4):
+        assert run_ranks(any_order, ranks, seed) == [(0, 0, True)] * ranks
+
+
+def many_messages():
+    """Pass on more messages than there are words for, of which many are never heard."""
+    met = meet(dist.group.WORLD)
+    other = 1 - dist.get_rank()
+    sizes = set()
+    for count in range(3 * neighbours_module._MESSAGES):
+        message = met.say(torch.full((1000,), float(count + dist.get_rank())))
+        if count % 100 == 0:
+            heard = met.listen(message, other, 1000, torch.float32)
+            assert (heard == count + other).all()
+        met.hear(message)
+        if count > neighbours_module._MESSAGES:
+            sizes.add(os.fstat(met._own.descriptor).st_size)
+    return len(sizes)
+
+
+def test_messages_may_be_more_than_there_are_words_for(run_ranks):
+    assert run_ranks(many_messages, 2) == [1, 1]  # the segment does not grow
+
+
+def one_cannot_reach_the_others(how):
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1 and how == "env":
+            patch.setenv("MESHARD_SHARED_MEMORY", "0")
+        elif dist.get_rank() == 1 and how == "host":
+            patch.setattr(Segment, "open", lambda process, descriptor: os.open("/none", 0))
+        elif dist.get_rank() == 1 and how == "token":  # a process of that number on another host
+            patch.setattr(Segment, "open", lambda process, descriptor: Segment.create(1))
+        elif dist.get_rank() == 1:
+            patch.setattr(neighbours_module, "IS_SUPPORTED", False)
+        assert meet(dist.group.WORLD) is None
+        model = meshard.fully_shard(seeded(MlpStack()), mesh)
+        model(torch.ones(2, 6)).sum().backward()
+    plain = seeded(MlpStack())
+    plain(torch.ones(2, 6)).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("how", ["env", "host", "token", "system"])
+def test_one_rank_that_cannot_share_keeps_all_to_sockets(run_ranks, how):
+    run_ranks(one_cannot_reach_the_others, 2, how)
+
+
+def descriptors():
+    """Return the open files of this process that are shared memory."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(link))
+        except OSError:
+            continue  # closed meanwhile
+    return [name for name in found if "memfd:meshard" in name]
+
+
+def used_and_deleted():
+    gc.collect()
+    before = len(descriptors())
+    named = set(os.listdir("/dev/shm"))
+    model = meshard.fully_shard(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
+    model(torch.ones(2, 6)).sum().backward()
+    during = len(descriptors())
+    assert set(os.listdir("/dev/shm")) <= named  # nothing has a name
+    gc.disable()
+    try:
+        del model
+        return before, during > before, len(descriptors()) - before
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_is_deleted_leaves_no_segment(run_ranks):
+    for _, during, after in run_ranks(used_and_deleted, 2):
+        assert during and not after
+
+
+def one_dies():
+    met = meet(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    met.say(torch.ones(10))
+    met.listen(0, 1, 10, torch.float32)
+
+
+def test_a_rank_that_dies_is_named(run_ranks):
+    with pytest.raises(RankError) as caught:
+        run_ranks(one_dies, 2)
+    assert "rank 1 of the group has ended and will not join the collective" in str(caught.value)
+
+
+def another_size():
+    met = meet(dist.group.WORLD)
+    met.say(torch.ones(10 + dist.get_rank()))
+    with pytest.raises(RuntimeError, match="MESHARD_DEBUG"):
+        met.listen(0, 1 - dist.get_rank(), 10 + dist.get_rank(), torch.float32)
+
+
+def test_ranks_that_send_different_sizes_are_told(run_ranks):
+    run_ranks(another_size, 2)
+
+
+def too_late():
+    met = meet(dist.group.WORLD)
+    met._patience = 0.2
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"rank 1 .* did not join the collective in 0 s"):
+            met.listen(0, 1, 10, torch.float32)
+    dist.barrier()
+
+
+def test_a_wait_has_an_end(run_ranks):
+    run_ranks(too_late, 2)
