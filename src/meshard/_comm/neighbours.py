@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.backends import timeout_of
-from meshard._comm.communicator import all_gather_single
 from meshard._comm.segment import IS_SUPPORTED, FirstFit, Segment, aligned
+from meshard._comm.setup_communicator import exchange_numbers
 
 # Messages that may be on their way at once: a word for each of these is at the start of a segment.
 _MESSAGES = 4096
@@ -254,18 +254,16 @@ def meet(group: dist.ProcessGroup) -> Neighbours | None:
 
     ``MESHARD_SHARED_MEMORY=0`` on any rank keeps all of its groups from it.
 
-    **Collective:** all ranks of ``group``; a gather of a few numbers and an all-reduce of one.
+    **Collective:** all ranks of ``group``; two gathers of a few numbers.
     """
     own = Segment.create(_START) if IS_SUPPORTED and _is_wanted() else None
     token = secrets.randbits(62)
-    introduction = torch.tensor([os.getpid(), 0, token])
     if own is not None:
-        introduction[1] = own.descriptor
         own.words(8 * _TOKEN_WORD, 1)[0] = token
-    table = introduction.new_empty(group.size() * 3)
-    all_gather_single(table, introduction, group=group)
+    introduction = [os.getpid(), -1 if own is None else own.descriptor, token]
     segments, processes = [], []
-    for rank, (process, descriptor, expected) in enumerate(table.view(-1, 3).tolist()):
+    for rank, introduced in enumerate(exchange_numbers(introduction, group)):
+        process, descriptor, expected = introduced
         segment = own if rank == group.rank() else _open(process, descriptor, expected)
         if segment is None:
             break
@@ -277,9 +275,8 @@ def meet(group: dist.ProcessGroup) -> Neighbours | None:
             patience = timeout_of(group).total_seconds()
             neighbours = Neighbours(segments, processes, group.rank(), patience)
     # All or none: a rank that is alone with its view of the others would wait for ever.
-    num_met = torch.tensor(int(neighbours is not None))
-    dist.all_reduce(num_met, group=group)
-    return neighbours if num_met == group.size() else None
+    has_met = exchange_numbers([int(neighbours is not None)], group)
+    return neighbours if all(met for (met,) in has_met) else None
 
 
 def _is_wanted() -> bool:

@@ -40,6 +40,19 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     return gathered
 
 
+def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Return the ``numbers`` of every rank.
+
+    Observers are not told: like what makes a group, this is before any step, and of no unit.
+    **Collective:** all ranks of ``group``, with as many numbers.
+    """
+    own = torch.tensor(numbers)
+    gathered = own.new_empty(group.size() * len(numbers))
+    all_gather_single(gathered, own, group=group)
+    rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
+    return rows
+
+
 def _announce(op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
     if is_debugging():
         compare_notes(op, label, payload, group)
