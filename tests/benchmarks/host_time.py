@@ -182,7 +182,7 @@ def seconds_in_a_world(world: int, rounds: int = 25) -> float:
     """
     torch.set_num_threads(1)
     length = 4096
-    gather = mock.patch.object(work_communicator, "all_gather_single", _pretend)
+    gather = mock.patch.object(work_communicator, "start_all_gather_on", _pretend)
     with fake_group(world), gather:
         mesh = init_device_mesh("cpu", (world,))
         model = nn.Sequential(*(Scales(6, length) for _ in range(48)))

@@ -83,10 +83,11 @@ def partial_keyed_by_position(patch: Patch) -> None:
         moved.narrow(-1, 0, common).copy_(buffer.narrow(-1, 0, common))
         return moved
 
-    def only_used(self: Any, gradients: list[torch.Tensor | None], _: Any) -> GradientLayout:
-        indices = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+    def only_used(self: Any, used: frozenset[int], _: Any) -> GradientLayout:
         return GradientLayout(
-            [param.layout for param in self._group.params], indices, self._group.place.device
+            [param.layout for param in self._group.params],
+            tuple(sorted(used)),
+            self._group.place.device,
         )
 
     patch.setattr(GradientLayout, "move", move)
@@ -248,7 +249,7 @@ def wire_dtype_of_the_first_parameter(patch: Patch) -> None:
 
 
 def frozen_in_a_window_is_lost(patch: Patch) -> None:
-    def only_trainable(self: Any, gradients: Any, accumulated: Any) -> GradientLayout:
+    def only_trainable(self: Any, used: Any, accumulated: Any) -> GradientLayout:
         params = self._group.params
         indices = tuple(i for i, param in enumerate(params) if param.sharded.requires_grad)
         return GradientLayout([param.layout for param in params], indices, self._group.place.device)

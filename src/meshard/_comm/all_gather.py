@@ -85,7 +85,11 @@ class GatherPlan:
         self._casts = at_rest.segments != on_wire.segments
         self._runs = _cast_runs(at_rest, on_wire) if self._casts else []
         self._regular_sizes = [segment.regular_sizes for segment in on_wire.segments]
-        self._regular_numel = [segment.regular_numel for segment in on_wire.segments]
+        # Up to which element of a part they go; None: to its end, and there is nothing to cut.
+        self._regular_ends = [
+            None if segment.regular_numel == segment.numel else segment.regular_numel
+            for segment in on_wire.segments
+        ]
 
     def _make_source(
         self,
@@ -150,7 +154,7 @@ class GatherPlan:
             part = parts[place]
             if segment.num_regular:
                 torch.split_with_sizes_copy(
-                    part.narrow(1, 0, self._regular_numel[place]),
+                    self._regular_part(place, part),
                     self._regular_sizes[place],
                     dim=1,
                     out=self._regular[place],
@@ -169,13 +173,17 @@ class GatherPlan:
             if segment.num_regular:
                 for part, views in zip(parts, self._regular_by_rank, strict=True):
                     torch.split_with_sizes_copy(
-                        part[place].narrow(0, 0, self._regular_numel[place]),
+                        self._regular_part(place, part[place]),
                         self._regular_sizes[place],
                         out=views[place],
                     )
             for slot in segment.slots[segment.num_regular :]:
                 slots = [part[place].narrow(0, slot.offset, slot.numel) for part in parts]
                 self._fill_irregular(slot, torch.stack(slots))
+
+    def _regular_part(self, place: int, part: torch.Tensor) -> torch.Tensor:
+        end = self._regular_ends[place]
+        return part if end is None else part.narrow(-1, 0, end)
 
     def _fill_irregular(self, slot: Slot, slots: torch.Tensor) -> None:
         layout = self.on_wire.params[slot.index]

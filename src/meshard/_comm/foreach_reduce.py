@@ -68,8 +68,8 @@ def _near_root(divisor: Fraction) -> Fraction:
 
 def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
     """Divide in place; rounds once where the divisor or its reciprocal is a float."""
-    numerator, denominator = divisor.numerator, divisor.denominator
-    if divisor == 1:
+    numerator, denominator = divisor.as_integer_ratio()
+    if numerator == denominator:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
         tensor.mul_(denominator / numerator)  # as for 1 / 7, whose reciprocal alone is exact
@@ -201,7 +201,8 @@ class Reduction:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(request.partial)
                 self._result.add_(request.partial)
-            self._result = self._result.to(request.accumulate_dtype)
+            if self._sum_dtype != request.accumulate_dtype:
+                self._result = self._result.to(request.accumulate_dtype)
             if request.replicate_group is None and request.replicate_count > 1:
                 marks.write(self._result, self._unused)  # it becomes a partial
             self._pending = self._comm.queued(self._result)

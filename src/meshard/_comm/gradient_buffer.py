@@ -106,15 +106,18 @@ class GradientLayout:
         """
         is_large = buffer.numel() >= _LARGE
         if self.regular:
-            target = buffer.narrow(1, 0, self.regular_numel)
-            regular = [gradients[index] for index in self.regular]
-            if not is_large and all(gradient is not None for gradient in regular):
-                rows = [g.reshape(self.shard_count, -1) for g in regular if g is not None]
+            target = buffer
+            if self.regular_numel < self.shard_numel:
+                target = buffer.narrow(1, 0, self.regular_numel)
+            present = [g for index in self.regular if (g := gradients[index]) is not None]
+            is_complete = len(present) == len(self.regular)
+            if is_complete and not is_large:
+                rows = [gradient.reshape(self.shard_count, -1) for gradient in present]
                 torch.cat(rows, dim=1, out=target)
             else:
-                if any(gradient is None for gradient in regular):
+                if not is_complete:
                     target.fill_(-0.0)
-                regular.clear()  # or it would hold them
+                present.clear()  # or it would hold them
                 self._write(
                     buffer, gradients, [self.slots[index] for index in self.regular], is_large
                 )
@@ -122,7 +125,8 @@ class GradientLayout:
             buffer.narrow(1, slot.offset, slot.numel).fill_(
                 -0.0 if gradients[slot.index] is None else 0.0
             )
-        self._write(buffer, gradients, self.irregular, is_large)
+        if self.irregular:
+            self._write(buffer, gradients, self.irregular, is_large)
 
     def _write(
         self,

@@ -28,6 +28,7 @@ class UsageMarks:
         self.used = used
         self._indices = list(offsets)
         self._all_used = all(index in used for index in offsets)
+        self._all = used | frozenset(offsets)
         columns = [offset for index, offset in offsets.items() if index in used]
         self._used_columns = torch.tensor(columns, dtype=torch.long, device=device)
         self._columns = torch.tensor(list(offsets.values()), dtype=torch.long, device=device)
@@ -62,6 +63,6 @@ class UsageMarks:
     def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
         """Return the parameters that some rank used. Waits for the device if any is in doubt."""
         if unused is None:
-            return self.used | frozenset(self._indices)
+            return self._all
         doubtful = zip(self._indices, unused.tolist(), strict=True)
         return self.used | {index for index, never in doubtful if not never}

@@ -18,9 +18,12 @@ from meshard._comm.communicator import (
     Lane,
     Pending,
     Queued,
-    all_gather_single,
     profiled,
+    start_all_gather_on,
+    start_all_to_all_on,
 )
+
+_NOTHING = contextlib.nullcontext()
 
 
 class WorkPending:
@@ -76,7 +79,7 @@ class WorkCommunicator(BaseCommunicator):
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the host thread is the only queue."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def borrow(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
@@ -98,7 +101,7 @@ class WorkCommunicator(BaseCommunicator):
             return DONE
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
-            work = all_gather_single(output.view(-1), source, group=group, async_op=True)
+            work = start_all_gather_on(group, output.view(-1), source)
         return WorkPending(work)
 
     def reduce_scatter(
@@ -118,9 +121,7 @@ class WorkCommunicator(BaseCommunicator):
             return _exchange(output, source, group, label)
         received = torch.empty_like(source)
         with profiled("reduce_scatter", label):
-            work = dist.all_to_all_single(
-                received.view(-1), source.view(-1), group=group, async_op=True
-            )
+            work = start_all_to_all_on(group, received, source, [])
         return WorkPending(work, lambda: sums.sum_rows(output, received))
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
@@ -153,6 +154,5 @@ def _exchange(
     received = output if output.dtype == source.dtype else torch.empty_like(theirs)
     sizes = [0, theirs.numel()] if group.rank() == 0 else [theirs.numel(), 0]
     with profiled("reduce_scatter", label):
-        work = dist.all_to_all_single(received, theirs, sizes, sizes, group=group, async_op=True)
-
+        work = start_all_to_all_on(group, received, theirs, sizes)
     return WorkPending(work, lambda: sums.sum_two(output, received, own))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
 from meshard._geometry.placed import Placed
-from meshard._params.dtensors import copy_dtensor, make_dtensor, place_like, set_local
+from meshard._params.dtensors import copy_dtensor, local_of, make_dtensor, place_like, set_local
 from meshard._params.marks import Mark, mark_as
 
 
@@ -159,14 +160,6 @@ class ShardedParam:
         modules = ((module_ref(), name) for module_ref, name in self.owners)
         return [module._parameters.get(name) for module, name in modules if module is not None]
 
-    def has_strangers(self) -> bool:
-        """Whether an owner holds something else, or nothing: see ``strangers``."""
-        for parameters, name in self._slots:
-            held = parameters.get(name)
-            if held is not self.sharded and held is not self.unsharded:
-                return True
-        return False
-
     def strangers(self) -> list[nn.Parameter]:
         """Return what owners hold instead of one of the two faces.
 
@@ -187,3 +180,47 @@ class ShardedParam:
             if held is not self.sharded and held is not self.unsharded:
                 found.append(held)
         return found
+
+
+# What a step does to all parameters of a unit, several times: one loop, and no call for each.
+
+
+def show_sharded(params: Sequence[ShardedParam]) -> None:
+    """Make every owner hold the shard."""
+    for param in params:
+        face = param.sharded
+        for parameters, name in param._slots:
+            parameters[name] = face
+
+
+def show_unsharded(params: Sequence[ShardedParam]) -> None:
+    """Make every owner hold the whole parameter."""
+    for param in params:
+        face = param.unsharded
+        for parameters, name in param._slots:
+            parameters[name] = face
+
+
+def version_unless_replaced(
+    params: Sequence[ShardedParam], locals_: Sequence[torch.Tensor]
+) -> int | None:
+    """Return a number that grows with every edit of a shard, as a DTensor or its local tensor.
+
+    Args:
+        params: Of a unit.
+        locals_: The local tensor that each was made over.
+
+    Returns:
+        None: An owner holds neither of the two faces, or a local tensor is another one.
+    """
+    version = 0
+    for param, own in zip(params, locals_, strict=True):
+        sharded = param.sharded
+        for parameters, name in param._slots:
+            held = parameters.get(name)
+            if held is not sharded and held is not param.unsharded:
+                return None
+        if local_of(sharded) is not own:
+            return None
+        version += sharded._version + own._version
+    return version

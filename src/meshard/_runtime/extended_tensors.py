@@ -21,7 +21,7 @@ from meshard._params.dtensors import local_of, set_local
 from meshard._params.extension import Surroundings, is_extension
 from meshard._params.home import Home
 from meshard._params.marks import Mark, mark_as
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import ShardedParam, version_unless_replaced
 from meshard._runtime.extended_face import ExtendedFace
 from meshard._runtime.group_tensors import GradientHook, Place
 from meshard._runtime.replacements import check_not_meta, take_replacements
@@ -173,6 +173,10 @@ class ExtendedTensors:
         """See ``Faces.layout``: of the dtypes that the shards say they have."""
         layouts = [param.layout for param in self.params]
         return FlatLayout.build(layouts, [local.dtype for local in self.locals])
+
+    def version_unless_replaced(self) -> int | None:
+        """See ``Faces.version_unless_replaced``."""
+        return version_unless_replaced(self.params, self.locals)
 
     @property
     def version(self) -> int:

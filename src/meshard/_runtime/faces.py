@@ -43,6 +43,9 @@ class Faces(Protocol):
     def version(self) -> int:
         """Grows with every edit of a shard."""
 
+    def version_unless_replaced(self) -> int | None:
+        """Return ``version``; None if there may be something to ``take_replacements``."""
+
     @property
     def is_partly_meta(self) -> bool:
         """Whether some shards have memory and others have none."""

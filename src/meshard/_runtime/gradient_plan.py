@@ -1,16 +1,44 @@
-"""Which parameters take part in a reduction, and in which dtypes are gradients sent and added?"""
+"""What is decided before a reduction: who takes part, how it goes, in which dtypes?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._geometry.layout import FlatLayout
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held
 
 _MAX_LAYOUTS = 64
+
+TensorHook = Callable[[torch.Tensor], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class ReduceOptions:
+    """How one reduction goes.
+
+    Attributes:
+        over_replicas: Also across the replicas.
+        divide_factor: What all gradients of the window are divided by; None: the number of ranks.
+        zero_unused: Give what no rank has used a gradient of zero.
+        shard_group: Another group of the same ranks to reduce over; None: the group that gathers.
+        arrived: Hooks for the whole gradients of this backward.
+        before: Hooks for what is about to be sent.
+        wire_dtype: The dtype to send in; None: as the policy says.
+    """
+
+    over_replicas: bool
+    divide_factor: float | None = None
+    zero_unused: bool = False
+    shard_group: dist.ProcessGroup | None = None
+    arrived: Sequence[TensorHook] = ()
+    before: Sequence[TensorHook] = ()
+    wire_dtype: torch.dtype | None = None
 
 
 class GradientPlan:
@@ -32,28 +60,21 @@ class GradientPlan:
         self.reduce_dtype = reduce_dtype
         self.chosen_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
+        self._all = tuple(range(len(group.params)))
+        self.everything = frozenset(self._all)
+        self._widest_of: FlatLayout | None = None
+        self._widest = torch.float32
 
     def layout_for(
-        self, gradients: Sequence[torch.Tensor | None], accumulated: Iterable[Held | None]
+        self, used: frozenset[int], accumulated: Iterable[Held | None]
     ) -> GradientLayout:
         """Return the layout of all that may have a gradient, on this rank or on another.
 
         Args:
-            gradients: What has arrived on this rank.
+            used: Those for which one has arrived on this rank.
             accumulated: What is held from earlier backwards of the window.
         """
-        held: set[int] = set()
-        for each in accumulated:
-            if each is not None:
-                held.update(each.layout.indices)
-        indices = tuple(
-            index
-            for index, param in enumerate(self._group.params)
-            if param.sharded.requires_grad
-            or param.unsharded.requires_grad  # when it was last shown: frozen since, on all ranks
-            or index in held
-            or gradients[index] is not None
-        )
+        indices = self._all if used is self.everything else self._indices(used, accumulated)
         if indices not in self._layouts:
             if len(self._layouts) >= _MAX_LAYOUTS:  # a user who freezes at random
                 self._layouts.clear()
@@ -61,17 +82,32 @@ class GradientPlan:
             self._layouts[indices] = GradientLayout(layouts, indices, self._group.place.device)
         return self._layouts[indices]
 
+    def _indices(self, used: frozenset[int], accumulated: Iterable[Held | None]) -> tuple[int, ...]:
+        held: set[int] = set(used)
+        for each in accumulated:
+            if each is not None:
+                held.update(each.layout.indices)
+        return tuple(
+            index
+            for index, param in enumerate(self._group.params)
+            if param.sharded.requires_grad
+            or param.unsharded.requires_grad  # when it was last shown: frozen since, on all ranks
+            or index in held
+        )
+
     @property
     def accumulate_dtype(self) -> torch.dtype:
         """The dtype in which gradients are added up."""
         if self.chosen_dtype is not None:
             return self.chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
-        widest = torch.float32
-        for segment in self._group.tensors.layout.segments:
-            if segment.dtype.is_floating_point:
-                widest = torch.promote_types(widest, segment.dtype)
-        return widest
+        layout = self._group.tensors.layout
+        if layout is not self._widest_of:
+            self._widest_of, self._widest = layout, torch.float32
+            for segment in layout.segments:
+                if segment.dtype.is_floating_point:
+                    self._widest = torch.promote_types(self._widest, segment.dtype)
+        return self._widest
 
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
         """Return the dtype in which the gradients of ``layout`` are sent."""

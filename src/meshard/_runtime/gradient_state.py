@@ -11,46 +11,27 @@ collective has seen, ``Q`` what has been reduced over the shard group but not ac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import Lane, Pending
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._runtime.gradient_plan import GradientPlan
+from meshard._runtime.gradient_plan import GradientPlan, ReduceOptions, TensorHook
 from meshard._runtime.host_grads import HostGrads
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held, ShardedGrads
+from meshard._runtime.unrecorded import unrecorded
 
-TensorHook = Callable[[torch.Tensor], None]
 
+class _Arrived(NamedTuple):
+    """The whole gradients of one backward."""
 
-@dataclass(slots=True, kw_only=True)
-class ReduceOptions:
-    """How one reduction goes.
-
-    Attributes:
-        over_replicas: Also across the replicas.
-        divide_factor: What all gradients of the window are divided by; None: the number of ranks.
-        zero_unused: Give what no rank has used a gradient of zero.
-        shard_group: Another group of the same ranks to reduce over; None: the group that gathers.
-        arrived: Hooks for the whole gradients of this backward.
-        before: Hooks for what is about to be sent.
-        wire_dtype: The dtype to send in; None: as the policy says.
-    """
-
-    over_replicas: bool
-    divide_factor: float | None = None
-    zero_unused: bool = False
-    shard_group: dist.ProcessGroup | None = None
-    arrived: Sequence[TensorHook] = ()
-    before: Sequence[TensorHook] = ()
-    wire_dtype: torch.dtype | None = None
+    gradients: list[torch.Tensor | None]  # one entry per parameter
+    used: frozenset[int]  # those that have one
 
 
 class ReductionInFlight(NamedTuple):
@@ -62,10 +43,6 @@ class ReductionInFlight(NamedTuple):
 
 
 _ANY = "any"  # no factor has been used yet in this window
-
-
-def _present(gradients: Sequence[torch.Tensor | None]) -> frozenset[int]:
-    return frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
 
 
 class GradientState:
@@ -90,7 +67,7 @@ class GradientState:
         self._partial: Held | None = None  # Q
         placed = (i for i, param in enumerate(group.params) if param.placed is not None)
         self._placed = tuple(placed)  # by another parallelism
-        self._in_flight = 0
+        self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
         self._factor_of_window: float | str | None = _ANY
@@ -121,7 +98,7 @@ class GradientState:
             return "not reduced yet (GradientSync.NONE)"
         if self._partial is not None:
             return "not reduced across the replicas yet (GradientSync.REDUCE_SCATTER)"
-        return "still on their way (set_is_last_backward(False))" if self._in_flight else ""
+        return "still on their way (set_is_last_backward(False))" if self.num_in_flight else ""
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None if it is not reduced at all."""
@@ -146,7 +123,7 @@ class GradientState:
             self._unreduced = self._unreduced.unless_all(self._cleared)
         if self._partial is not None:
             self._partial = self._partial.unless_all(self._cleared)
-        if self._in_flight:
+        if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:
             self.close_window()
@@ -168,7 +145,7 @@ class GradientState:
 
     def forget_in_flight(self) -> None:
         """Reductions on their way were dropped."""
-        self._in_flight = 0
+        self.num_in_flight = 0
         self._dropped = frozenset()
 
     def drop_arrived(self) -> None:
@@ -176,20 +153,24 @@ class GradientState:
         for param in self._group.params:
             param.unsharded.grad = None
 
-    def _take(self) -> list[torch.Tensor | None]:
+    def _take(self) -> _Arrived:
         gradients: list[torch.Tensor | None] = []
-        for param in self._group.params:
+        missing = []
+        for index, param in enumerate(self._group.params):
             gradient = param.unsharded.grad
-            if gradient is not None:
-                param.unsharded.grad = None
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            if gradient is None:
+                missing.append(index)
             else:
-                gradients.append(None)
+                param.unsharded.grad = None
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()
+            gradients.append(gradient)
         for index in self._placed:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = self._group.params[index].own_part_of(gradient)
-        return gradients
+        used = self.plan.everything
+        return _Arrived(gradients, used.difference(missing) if missing else used)
 
     @staticmethod
     def _laid_out(held: Held, layout: GradientLayout) -> torch.Tensor:
@@ -197,21 +178,20 @@ class GradientState:
             return held.flat
         return held.layout.move(held.flat, layout, held.used)
 
-    @torch.no_grad()
+    @unrecorded
     def accumulate(self, arrived: Sequence[TensorHook] = ()) -> None:
         """``NONE``: add the whole gradients that have arrived to ``U``."""
-        gradients = self._take()
-        layout = self.plan.layout_for(gradients, (self._unreduced, self._partial))
+        gradients, used = new = self._take()
+        layout = self.plan.layout_for(used, (self._unreduced, self._partial))
         if not layout.indices:
             return
         self._open_window()
         if self._unreduced is None:
-            used = _present(gradients)
             flat = layout.allocate(self.plan.accumulate_dtype)
             layout.pack(flat, gradients)
             layout.run_hooks(arrived, flat, used)
         else:
-            flat, used = self._add_to_unreduced(layout, gradients, arrived)
+            flat, used = self._add_to_unreduced(layout, new, arrived)
         self._unreduced = Held(layout, flat, used)
 
     def _open_window(self) -> None:
@@ -221,11 +201,11 @@ class GradientState:
     def _add_to_unreduced(
         self,
         layout: GradientLayout,
-        gradients: list[torch.Tensor | None],
+        came: _Arrived,
         arrived: Sequence[TensorHook],
     ) -> tuple[torch.Tensor, frozenset[int]]:
         assert self._unreduced is not None
-        used = _present(gradients)
+        gradients, used = came
         flat = self._laid_out(self._unreduced, layout)
         if arrived:
             new = layout.allocate(flat.dtype)
@@ -236,7 +216,7 @@ class GradientState:
             layout.add(flat, gradients)
         return flat, used | self._unreduced.used
 
-    @torch.no_grad()
+    @unrecorded
     def start_reduce(self, options: ReduceOptions) -> ReductionInFlight | None:
         """``REDUCE_SCATTER`` and ``FULL``: start reducing ``U`` and what has arrived.
 
@@ -245,17 +225,18 @@ class GradientState:
         Raises:
             RuntimeError: The window was begun with another divide factor.
         """
-        gradients = self._take()
-        layout = self.plan.layout_for(gradients, (self._unreduced, self._partial))
+        came = self._take()
+        layout = self.plan.layout_for(came.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
         self._check_factor(options)
         roles = self._group.place.roles
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
-        buffer, used = self._whole_buffer(layout, gradients, wire_dtype, options.arrived)
+        buffer, used = self._whole_buffer(layout, came, wire_dtype, options.arrived)
         if options.zero_unused:
             used = frozenset(layout.indices)
-        layout.run_hooks(options.before, buffer, used)
+        if options.before:
+            layout.run_hooks(options.before, buffer, used)
         partial = None if self._partial is None else self._laid_out(self._partial, layout)
         self._unreduced = self._partial = None
         request = ReduceRequest(
@@ -271,7 +252,7 @@ class GradientState:
             label=self._group.label,
         )
         reduction = Reduction(request, self._group.comm)
-        self._in_flight += 1
+        self.num_in_flight += 1
         is_full = options.over_replicas or roles.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 
@@ -292,13 +273,13 @@ class GradientState:
     def _whole_buffer(
         self,
         layout: GradientLayout,
-        gradients: list[torch.Tensor | None],
+        came: _Arrived,
         wire_dtype: torch.dtype,
         arrived: Sequence[TensorHook],
     ) -> tuple[torch.Tensor, frozenset[int]]:
         if self._unreduced is not None:
-            return self._add_to_unreduced(layout, gradients, arrived)
-        used = _present(gradients)
+            return self._add_to_unreduced(layout, came, arrived)
+        gradients, used = came
         # float16 is divided before it is narrowed to, or sums would overflow that need not.
         is_narrowing = wire_dtype == torch.float16 and any(
             gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
@@ -315,10 +296,11 @@ class GradientState:
                 is_sent=True,
             ).view(layout.shard_count, -1)
         layout.pack(buffer, gradients)
-        layout.run_hooks(arrived, buffer, used)
+        if arrived:
+            layout.run_hooks(arrived, buffer, used)
         return buffer, used
 
-    @torch.no_grad()
+    @unrecorded
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
     ) -> Pending | None:
@@ -327,22 +309,22 @@ class GradientState:
         Returns:
             Its copy to the host, if that is where it goes; it must be waited for.
         """
-        self._in_flight -= 1
+        self.num_in_flight -= 1
         reduced = in_flight.reduction.finish()
         result = Held(in_flight.layout, reduced.shard, reduced.used)
-        dropped, self._dropped = self._dropped, frozenset()
-        result.erase(dropped)
-        kept = result.unless_all(dropped)
-        if kept is None:
-            if not self.is_pending:
-                self.close_window()
-            return None
+        if self._dropped:
+            dropped, self._dropped = self._dropped, frozenset()
+            result.erase(dropped)
+            kept = result.unless_all(dropped)
+            if kept is None:
+                if not self.is_pending:
+                    self.close_window()
+                return None
+            result = kept
         if not in_flight.is_full:
             # Also when nobody in this shard group had a gradient: another replica may have had.
-            self._partial = kept
-        else:
-            # Also without a gradient: the hook may communicate.
-            in_flight.layout.run_hooks(after, kept.flat, kept.used)
-            if kept.used:
-                return self.sharded.add(kept)
-        return None
+            self._partial = result
+            return None
+        if after:  # also without a gradient: the hook may communicate
+            in_flight.layout.run_hooks(after, result.flat, result.used)
+        return self.sharded.add(result) if result.used else None

@@ -23,7 +23,7 @@ from meshard._params.dtensors import local_of, move_local, set_local
 from meshard._params.home import META, Home
 from meshard._params.marks import Mark, mark_as
 from meshard._params.shard_storage import ShardStorage
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import ShardedParam, version_unless_replaced
 from meshard._params.unsharded_storage import UnshardedStorage
 from meshard._runtime.replacements import check_not_meta, take_replacements
 
@@ -215,6 +215,10 @@ class GroupTensors:
         return self.storage.layout
 
     # --- shards ----------------------------------------------------------------------------
+
+    def version_unless_replaced(self) -> int | None:
+        """See ``Faces.version_unless_replaced``."""
+        return version_unless_replaced(self.params, self.storage.locals)
 
     @property
     def version(self) -> int:

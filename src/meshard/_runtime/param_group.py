@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
+from meshard._params.sharded_param import show_sharded, show_unsharded
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
 from meshard._runtime.faces import Faces
@@ -88,16 +89,23 @@ class ParamGroup:
 
     # --- edits made from outside -----------------------------------------------------------
 
-    def adopt_edits(self) -> None:
+    def adopt_edits(self) -> int:
         """Take over parameters and storage that were replaced since the last use.
+
+        Returns:
+            The version of the shards.
 
         Raises:
             RuntimeError: A parameter was replaced by something that is not its shard.
         """
+        version = self.tensors.version_unless_replaced()
+        if version is not None:
+            return self.num_steps + version
         if self.tensors.take_replacements():
             self.reshard()
             self.tensors.rebuild()
             self._begin_watching()
+        return self.version
 
     @property
     def is_open(self) -> bool:
@@ -192,23 +200,25 @@ class ParamGroup:
         """
         if self.residence is not Residence.SHARDED:
             return
-        self.adopt_edits()
+        version = self.adopt_edits()
         self.tensors.check_materialised()
-        comm = self.comm
         if self._kept is not None:
-            kept, self._kept = self._kept, None
-            with comm.lane(Lane.GATHER):
-                self._in_flight = start_all_gather(
-                    kept.rows.view(-1),
-                    kept.group.size(),
-                    comm=comm,
-                    group=kept.group,
-                    label=self.label,
-                )
+            self._in_flight = self._start_gather_of_kept(self._kept)
+            self._kept = None
         else:
-            self._whole_version = self.version
-            self._in_flight = self.tensors.start_gather(comm)
+            self._whole_version = version
+            self._in_flight = self.tensors.start_gather(self.comm)
         self.residence = Residence.GATHERING
+
+    def _start_gather_of_kept(self, kept: _Kept) -> GatherInFlight:
+        with self.comm.lane(Lane.GATHER):
+            return start_all_gather(
+                kept.rows.view(-1),
+                kept.group.size(),
+                comm=self.comm,
+                group=kept.group,
+                label=self.label,
+            )
 
     def finish_unshard(self, keep_in: dist.ProcessGroup | None = None) -> None:
         """Have the whole parameters, on the current stream.
@@ -220,15 +230,15 @@ class ParamGroup:
         self.start_unshard()
         if self._in_flight is None:
             return
-        gathered = self._in_flight.rows()
-        if isinstance(gathered, torch.Tensor):
-            gathered = gathered.view(self.place.roles.shard_count, -1)
-        with torch.no_grad():
-            self.tensors.fill_whole(gathered, comes_again=keep_in is not None)
-            if keep_in is not None:
-                count = self.place.roles.shard_count // keep_in.size()
-                first = keep_in.rank() * count
-                self._kept = _Kept(torch.stack([*gathered[first : first + count]]), keep_in)
+        gathered, shard_count = self._in_flight.rows(), self.place.roles.shard_count
+        if isinstance(gathered, torch.Tensor) and gathered.size(0) != shard_count:
+            gathered = gathered.view(shard_count, -1)  # of what the neighbours have kept
+        # No torch.no_grad: nothing here requires a gradient.
+        self.tensors.fill_whole(gathered, comes_again=keep_in is not None)
+        if keep_in is not None:
+            count = shard_count // keep_in.size()
+            first = keep_in.rank() * count
+            self._kept = _Kept(torch.stack([*gathered[first : first + count]]), keep_in)
         self._in_flight.end()
         self._in_flight = None
         self.is_leftover = False
@@ -250,8 +260,7 @@ class ParamGroup:
         if leftover and self.is_leftover:
             self.reshard()
             return
-        self.adopt_edits()
-        if self.is_stale:
+        if self.adopt_edits() != self._whole_version:
             self.reshard()
 
     def reshard(self, *, keep: bool = False) -> None:
@@ -281,26 +290,21 @@ class ParamGroup:
             read_flags: With the ``requires_grad`` that the sharded ones have now, and not, as in
                 backward, with that of the forward: all ranks reduce what forward has recorded.
         """
-        if not read_flags:
+        if read_flags:
+            num_trainable = 0
             for param in self.params:
-                param.show(param.unsharded)
-            self.is_showing_unsharded = True
-            return
-        num_trainable = 0
-        for param in self.params:
-            flag = param.sharded.requires_grad
-            num_trainable += flag
-            if param.unsharded.requires_grad is not flag:
-                param.unsharded.requires_grad_(flag)
-            param.show(param.unsharded)
-        self.num_trainable = num_trainable
+                flag = param.sharded.requires_grad
+                num_trainable += flag
+                if param.unsharded.requires_grad is not flag:
+                    param.unsharded.requires_grad_(flag)
+            self.num_trainable = num_trainable
+        show_unsharded(self.params)
         self.is_showing_unsharded = True
 
     def show_sharded(self) -> None:
         """Let the module see its sharded parameters, as it does outside its own forward."""
         if self.is_showing_unsharded:
-            for param in self.params:
-                param.show(param.sharded)
+            show_sharded(self.params)
             self.is_showing_unsharded = False
             if self.handed_out is not None:
                 take_back(self, refuse=False)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from meshard._comm.checked import CheckedCommunicator
 from meshard._comm.communicator import Communicator, Pending
 from meshard._comm.notes import compare_text
-from meshard._runtime.gradient_state import ReduceOptions, ReductionInFlight
+from meshard._runtime.gradient_plan import ReduceOptions
+from meshard._runtime.gradient_state import ReductionInFlight
 from meshard._runtime.unit import ReduceHook, Unit
 
 
@@ -67,7 +68,8 @@ class Reductions:
         """
         if unit.gradients is None:
             return
-        self.finish_of(unit)  # what it holds is added to what comes now
+        if unit.gradients.num_in_flight:
+            self.finish_of(unit)  # what it holds is added to what comes now
         while len(self._queue) >= unit.settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(unit)
@@ -79,10 +81,11 @@ class Reductions:
             divide_factor=divide_factor,
             zero_unused=unit.settings.zero_unused,
             shard_group=unit.settings.scatter_group,
-            arrived=[hook.arrived for hook in hooks if hook.arrived],
-            before=[hook.before for hook in hooks if hook.before],
-            wire_dtype=next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None),
         )
+        if hooks:
+            options.arrived = [hook.arrived for hook in hooks if hook.arrived]
+            options.before = [hook.before for hook in hooks if hook.before]
+            options.wire_dtype = next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None)
         if self._comm.waits_block_host:
             # Before this one takes memory, not after: they have had a unit's backward to hide
             # behind, and what they give back is what this one needs.
@@ -114,7 +117,7 @@ class Reductions:
     def _finish_oldest(self) -> None:
         unit, in_flight, hooks = self._queue.popleft()
         assert unit.gradients is not None
-        after = [hook.after for hook in reversed(hooks) if hook.after]
+        after = [hook.after for hook in reversed(hooks) if hook.after] if hooks else ()
         leaving = unit.gradients.finish_reduce(in_flight, after)
         if self._leaving is not None:
             # Until compute has waited for it, a copy to the host keeps the device's memory.

@@ -35,7 +35,7 @@ def take_replacements(
     """
     replaced = False
     for param, own in zip(params, locals_, strict=True):
-        strangers = param.strangers() if param.has_strangers() else None
+        strangers = param.strangers()
         if strangers:
             # Of a tied parameter each owner may hold another one: the first stands for all.
             new = _as_shard(param, strangers[0], unit, whole_type or type(own))

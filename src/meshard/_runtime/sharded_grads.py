@@ -65,20 +65,15 @@ class ShardedGrads:
             self._run_tensor_hooks(new, hooked)
         shown = self._shown
         if shown is None and self._is_clear():
-            added = self._show(new)
+            self._show(new)
         elif shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
             shown.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             for grad, wide in self._copies(shown):
                 grad.copy_(wide)
-            added = shown._replace(used=shown.used | new.used)
-            for index, local in self._locals(added):
-                if index not in shown.used:
-                    self._set(index, local)
+            self._show_more(shown, new.used)
         else:
-            added = self._add_apart(new)
-        self._shown = added
-        self._addresses = self._addresses_of(added)
+            self._show(self._add_apart(new))
         for index in hooked:
             self._run_post_hooks(self._group.params[index].sharded)
 
@@ -97,17 +92,25 @@ class ShardedGrads:
             new, shown = self._laid_out(new, indices), self._laid_out(shown, indices)
             new.flat.add_(shown.flat)
             new = new._replace(used=new.used | shown.used)
-        return self._show(new)
+        return new
 
     def _is_clear(self) -> bool:
         """Whether no parameter has a gradient."""
         return all(param.sharded.grad is None for param in self._group.params)
 
-    def _show(self, held: Held) -> Held:
+    def _show(self, held: Held) -> None:
         """Let every ``.grad`` be what ``held`` says."""
-        for index, local in self._locals(held):
-            self._set(index, local)
-        return held
+        self._addresses = {index: self._set(index, local) for index, local in self._locals(held)}
+        self._shown = held
+
+    def _show_more(self, shown: Held, used: frozenset[int]) -> None:
+        """Let the ``.grad`` of ``used`` be what ``shown`` says; all others that it has, are."""
+        self._shown = shown._replace(used=shown.used | used)
+        if used <= shown.used:
+            return
+        for index, local in self._locals(self._shown):
+            if index not in shown.used:
+                self._addresses[index] = self._set(index, local)
 
     @staticmethod
     def _laid_out(held: Held, indices: tuple[int, ...]) -> Held:
@@ -154,11 +157,7 @@ class ShardedGrads:
         shown = self._shown
         if shown is None or self._addresses != self._addresses_of(shown):
             return  # dropped or replaced since
-        self._shown = shown._replace(used=shown.used | used)
-        for index, local in self._locals(self._shown):
-            if index not in shown.used:
-                self._set(index, local)
-        self._addresses = self._addresses_of(self._shown)
+        self._show_more(shown, used)
 
     def release_cleared(self) -> None:
         """Give the memory back once the user has dropped the gradients."""
@@ -210,12 +209,14 @@ class ShardedGrads:
         gradient = self._group.params[index].sharded.grad
         return None if gradient is None else local_of(gradient)
 
-    def _set(self, index: int, local: torch.Tensor) -> None:
+    def _set(self, index: int, local: torch.Tensor) -> int:
+        """Make ``local`` the ``.grad`` of a parameter; return its address."""
         sharded = self._group.params[index].sharded
         if local.dtype != sharded.dtype:
             local = local.to(sharded.dtype)
         sharded.grad = gradient = wrap_like(sharded, local)
         setattr(gradient, _OURS, True)
+        return local.data_ptr()
 
     def _locals(self, held: Held) -> list[tuple[int, torch.Tensor]]:
         return held.shards(self._group.place.roles.shard_rank)
@@ -238,7 +239,7 @@ class ShardedGrads:
         wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
     def _addresses_of(self, held: Held) -> dict[int, int]:
-        grads = ((index, self._grad(index)) for index in sorted(held.used))
+        grads = ((index, self._grad(index)) for index in held.used)
         return {index: grad.data_ptr() for index, grad in grads if grad is not None}
 
     def _is_shown(self, shown: Held, new: Held) -> bool:
@@ -250,16 +251,12 @@ class ShardedGrads:
 
     def _find_hooked(self, new: Held) -> list[int]:
         """List the parameters that users have put hooks on: autograd never sees the shards."""
-        params = self._group.params
-        return [
-            index
-            for index in new.layout.indices
-            if index in new.used
-            and (
-                params[index].sharded._backward_hooks
-                or params[index].sharded._post_accumulate_grad_hooks
-            )
-        ]
+        found = []
+        for index, param in enumerate(self._group.params):
+            sharded = param.sharded
+            if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+                found.append(index)
+        return [index for index in found if index in new.used] if found else found
 
     def _run_tensor_hooks(self, new: Held, hooked: list[int]) -> None:
         """Run what ``register_hook`` has registered, on what is about to be added."""

@@ -20,7 +20,8 @@ from torch import nn
 
 from meshard._comm.communicator import Communicator
 from meshard._comm.customised import CustomCommunicator, GroupMemory
-from meshard._runtime.gradient_state import GradientState, TensorHook
+from meshard._runtime.gradient_plan import TensorHook
+from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard.policies import AllGather, GradientSync, ReduceScatter
