@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._params.shard_storage import ShardStorage
 from meshard._runtime.group_tensors import GroupTensors
 from meshard._runtime.optimizer_steps import owner_of
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.unit import units_in
 from meshard.flat_run import Member, Run, State
+from meshard.flat_snapshot import Snapshot
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -121,8 +121,7 @@ class FlatOptimizer(Optimizer):
         self._runs: list[Run] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
         self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
-        self._seen: tuple[object, ...] = ()
-        self._sources: list[tuple[ParamGroup, GroupTensors, ShardStorage]] = []
+        self._left: Snapshot | None = None  # by the last step
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_class": self._class}
@@ -153,20 +152,30 @@ class FlatOptimizer(Optimizer):
                 loss = closure()
         self._look()
         inner = self._made()
+        left, self._left = self._left, None  # if this raises, the next step looks anew
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = self.param_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
-        inner.step()
+        _step_without_hooks(inner)
         for run in self._runs:
-            if run.flat.grad is not None:
-                state = inner.state.get(run.flat)
-                if state:
-                    run.push(state, self.state)
-                run.flat.grad = None  # or it would keep the memory after zero_grad
+            run.flat.grad = None  # or it would keep the memory after zero_grad
+        if left is not None and left.was_stepped_in_place():
+            left.follow()
+        else:
+            left = self._show(inner)
+        self._left = left
+        return loss
+
+    def _show(self, inner: Optimizer) -> Snapshot:
+        """Have in ``state`` what the runs have."""
+        for run in self._runs:
+            state = inner.state.get(run.flat)
+            if state:
+                run.show(state, self.state)
         for _, param in self._loose:
             if param in inner.state:
                 self.state[param] = inner.state[param]
-        return loss
+        return Snapshot(self.param_groups, self.state, self._runs, inner.state)
 
     def _states(self, run: Run) -> list[State]:
         return [self.state.get(member.param, {}) for member in run.members]
@@ -175,18 +184,11 @@ class FlatOptimizer(Optimizer):
 
     def _look(self) -> None:
         """Have runs for what the param groups hold now, each with a gradient or without."""
-        for group, _, _ in self._sources:
-            group.adopt_edits()
-        seen = (id(self.state), *(tuple(map(id, g["params"])) for g in self.param_groups))
-        moved = any(tensors.storage is not storage for _, tensors, storage in self._sources)
-        if seen != self._seen or moved:
+        if self._left is None or not self._left.holds(self.param_groups, self.state):
             self.forget_runs()
-            self._seen = seen
             self._plan()
-        if not all(run.is_shown_in(self.state) for run in self._runs):
-            self._runs = [each for run in self._runs for each in run.split([0] * len(run.members))]
-            self._inner = None
-        if sum(run.take_gradient() for run in self._runs) == len(self._runs):  # all of them
+        # All of them, and not only up to the first that lacks some.
+        if sum([run.take_gradient() for run in self._runs]) == len(self._runs):
             return
         # Never joined again: who is stepped less often has another history.
         self._runs = [each for run in self._runs for each in run.split_by_gradient()]
@@ -208,7 +210,6 @@ class FlatOptimizer(Optimizer):
         for owner, numbers in found.items():
             tensors = owner.tensors
             assert isinstance(tensors, GroupTensors)
-            self._sources.append((owner, tensors, tensors.storage))
             self._runs += _runs_of(tensors, numbers)
 
     def _made(self) -> Optimizer:
@@ -218,6 +219,7 @@ class FlatOptimizer(Optimizer):
         self._runs = [
             each for run in self._runs for each in run.split_by_history(self._states(run))
         ]
+        self._left = None
         groups = []
         self._numbers = []
         for number, group in enumerate(self.param_groups):
@@ -239,6 +241,12 @@ class FlatOptimizer(Optimizer):
             if self.state.get(param):
                 self._inner.state[param] = self.state[param]
         return self._inner
+
+
+def _step_without_hooks(inner: Optimizer) -> None:
+    """Step an optimizer that only ``FlatOptimizer`` knows, whose own step has called the hooks."""
+    step: Callable[[Optimizer], Any] = type(inner).step
+    getattr(step, "__wrapped__", step)(inner)
 
 
 def _runs_of(tensors: GroupTensors, numbers: dict[int, int]) -> list[Run]:

@@ -8,16 +8,20 @@ sequence steps it. For users every parameter has a state of its own, which is a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._params.dtensors import local_of, set_local, wrap_like
+from meshard._params.dtensors import local_of, locals_of, set_local, wrap_like
 from meshard._params.shard_storage import with_storage_of_its_own
 
 State = dict[str, Any]
+_GRADIENT = attrgetter("grad")
+_ADDRESS, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
 class Member(NamedTuple):
@@ -47,26 +51,28 @@ class Run:
             self._numel = members[-1].offset + members[-1].numel - self._start
         whole = segment.narrow(0, self._start, self._numel)
         self.flat = nn.Parameter(whole, requires_grad=False)
-        self._states: list[State] = []  # of the members, once they have one
+        self.states: list[State] = []  # of the members, once they have one
         self._shown: State = {}  # what these are views of
-        self._views: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # with their locals
-        # Of every state of zero dims, one per member: an ordinary optimizer adds 1 to each.
-        self._counters: dict[str, torch.Tensor] = {}
-        self._owns: dict[str, list[torch.Tensor]] = {}  # what the members have of these
-        self._versions: dict[str, int] = {}  # of these, after our own edits
+        self._params = [member.param for member in self.members]
+        # Of which members this rank owns something, and where that is from the first on, in bytes.
+        self._owned = [place for place, member in enumerate(self.members) if member.numel]
+        first = self.members[self._owned[0]].offset if self._owned else self._start
+        size = self.flat.itemsize
+        self._before_owned = (first - self._start) * size
+        self._distances = [(self.members[i].offset - first) * size for i in self._owned]
 
     # --- gradients -------------------------------------------------------------------------
 
     def take_gradient(self) -> bool:
         """Give ``flat`` the gradients of the members; False if only some members have one."""
-        gradients = [local_of(g) for m in self.members if (g := m.param.grad) is not None]
-        if not gradients:
+        gradients = list(map(_GRADIENT, self._params))
+        missing = sum(map(is_, gradients, repeat(None)))
+        if missing:
             self.flat.grad = None
-            return True
-        if len(gradients) < len(self.members):
-            return False
-        view = self._view_of(gradients)
-        self.flat.grad = self._joined(gradients) if view is None else view
+            return missing == len(gradients)
+        locals_ = list(locals_of(gradients))
+        view = self._view_of(locals_)
+        self.flat.grad = self._joined(locals_) if view is None else view
         return True
 
     def split_by_gradient(self) -> list[Run]:
@@ -75,28 +81,32 @@ class Run:
 
     def _view_of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the range in which ``tensors`` lie as the members do; None if they do not."""
-        if not self._numel:
+        if not self._owned:
             return torch.empty_like(self.flat)
-        size, dtype, first, start = self.flat.element_size(), self.flat.dtype, None, 0
-        for member, tensor in zip(self.members, tensors, strict=True):
-            if not member.numel:
-                continue
-            if first is None:
-                first = tensor
-                start = tensor.data_ptr() - (member.offset - self._start) * size
-            if (
-                tensor.data_ptr() != start + (member.offset - self._start) * size
-                or tensor.dtype != dtype
-                or not tensor.is_contiguous()
-            ):
-                return None
-        assert first is not None
+        owned = [tensors[place] for place in self._owned]
+        first = owned[0]
+        start = first.data_ptr()
+        if (
+            [address - start for address in map(_ADDRESS, owned)] != self._distances
+            or first.dtype != self.flat.dtype
+            or not all(map(_IS_CONTIGUOUS, owned))
+        ):
+            return None
+        base = first._base  # as a rule what has been reduced, and as long as the run
+        if (
+            base is not None
+            and base.shape == self.flat.shape
+            and base.dtype == first.dtype
+            and base.data_ptr() == start - self._before_owned
+            and base.is_contiguous()
+        ):
+            return base
         # What lies at these addresses is of one storage if that of the first reaches so far.
         storage = first.untyped_storage()
-        begin = start - storage.data_ptr()
-        if begin < 0 or begin + self._numel * size > storage.nbytes():
+        begin = start - storage.data_ptr() - self._before_owned
+        if begin < 0 or begin + self._numel * first.itemsize > storage.nbytes():
             return None
-        return first.as_strided((self._numel,), (1,), begin // size)
+        return first.as_strided((self._numel,), (1,), begin // first.itemsize)
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return ``tensors`` copied next to each other, as the members lie; padding is zero."""
@@ -112,25 +122,6 @@ class Run:
 
     # --- state -----------------------------------------------------------------------------
 
-    def is_shown_in(self, states: Mapping[torch.Tensor, State]) -> bool:
-        """Whether the members' states are still what they were made: nothing replaced or moved."""
-        if not self._states:
-            return not any(states.get(member.param) for member in self.members)
-        for member, state in zip(self.members, self._states, strict=True):
-            if states.get(member.param) is not state:
-                return False
-        for key, views in self._views.items():
-            for state, (view, local) in zip(self._states, views, strict=True):
-                if state.get(key) is not view or local_of(view) is not local:
-                    return False
-        for key, counters in self._counters.items():
-            if counters._version != self._versions[key]:
-                return False  # one was edited in place
-            for state, own in zip(self._states, self._owns[key], strict=True):
-                if state.get(key) is not own:
-                    return False
-        return True
-
     def split_by_history(self, states: Sequence[State]) -> list[Run]:
         """Return runs over the same memory whose members have been stepped alike."""
         return self.split([_history(state) for state in states])
@@ -140,7 +131,7 @@ class Run:
         state: State = {}
         if not states[0]:
             return state
-        self._states = states
+        self.states = states
         for key, value in states[0].items():
             if not isinstance(value, torch.Tensor):
                 state[key] = value
@@ -148,40 +139,28 @@ class Run:
                 state[key] = value.clone()
             else:
                 state[key] = self._joined([_plain(each[key]) for each in states])
-        self.push(state, {})
+        self.show(state, {})
         return state
 
-    def push(self, state: State, states: Mapping[torch.Tensor, State]) -> None:
-        """Show what the run's state is after a step as that of its members.
+    def show(self, state: State, states: Mapping[torch.Tensor, State]) -> None:
+        """Show the run's state as that of its members; see ``flat_snapshot`` for what has no dims.
 
         Args:
-            state: Of the run.
+            state: Of the run, after a step.
             states: Where those of the members are, or will be.
         """
-        if not self._states:
-            self._states = [states[member.param] for member in self.members]
+        if not self.states:
+            self.states = [states[member.param] for member in self.members]
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
-                for each in self._states:
+                for each in self.states:
                     each[key] = value
-            elif value.dim() == 0:
-                self._count(key, value)
-            elif self._shown.get(key) is not value:
+            elif value.dim() and self._shown.get(key) is not value:
                 self._shown[key] = value
                 self._show(key, value)
 
-    def _count(self, key: str, value: torch.Tensor) -> None:
-        if key not in self._counters:
-            self._counters[key] = value.expand(len(self._states)).clone()
-            self._owns[key] = list(self._counters[key].unbind())
-            for each, own in zip(self._states, self._owns[key], strict=True):
-                each[key] = own
-        self._counters[key].copy_(value)
-        self._versions[key] = self._counters[key]._version
-
     def _show(self, key: str, flat: torch.Tensor) -> None:
-        self._views[key] = []
-        for member, each in zip(self.members, self._states, strict=True):
+        for member, each in zip(self.members, self.states, strict=True):
             local = with_storage_of_its_own(self._part(flat, member)).view(
                 local_of(member.param).shape
             )
@@ -189,8 +168,7 @@ class Run:
             if isinstance(known, DTensor):
                 set_local(known, local)
             else:
-                each[key] = known = wrap_like(member.param, local)
-            self._views[key].append((known, local))
+                each[key] = wrap_like(member.param, local)
 
     def split(self, keys: Sequence[object]) -> list[Run]:
         """Return runs over the same memory, one for each range of members with equal ``keys``."""

@@ -9,6 +9,8 @@ one of these names goes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,6 +42,14 @@ def make_dtensor(
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor object itself: no copy, no autograd."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+_LOCAL = attrgetter("_local_tensor")
+
+
+def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Iterate over the local tensor of each, as ``local_of`` returns it, in a loop in C."""
+    return map(_LOCAL, tensors)
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
