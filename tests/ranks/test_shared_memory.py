@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard._comm import neighbours as neighbours_module
-from meshard._comm.communicator import Lane
 from meshard._comm.neighbours import meet
 from meshard._comm.segment import IS_SUPPORTED, Segment
 from meshard._comm.shared_memory import SharedMemoryCommunicator
@@ -126,15 +125,10 @@ class Both:
         source = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
         kept = source.clone()
         if self.plan.random() < 0.5:
-            memory = self.shared.allocate(
-                source.numel(),
-                Lane.SCATTER,
-                dtype=dtype,
-                device=source.device,
-                group=dist.group.WORLD,
-                is_sent=True,
-            )
-            source = memory.view_as(source).copy_(source)
+            rows = self.shared.lend_rows(numel, dtype, group=dist.group.WORLD)
+            for row, drawn in zip(rows, source, strict=True):
+                row.copy_(drawn)
+            source = rows
         ours, theirs = torch.empty(numel, dtype=out), torch.empty(numel, dtype=out)
         self.sockets.reduce_scatter(theirs, kept, **self.where).wait()
         return self.shared.reduce_scatter(ours, source, **self.where), ours, theirs

@@ -12,12 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending
+from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Rows
 from meshard._comm.slots import matching_parts
 from meshard._geometry.layout import FlatLayout, Slot
-
-# What an all-gather gives: [ranks, elements or bytes of one shard], or a list of such rows.
-Rows = torch.Tensor | list[torch.Tensor]
 
 
 class GatherInFlight(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Queued
+from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Queued, Rows
 from meshard._comm.notes import compare_notes
 
 # Of each group, how many roots were made that use it. Counted when they are made, not when they
@@ -77,10 +77,17 @@ class CheckedCommunicator:
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
 
+    def lend_rows(
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+    ) -> list[torch.Tensor] | None:
+        """See ``Communicator.lend_rows``: never, likewise."""
+        return None
+
     def reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+        self, output: torch.Tensor, source: Rows, *, group: dist.ProcessGroup, label: str
     ) -> Pending:
         """See ``Communicator.reduce_scatter``; raises if the ranks differ."""
+        assert isinstance(source, torch.Tensor)
         self.check("reduce_scatter", label, source, group)
         return self.inner.reduce_scatter(output, source, group=group, label=label)
 

@@ -45,6 +45,10 @@ def start_all_to_all_on(
     return group.alltoall_base(output, source, sizes, sizes)
 
 
+# One tensor [ranks, n], or a list of tensors [n].
+Rows = torch.Tensor | list[torch.Tensor]
+
+
 class Lane(enum.Enum):
     """A queue on which communication, and the local work around it, runs in order."""
 
@@ -119,6 +123,15 @@ class Communicator(Protocol):
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``lane``, after all that the caller has queued so far."""
 
+    def lend_rows(
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+    ) -> list[torch.Tensor] | None:
+        """Return what ``reduce_scatter`` is to be given, row by row; None: one tensor.
+
+        The other ranks read their rows ``[numel]`` where they lie. This rank's own is ordinary
+        memory, and may be the ``output``.
+        """
+
     def all_gather(
         self,
         output: torch.Tensor,
@@ -136,13 +149,14 @@ class Communicator(Protocol):
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        source: torch.Tensor,
+        source: Rows,
         *,
         group: dist.ProcessGroup,
         label: str,
     ) -> Pending:
         """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
 
+        ``source`` is a tensor, or what ``lend_rows`` has lent, filled.
         ``output`` may be of a wider dtype than ``source``. Collective, stream and lifetime as for
         ``all_gather``. A sum of negative zeros is a negative zero.
         """
@@ -237,6 +251,12 @@ class BaseCommunicator:
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Borrowed | None:
         """See ``Communicator.borrow``: a copy has to be sent."""
+        return None
+
+    def lend_rows(
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+    ) -> list[torch.Tensor] | None:
+        """See ``Communicator.lend_rows``: one tensor is sent."""
         return None
 
     def observe(

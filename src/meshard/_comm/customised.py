@@ -20,6 +20,7 @@ from meshard._comm.communicator import (
     Lane,
     Pending,
     Queued,
+    Rows,
     profiled,
 )
 from meshard._comm.work_communicator import WorkPending
@@ -143,9 +144,10 @@ class CustomCommunicator(BaseCommunicator):
         return self._pending(work, output, source)
 
     def reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+        self, output: torch.Tensor, source: Rows, *, group: dist.ProcessGroup, label: str
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
+        assert isinstance(source, torch.Tensor)
         if self._reduce_scatter is None or group.size() == 1:
             return self._inner.reduce_scatter(output, source, group=group, label=label)
         self._announce("reduce_scatter", source, group, label)

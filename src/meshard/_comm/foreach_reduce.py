@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Communicator, Lane, Pending
+from meshard._comm.communicator import Communicator, Lane, Pending, Rows
 from meshard._comm.usage_marks import UsageMarks
 
 
@@ -80,12 +80,17 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         tensor.div_(quotient if tensor.device.type == "cpu" else tensor.new_full((), quotient))
 
 
+def _parts(rows: Rows) -> list[torch.Tensor]:
+    return rows if isinstance(rows, list) else [rows]
+
+
 @dataclass(slots=True, kw_only=True)
 class ReduceRequest:
     """What is to be reduced, over whom, and how.
 
     Attributes:
-        buffer: ``[shard_count, shard_numel]``; consumed.
+        buffer: ``[shard_count, shard_numel]``, or what ``lend_rows`` lent in ``wire_dtype``;
+            consumed.
         wire_dtype: The dtype in which it travels; narrowed to only after the first division.
         partial: ``[shard_numel]`` in ``accumulate_dtype``, reduced over the shard group earlier in
             the window, or None. Added after the reduce-scatter, before the all-reduce.
@@ -98,7 +103,7 @@ class ReduceRequest:
         label: Name of the unit.
     """
 
-    buffer: torch.Tensor
+    buffer: Rows
     wire_dtype: torch.dtype
     partial: torch.Tensor | None
     shard_group: dist.ProcessGroup
@@ -145,13 +150,19 @@ class Reduction:
 
     def _start_scatter(self) -> Pending:
         request = self._request
-        divide_(request.buffer, self._divisors.before_scatter)
-        if request.buffer.dtype != request.wire_dtype:
-            narrow = self._allocate(request.buffer.numel(), request.wire_dtype, is_sent=True)
+        for part in _parts(request.buffer):
+            divide_(part, self._divisors.before_scatter)
+        if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:
+            narrow = self._allocate(request.buffer.numel(), request.wire_dtype)
             request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
-        request.marks.mark_sent(request.buffer)
+        for part in _parts(request.buffer):
+            request.marks.mark_sent(part)
         with self._comm.lane(Lane.SCATTER):
-            self._result = self._allocate(request.buffer.size(1), self._sum_dtype)
+            own = request.buffer[request.shard_group.rank()]
+            if isinstance(request.buffer, list) and own.dtype == self._sum_dtype:
+                self._result = own
+            else:
+                self._result = self._allocate(own.numel(), self._sum_dtype)
             return self._comm.reduce_scatter(
                 self._result,
                 request.buffer,
@@ -159,11 +170,9 @@ class Reduction:
                 label=request.label,
             )
 
-    def _allocate(self, numel: int, dtype: torch.dtype, *, is_sent: bool = False) -> torch.Tensor:
-        group, device = self._request.shard_group, self._request.buffer.device
-        return self._comm.allocate(
-            numel, Lane.SCATTER, dtype=dtype, device=device, group=group, is_sent=is_sent
-        )
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        group, device = self._request.shard_group, self._request.buffer[0].device
+        return self._comm.allocate(numel, Lane.SCATTER, dtype=dtype, device=device, group=group)
 
     @property
     def has_more(self) -> bool:

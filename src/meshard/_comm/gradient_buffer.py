@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from meshard._comm.communicator import Rows
 from meshard._comm.slots import matching_parts
 from meshard._comm.usage_marks import UsageMarks
 from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
@@ -96,14 +97,17 @@ class GradientLayout:
         stride = torch.empty(shape, device="meta").stride()
         return _Owned(index, self.slots[index].offset, tuple(shape), tuple(stride))
 
-    def pack(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
+    def pack(self, buffer: Rows, gradients: list[torch.Tensor | None]) -> None:
         """Overwrite ``buffer`` with whole gradients; slots without one become ``-0.0``.
 
         Args:
-            buffer: ``[shard_count, shard_numel]`` of any floating-point dtype.
+            buffer: ``[shard_count, shard_numel]`` of any floating-point dtype, or a list of rows.
             gradients: One entry per parameter of the unit. Those of a large unit are taken out,
                 one by one as they are copied, so that they do not exist twice.
         """
+        if isinstance(buffer, list):
+            self._pack_rows(buffer, gradients)
+            return
         is_large = buffer.numel() >= _LARGE
         if self.regular:
             target = buffer
@@ -127,6 +131,39 @@ class GradientLayout:
             )
         if self.irregular:
             self._write(buffer, gradients, self.irregular, is_large)
+
+    def _pack_rows(self, rows: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+        is_large = self.numel >= _LARGE
+        regular = [gradients[index] for index in self.regular]
+        if regular and not is_large and all(gradient is not None for gradient in regular):
+            split = [g.reshape(self.shard_count, -1).unbind() for g in regular if g is not None]
+            for row, pieces in zip(rows, zip(*split, strict=True), strict=True):
+                torch.cat(pieces, out=row[: self.regular_numel])
+            slots = self.irregular
+        else:
+            slots = [*(self.slots[index] for index in self.regular), *self.irregular]
+        regular.clear()  # or it would hold them
+        for slot in slots:
+            parts = [row.narrow(0, slot.offset, slot.numel) for row in rows]
+            self._write_rows(slot, parts, gradients)
+            if is_large:
+                gradients[slot.index] = None
+
+    def _write_rows(
+        self, slot: Slot, parts: list[torch.Tensor], gradients: list[torch.Tensor | None]
+    ) -> None:
+        gradient = gradients[slot.index]
+        if gradient is None:
+            for part in parts:
+                part.fill_(-0.0)
+        elif self.params[slot.index].is_regular:
+            for part, source in zip(parts, gradient.reshape(self.shard_count, -1), strict=True):
+                part.copy_(source)
+        else:
+            padded = parts[0].new_zeros(self.shard_count, slot.numel)
+            _copy_into(padded, gradient, self.params[slot.index])
+            for part, source in zip(parts, padded, strict=True):
+                part.copy_(source)
 
     def _write(
         self,

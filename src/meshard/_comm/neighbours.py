@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.backends import timeout_of
+from meshard._comm.communicator import Rows
 from meshard._comm.segment import IS_SUPPORTED, FirstFit, Segment, aligned
 from meshard._comm.setup_communicator import exchange_numbers
 
@@ -119,6 +120,12 @@ class Neighbours:
         leases[address] = lease
         return tensor
 
+    def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return a row ``[numel]`` per rank, for ``say_rows``; that of this rank is its own."""
+        rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
+        rows.insert(self.rank, torch.empty(numel, dtype=dtype))
+        return rows
+
     def _spare_memory(self, num_bytes: int) -> None:
         """Wait a little for what a neighbour is about to give back, rather than take more."""
         until = time.monotonic() + _SHORT
@@ -143,67 +150,79 @@ class Neighbours:
 
     # --- messages --------------------------------------------------------------------------
 
-    def say(self, tensor: torch.Tensor, *, rows: int = 1, copy: bool = False) -> int:
-        """Pass ``tensor`` on; return the number of the message.
+    def say(self, tensor: torch.Tensor, *, copy: bool = False) -> int:
+        """Pass ``tensor`` on to all others; return the number of the message.
 
         Memory from ``allocate`` is read where it is: it must not be written to again, and is not
-        used again before all have heard it. Other memory is copied, and so is any with ``copy``;
-        if there are ``rows``, without the one of this rank.
+        used again before all have heard it. Other memory is copied, and so is any with ``copy``.
         """
+        lease = None if copy else self._leases.get(tensor.data_ptr())
+        if lease is None and tensor.numel():
+            lease = self._lease_of(self.allocate(tensor.numel(), tensor.dtype).copy_(tensor))
+        return self._say(lease, tensor.numel() * tensor.itemsize)
+
+    def say_rows(self, rows: Rows) -> int:
+        """Pass each other rank's row on to it; return the number of the message.
+
+        Rows from ``allocate_rows`` are read where they are, others copied, as with ``say``.
+        """
+        others = [rows[other] for other in self.others]
+        first = others[0]
+        lease = self._leases.get(first.data_ptr()) if isinstance(rows, list) else None
+        if lease is None and first.numel():
+            copies = self.allocate(len(others) * first.numel(), first.dtype)
+            for copied, row in zip(copies.view(len(others), -1), others, strict=True):
+                copied.copy_(row)
+            lease = self._lease_of(copies)
+        return self._say(lease, len(others) * first.numel() * first.itemsize)
+
+    def _lease_of(self, tensor: torch.Tensor) -> _Lease:
+        return self._leases[tensor.data_ptr()]
+
+    def _say(self, lease: _Lease | None, num_bytes: int) -> int:
         message = self._next
         self._next += 1
         slot = message % _MESSAGES
         if message >= _MESSAGES:
             self._wait(self._heard, message - _MESSAGES, "read what was passed on to it")
-        num_bytes = tensor.numel() * tensor.itemsize
-        if num_bytes:
-            lease = None if copy else self._leases.get(tensor.data_ptr())
-            if lease is None:
-                lease = self._lease_copy(tensor, rows)
+        if lease is not None:
             lease.message = message
             self._place[self.rank][slot] = lease.begin
         self._size[self.rank][slot] = num_bytes
         self._said[self.rank][slot] = message + 1  # the last: who sees it sees the rest
         return message
 
-    def _lease_copy(self, tensor: torch.Tensor, rows: int) -> _Lease:
-        copy = self.allocate(tensor.numel(), tensor.dtype)
-        both = zip(copy.view(rows, -1), tensor.view(rows, -1), strict=True)
-        for row, (ours, theirs) in enumerate(both):
-            if rows == 1 or row != self.rank:
-                ours.copy_(theirs)
-        return self._leases[copy.data_ptr()]
-
     def is_said(self, message: int) -> bool:
         """Return whether all have said ``message``."""
         slot = message % _MESSAGES
         return all(self._said[other][slot] > message for other in self.others)
 
-    def listen(
-        self,
-        message: int,
-        other: int,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        row: int = 0,
-        rows: int = 1,
-    ) -> torch.Tensor:
-        """Return a row of what rank ``other`` has said, where it lies, when it has been said.
+    def listen(self, message: int, other: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what rank ``other`` has said, where it lies, when it has been said.
 
         Args:
             message: Its number.
             other: Who says it.
-            numel: Elements of the row.
-            dtype: Of the elements.
-            row: Which one.
-            rows: How many there are.
+            numel: Its elements.
+            dtype: Their dtype.
 
         Raises:
             RuntimeError: That rank has said something else, or died, or did not say it in time.
         """
+        return self._look(message, other, (numel, dtype), row=0, rows=1)
+
+    def listen_for_own(
+        self, message: int, other: int, numel: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Likewise return this rank's row ``[numel]`` of the rows that rank ``other`` has said."""
+        row = self.rank - (self.rank > other)  # nobody passes its own row on
+        return self._look(message, other, (numel, dtype), row=row, rows=len(self.others))
+
+    def _look(
+        self, message: int, other: int, form: tuple[int, torch.dtype], *, row: int, rows: int
+    ) -> torch.Tensor:
         self._wait(self._said, message, "join the collective", other)
-        slot = message % _MESSAGES
+        slot, (numel, dtype) = message % _MESSAGES, form
         num_bytes = numel * dtype.itemsize
         if self._size[other][slot] != rows * num_bytes:
             raise RuntimeError(
@@ -211,8 +230,7 @@ class Neighbours:
                 f"{self.rank} expects {rows * num_bytes}: the ranks run different units. "
                 "MESHARD_DEBUG=1 says which."
             )
-        begin = self._place[other][slot] if num_bytes else 0
-        return self._segments[other].look(begin + row * num_bytes, numel, dtype)
+        return self._segments[other].look(self._place[other][slot] + row * num_bytes, numel, dtype)
 
     def hear(self, message: int) -> None:
         """Note that this rank reads nothing of ``message`` any more; also before it is said."""

@@ -15,22 +15,19 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import sums
-from meshard._comm.communicator import Borrowed, Lane, Pending, profiled
+from meshard._comm.communicator import Borrowed, Lane, Pending, Rows, profiled
 from meshard._comm.neighbours import Neighbours, meet
 from meshard._comm.work_communicator import WorkCommunicator
 
 
 class _Heard:
-    """What this rank takes part in by reading: one message of all neighbours."""
+    """A collective that this rank takes part in by reading one message of every neighbour."""
 
-    __slots__ = ("_is_over", "_message", "_neighbours", "_source")
+    __slots__ = ("_is_over", "_message", "_neighbours")
 
-    def __init__(
-        self, neighbours: Neighbours, source: torch.Tensor, *, rows: int = 1, copy: bool = False
-    ) -> None:
+    def __init__(self, neighbours: Neighbours, message: int) -> None:
         self._neighbours = neighbours
-        self._source = source
-        self._message = neighbours.say(source, rows=rows, copy=copy)
+        self._message = message
         self._is_over = False
 
     def _read(self) -> None:
@@ -52,7 +49,6 @@ class _Heard:
     def _end(self) -> None:
         self._is_over = True
         self._neighbours.hear(self._message)
-        del self._source
 
     def __del__(self) -> None:
         if not self._is_over:  # dropped, say with the model: the neighbours need not wait for it
@@ -62,17 +58,21 @@ class _Heard:
 class _BorrowedRows(_Heard):
     """An all-gather of which each row is read where it lies."""
 
-    __slots__ = ()
+    __slots__ = ("_source",)
+
+    def __init__(self, neighbours: Neighbours, source: torch.Tensor) -> None:
+        super().__init__(neighbours, neighbours.say(source))
+        self._source = source
 
     def rows(self) -> list[torch.Tensor]:
         """See ``Borrowed.rows``."""
-        source, neighbours, message = self._source, self._neighbours, self._message
-        return [
-            source
-            if rank == neighbours.rank
-            else neighbours.listen(message, rank, source.numel(), source.dtype)
-            for rank in range(len(neighbours.others) + 1)
+        source, listen, message = self._source, self._neighbours.listen, self._message
+        rows = [
+            listen(message, other, source.numel(), source.dtype)
+            for other in self._neighbours.others
         ]
+        rows.insert(self._neighbours.rank, source)
+        return rows
 
     def give_back(self) -> None:
         """See ``Borrowed.give_back``."""
@@ -80,8 +80,7 @@ class _BorrowedRows(_Heard):
             self._end()
 
     def _read(self) -> None:
-        for rank in self._neighbours.others:
-            self._neighbours.listen(self._message, rank, self._source.numel(), self._source.dtype)
+        self.rows()
 
 
 class _Gather(_BorrowedRows):
@@ -99,39 +98,41 @@ class _Gather(_BorrowedRows):
 
 
 class _Scatter(_Heard):
-    """A reduce-scatter of ``source [ranks, n]`` into ``output [n]``."""
+    """A reduce-scatter of ``source``, a row of ``n`` for every rank, into ``output [n]``."""
 
-    __slots__ = ("_output",)
+    __slots__ = ("_output", "_own")
 
-    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: torch.Tensor) -> None:
-        super().__init__(neighbours, source, rows=source.size(0))
+    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: Rows) -> None:
+        super().__init__(neighbours, neighbours.say_rows(source))
         self._output = output
+        self._own = source[neighbours.rank]
 
     def _read(self) -> None:
-        source, output, neighbours = self._source, self._output, self._neighbours
-        count, numel = source.shape
-        rows = {
-            rank: neighbours.listen(
-                self._message, rank, numel, source.dtype, row=neighbours.rank, rows=count
-            )
-            for rank in neighbours.others
-        }
-        rows[neighbours.rank] = source[neighbours.rank]
-        if count == 2:
-            sums.sum_two(output, rows[neighbours.others[0]], rows[neighbours.rank])
+        own, neighbours = self._own, self._neighbours
+        rows = [
+            neighbours.listen_for_own(self._message, other, own.numel(), own.dtype)
+            for other in neighbours.others
+        ]
+        if len(rows) == 1:
+            sums.sum_two(self._output, rows[0], own)
         else:
-            sums.sum_rows(output, torch.stack([rows[rank] for rank in range(count)]))
+            rows.insert(neighbours.rank, own)
+            sums.sum_rows(self._output, torch.stack(rows))
 
 
 class _Sum(_Heard):
-    """An all-reduce of ``source`` between two ranks, in place."""
+    """An all-reduce of ``buffer`` between two ranks, in place."""
 
-    __slots__ = ()
+    __slots__ = ("_buffer",)
+
+    def __init__(self, neighbours: Neighbours, buffer: torch.Tensor) -> None:
+        super().__init__(neighbours, neighbours.say(buffer, copy=True))  # it becomes the sum
+        self._buffer = buffer
 
     def _read(self) -> None:
         (other,) = self._neighbours.others
-        source = self._source
-        source.add_(self._neighbours.listen(self._message, other, source.numel(), source.dtype))
+        buffer = self._buffer
+        buffer.add_(self._neighbours.listen(self._message, other, buffer.numel(), buffer.dtype))
 
 
 class SharedMemoryCommunicator(WorkCommunicator):
@@ -168,6 +169,15 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return neighbours.allocate(numel, dtype)
         return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
 
+    def lend_rows(
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+    ) -> list[torch.Tensor] | None:
+        """See ``Communicator.lend_rows``."""
+        neighbours = self._neighbours_in(group)
+        if neighbours is None:
+            return super().lend_rows(numel, dtype, group=group)
+        return neighbours.allocate_rows(numel, dtype)
+
     def borrow(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Borrowed | None:
@@ -191,13 +201,13 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return _Gather(neighbours, output, source)
 
     def reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+        self, output: torch.Tensor, source: Rows, *, group: dist.ProcessGroup, label: str
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         neighbours = self._neighbours_in(group)
         if neighbours is None:
             return super().reduce_scatter(output, source, group=group, label=label)
-        self.observe("reduce_scatter", source, group, label)
+        self.observe("reduce_scatter", source[0], group, label, rows=group.size())
         with profiled("reduce_scatter", label):
             return _Scatter(neighbours, output, source)
 
@@ -208,4 +218,4 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super().all_reduce(buffer, group=group, label=label)
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
-            return _Sum(neighbours, buffer, copy=True)  # it becomes the result
+            return _Sum(neighbours, buffer)

@@ -40,6 +40,7 @@ from meshard._comm.communicator import (
     Lane,
     Pending,
     Queued,
+    Rows,
     all_gather_single,
     profiled,
     reduce_scatter_single,
@@ -143,12 +144,13 @@ class StreamCommunicator(BaseCommunicator):
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        source: torch.Tensor,
+        source: Rows,
         *,
         group: dist.ProcessGroup,
         label: str,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
+        assert isinstance(source, torch.Tensor)
         if group.size() == 1:
             output.copy_(source.view(-1))
             return self.queued(source)

@@ -34,13 +34,13 @@ class UsageMarks:
         self._columns = torch.tensor(list(offsets.values()), dtype=torch.long, device=device)
 
     def mark_sent(self, buffer: torch.Tensor) -> None:
-        """Make ``-0.0`` at the start of used slots of ``buffer [shard_count, n]`` positive."""
+        """Make ``-0.0`` at the start of used slots of ``buffer [..., n]`` positive."""
         columns = self._used_columns
         if self._all_used and buffer.numel() <= _SMALL:
             buffer.add_(0.0)
         elif columns.numel():
             # Not index_add_: CUDA adds narrow dtypes in pairs, and the neighbour may be a mark.
-            buffer.index_copy_(1, columns, buffer.index_select(1, columns) + 0.0)
+            buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
         """Return, for each slot of ``flat [n]``, whether it starts with ``-0.0``."""

@@ -18,6 +18,7 @@ from meshard._comm.communicator import (
     Lane,
     Pending,
     Queued,
+    Rows,
     profiled,
     start_all_gather_on,
     start_all_to_all_on,
@@ -87,6 +88,12 @@ class WorkCommunicator(BaseCommunicator):
         """See ``Communicator.borrow``."""
         return _OwnRow(source) if group.size() == 1 else None
 
+    def lend_rows(
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+    ) -> list[torch.Tensor] | None:
+        """See ``Communicator.lend_rows``."""
+        return [torch.empty(numel, dtype=dtype)] if group.size() == 1 else None
+
     def all_gather(
         self,
         output: torch.Tensor,
@@ -107,15 +114,17 @@ class WorkCommunicator(BaseCommunicator):
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        source: torch.Tensor,
+        source: Rows,
         *,
         group: dist.ProcessGroup,
         label: str,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         if group.size() == 1:
-            output.copy_(source.view(-1))
+            if source[0] is not output:
+                output.copy_(source[0])
             return DONE
+        assert isinstance(source, torch.Tensor)
         self.observe("reduce_scatter", source, group, label)
         if group.size() == 2:
             return _exchange(output, source, group, label)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshard._comm.all_gather import GatherInFlight, Rows
-from meshard._comm.communicator import Communicator, Lane
+from meshard._comm.all_gather import GatherInFlight
+from meshard._comm.communicator import Communicator, Lane, Rows
 from meshard._comm.packed_gather import Form, PackedGather, agree_on_forms
 from meshard._geometry.layout import FlatLayout
 from meshard._geometry.mesh_roles import shard_mesh_of

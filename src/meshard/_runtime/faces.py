@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from meshard._comm.all_gather import GatherInFlight, Rows
-from meshard._comm.communicator import Communicator
+from meshard._comm.all_gather import GatherInFlight
+from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_link import HostLink
 from meshard._geometry.layout import FlatLayout
 from meshard._params.home import Home

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import Lane, Pending
+from meshard._comm.communicator import Lane, Pending, Rows
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan, ReduceOptions, TensorHook
@@ -232,10 +232,11 @@ class GradientState:
         self._check_factor(options)
         roles = self._group.place.roles
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
-        buffer, used = self._whole_buffer(layout, came, wire_dtype, options.arrived)
+        buffer, used = self._whole_buffer(layout, came, wire_dtype, options)
         if options.zero_unused:
             used = frozenset(layout.indices)
         if options.before:
+            assert isinstance(buffer, torch.Tensor)
             layout.run_hooks(options.before, buffer, used)
         partial = None if self._partial is None else self._laid_out(self._partial, layout)
         self._unreduced = self._partial = None
@@ -275,29 +276,32 @@ class GradientState:
         layout: GradientLayout,
         came: _Arrived,
         wire_dtype: torch.dtype,
-        arrived: Sequence[TensorHook],
-    ) -> tuple[torch.Tensor, frozenset[int]]:
+        options: ReduceOptions,
+    ) -> tuple[Rows, frozenset[int]]:
         if self._unreduced is not None:
-            return self._add_to_unreduced(layout, came, arrived)
+            return self._add_to_unreduced(layout, came, options.arrived)
         gradients, used = came
         # float16 is divided before it is narrowed to, or sums would overflow that need not.
         is_narrowing = wire_dtype == torch.float16 and any(
             gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
         )
+        comm, group = self._group.comm, options.shard_group or self._group.place.roles.shard_group
         if is_narrowing:
             buffer = layout.allocate(self.plan.accumulate_dtype)
         else:
-            buffer = self._group.comm.allocate(
-                layout.numel,
-                Lane.SCATTER,
-                dtype=wire_dtype,
-                device=layout.device,
-                group=self._group.place.roles.shard_group,
-                is_sent=True,
+            has_hooks = options.arrived or options.before  # they are given one tensor
+            rows = (
+                None if has_hooks else comm.lend_rows(layout.shard_numel, wire_dtype, group=group)
+            )
+            if rows is not None:
+                layout.pack(rows, gradients)
+                return rows, used
+            buffer = comm.allocate(
+                layout.numel, Lane.SCATTER, dtype=wire_dtype, device=layout.device, group=group
             ).view(layout.shard_count, -1)
         layout.pack(buffer, gradients)
-        if arrived:
-            layout.run_hooks(arrived, buffer, used)
+        if options.arrived:
+            layout.run_hooks(options.arrived, buffer, used)
         return buffer, used
 
     @unrecorded

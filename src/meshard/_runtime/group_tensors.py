@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshard._comm.all_gather import GatherInFlight, GatherPlan, Rows
-from meshard._comm.communicator import Communicator
+from meshard._comm.all_gather import GatherInFlight, GatherPlan
+from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_link import HostLink
 from meshard._geometry.layout import FlatLayout
 from meshard._geometry.mesh_roles import MeshRoles
