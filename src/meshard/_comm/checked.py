@@ -77,6 +77,10 @@ class CheckedCommunicator:
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
 
+    def trim(self) -> None:
+        """See ``Communicator.trim``."""
+        self.inner.trim()
+
     def lend_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
     ) -> list[torch.Tensor] | None:

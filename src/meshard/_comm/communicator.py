@@ -123,6 +123,9 @@ class Communicator(Protocol):
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``lane``, after all that the caller has queued so far."""
 
+    def trim(self) -> None:
+        """Give back memory that is kept for the next collectives; an optimizer may need it."""
+
     def lend_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
     ) -> list[torch.Tensor] | None:
@@ -252,6 +255,9 @@ class BaseCommunicator:
     ) -> Borrowed | None:
         """See ``Communicator.borrow``: a copy has to be sent."""
         return None
+
+    def trim(self) -> None:
+        """See ``Communicator.trim``: there is none."""
 
     def lend_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup

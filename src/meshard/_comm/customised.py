@@ -123,14 +123,18 @@ class CustomCommunicator(BaseCommunicator):
         is_sent: bool = False,
     ) -> torch.Tensor:
         """See ``Communicator.allocate``."""
+        if is_sent:  # the user allocates what is received, and reduce-scattered
+            return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
         custom = {Lane.GATHER: self._all_gather, Lane.SCATTER: self._reduce_scatter}.get(lane)
         if custom is not None and group.size() > 1:
             return custom.allocate((numel,), dtype=dtype, device=device)
         if self._memory is not None and group.size() > 1:
             return self._memory.allocate(group, numel, dtype)
-        return self._inner.allocate(
-            numel, lane, dtype=dtype, device=device, group=group, is_sent=is_sent
-        )
+        return self._inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
+
+    def trim(self) -> None:
+        """See ``Communicator.trim``."""
+        self._inner.trim()
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

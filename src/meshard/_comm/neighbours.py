@@ -90,6 +90,7 @@ class Neighbours:
         self._patience = patience
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0
+        self._trimmed_at = 0
         self._free = FirstFit(_START)
         self._leases: dict[int, _Lease] = {}  # by address; the tensor lives
         # Appended to whenever a tensor dies, in the midst of anything: taken from in one place.
@@ -132,6 +133,15 @@ class Neighbours:
         while not self._free.fits(num_bytes) and self._unheard and time.monotonic() < until:
             time.sleep(_NAPS[0])
             self._take_back()
+
+    def trim(self) -> None:
+        """Give the memory of large free ranges back to the system, but not their addresses."""
+        if self._trimmed_at == self._next:
+            return
+        self._trimmed_at = self._next
+        self._take_back()
+        for begin, end in self._free.ranges:
+            self._own.forget(begin, end)
 
     def _take_back(self) -> None:
         while self._dropped:

@@ -77,6 +77,15 @@ class Segment:
         if end > len(self._map):
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
 
+    def forget(self, begin: int, end: int) -> None:
+        """Have no memory behind the whole pages of a range: it is zero when it is next read."""
+        begin, end = (
+            -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
+            end // mmap.PAGESIZE * mmap.PAGESIZE,
+        )
+        if begin < end:
+            self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
+
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` numbers of 8 bytes, each read and written at once."""
         return memoryview(self._map)[offset : offset + 8 * count].cast("q")
@@ -107,35 +116,35 @@ class FirstFit:
     """
 
     def __init__(self, start: int) -> None:
-        self._free: list[tuple[int, int]] = []  # begin and end, in order
+        self.ranges: list[tuple[int, int]] = []  # begin and end, in order
         self._end = start
 
     def fits(self, num_bytes: int) -> bool:
         """Return whether there is room before the end."""
-        return any(end - begin >= num_bytes for begin, end in self._free)
+        return any(end - begin >= num_bytes for begin, end in self.ranges)
 
     def take(self, num_bytes: int) -> int:
         """Return where ``num_bytes`` are free, and take them."""
-        for place, (begin, end) in enumerate(self._free):
+        for place, (begin, end) in enumerate(self.ranges):
             if end - begin >= num_bytes:
                 if end - begin == num_bytes:
-                    del self._free[place]
+                    del self.ranges[place]
                 else:
-                    self._free[place] = (begin + num_bytes, end)
+                    self.ranges[place] = (begin + num_bytes, end)
                 return begin
         begin = self._end
-        if self._free and self._free[-1][1] == begin:
-            begin = self._free.pop()[0]  # what is free at the end, and more
+        if self.ranges and self.ranges[-1][1] == begin:
+            begin = self.ranges.pop()[0]  # what is free at the end, and more
         self._end = begin + num_bytes
         return begin
 
     def give(self, begin: int, num_bytes: int) -> None:
         """Have a range that was taken back."""
         end = begin + num_bytes
-        place = next((i for i, each in enumerate(self._free) if each[0] > begin), len(self._free))
-        if place < len(self._free) and self._free[place][0] == end:
-            end = self._free.pop(place)[1]
-        if place and self._free[place - 1][1] == begin:
+        place = next((i for i, each in enumerate(self.ranges) if each[0] > begin), len(self.ranges))
+        if place < len(self.ranges) and self.ranges[place][0] == end:
+            end = self.ranges.pop(place)[1]
+        if place and self.ranges[place - 1][1] == begin:
             place -= 1
-            begin = self._free.pop(place)[0]
-        self._free.insert(place, (begin, end))
+            begin = self.ranges.pop(place)[0]
+        self.ranges.insert(place, (begin, end))

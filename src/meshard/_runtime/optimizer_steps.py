@@ -28,6 +28,9 @@ from meshard._runtime.private_torch import untraced
 class Stepped(Protocol):
     """What holds parameters that an optimizer may step."""
 
+    def make_room(self) -> None:
+        """Give back memory that an optimizer may need for its step."""
+
     def note_step(self) -> None:
         """An optimizer has stepped."""
 
@@ -165,6 +168,8 @@ def _before_step(
         return None
     for owner in owners:
         owner.check_may_step()
+    for owner in owners:
+        owner.make_room()
     _watch_zero_grad(type(optimizer))
     # torch passes the optimizer itself as the first argument.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -75,6 +75,7 @@ class ParamGroup:
         self.num_trainable = 0
         self.is_leftover = False  # whole since an earlier forward
         self.num_steps = 0  # that optimizers have taken: see optimizer_steps
+        self.saves_memory = False  # it was resharded between forward and backward of this step
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
@@ -176,9 +177,15 @@ class ParamGroup:
         if self.tensors.link is not None:
             self.tensors.link.wait()
 
+    def make_room(self) -> None:
+        """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
+        if self.saves_memory:
+            self.comm.trim()
+
     def note_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""
         self.num_steps += 1
+        self.saves_memory = False
         accumulated = self.accumulated() if self.accumulated is not None else None
         if accumulated is not None:
             accumulated.close_window()
@@ -267,7 +274,7 @@ class ParamGroup:
         """Give the whole parameters back.
 
         Args:
-            keep: Leave what ``finish_unshard`` kept for the next gather.
+            keep: It will be gathered again: leave what ``finish_unshard`` kept for that.
         """
         if self._in_flight is not None:
             self._in_flight.pending.wait()
@@ -275,7 +282,9 @@ class ParamGroup:
             self.residence = Residence.SHARDED
         self.show_sharded()
         self.handed_out = None
-        if not keep:
+        if keep:
+            self.saves_memory = True
+        else:
             self._kept = None
         if self.residence is Residence.UNSHARDED:
             self.tensors.free_whole()
