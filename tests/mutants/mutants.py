@@ -169,7 +169,7 @@ def padding_not_zeroed(patch: Patch) -> None:
             if gradients[slot.index] is not None:
                 part = slice(slot.offset, slot.offset + slot.numel)
                 buffer[:, part] = before[:, part]
-        self._write(buffer, gradients, self.irregular, False)
+        self._write(buffer, gradients, self.irregular)
 
     patch.setattr(GradientLayout, "pack", pack_without_padding)
 

@@ -27,7 +27,6 @@ def sum_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
         rows[: count - half].add_(rows[half:count])
         count = half
     if output.dtype == wide:
-        output.copy_(rows[0])
-        output.add_(rows[1])
+        sum_two(output, rows[0], rows[1])
     else:
         output.copy_(rows[0].add_(rows[1]))

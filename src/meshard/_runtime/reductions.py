@@ -94,7 +94,8 @@ class Reductions:
         if in_flight is None:
             return
         self._queue.append(_Queued(unit, in_flight, hooks))
-        self.holds_sent = self._comm.waits_block_host
+        # Of a small unit it is not worth a look at every gradient.
+        self.holds_sent |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
