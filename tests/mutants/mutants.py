@@ -55,7 +55,8 @@ def divided_twice_in_groups_of_one(patch: Patch) -> None:
     def start(self: Any, request: Any, comm: Any) -> None:
         if request.shard_group.size() == 1:
             total = request.divide_factor or request.replicate_count
-            request.buffer.div_(total / request.replicate_count)
+            for row in request.buffer:  # a tensor of rows, or a list of them
+                row.div_(total / request.replicate_count)
         init(self, request, comm)
 
     patch.setattr(Reduction, "__init__", start)
