@@ -2,6 +2,10 @@
 
     python tests/benchmarks/memory.py [--ranks 2] [--json]
 
+Beside the measured peak stands what the formula of docs/memory.md gives, for ranks that send
+through sockets. Ranks of one host that read one another's memory take more: what they pass on lies
+in a segment, which stays, and what they have read counts as resident on both sides.
+
 The peak of a step in steady state, with everything in it: shards, gradients, AdamW's state,
 activations, what is gathered, and gloo's own buffers. It is that of the resident set of rank 0, in
 a process of its own for each contender, less what was resident before the model was built; malloc
@@ -19,9 +23,11 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,12 +41,21 @@ from tests.benchmarks.contenders import (
     PEER,
     PEER_WHOLE,
     WIDTH_512,
+    Configuration,
 )
 from tests.benchmarks.rounds import on_ranks
+from tests.support.memory_formula import Sizes, bytes_of, peaks, saved_by
 
-EVERYBODY = (DDP, FSDP1, PEER, OURS, PEER_WHOLE, OURS_WHOLE)
+SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
+EVERYBODY = (DDP, FSDP1, PEER, OURS, SENT, PEER_WHOLE, OURS_WHOLE, SENT_WHOLE)
 WARM_UP, STEPS = 3, 5
-TARGETS = ((OURS, PEER, 1.00), (OURS_WHOLE, PEER_WHOLE, 1.00))
+TARGETS = (
+    (OURS, PEER, 1.00),
+    (SENT, PEER, 1.00),
+    (OURS_WHOLE, PEER_WHOLE, 1.00),
+    (SENT_WHOLE, PEER_WHOLE, 1.00),
+)
+TINY = Configuration("what loads with the first step", width=64, batch=1, context=16, depth=2)
 
 
 class Peak(NamedTuple):
@@ -64,9 +79,8 @@ def measure(name: str) -> Peak:
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     batch = WIDTH_512.make_batch(dist.get_rank())
-    nothing = torch.nn.Linear(8, 8)  # what torch loads with the first step is nobody's
-    contenders.make_optimizer(nothing)
-    nothing(torch.ones(1, 8)).sum().backward()
+    # What is loaded with the first step is nobody's.
+    contenders.trainer(contenders.make(name, TINY, mesh), TINY.make_batch(dist.get_rank()))()
     before = resident("VmRSS")
     step = contenders.trainer(contenders.make(name, WIDTH_512, mesh), batch)
     for _ in range(WARM_UP):
@@ -86,6 +100,27 @@ def measure(name: str) -> Peak:
     )
 
 
+def sizes_of(ranks: int, *, reshards: bool) -> Sizes:
+    """Return what the formula wants to know of the model."""
+    model = WIDTH_512.make_model()
+    tokens, following = WIDTH_512.make_batch(0)
+
+    def loss() -> torch.Tensor:
+        logits = model(tokens).float()
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    blocks = list(model.blocks)
+    units = [bytes_of(block) for block in blocks]
+    return Sizes(
+        units=units,
+        largest=[max(p.numel() * p.itemsize for p in block.parameters()) for block in blocks],
+        activations=saved_by(blocks, loss),
+        root=bytes_of(model) - sum(units),
+        shards=ranks,
+        reshards=reshards,
+    )
+
+
 def run(ranks: int = 2) -> dict[str, Any]:
     """Measure everybody; return the figures.
 
@@ -94,23 +129,38 @@ def run(ranks: int = 2) -> dict[str, Any]:
     """
     # For the processes that start now: glibc would keep what is freed, by a rule that adapts.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
-    peaks = {name: on_ranks(measure, name, ranks) for name in EVERYBODY}
-    for name, peak in peaks.items():
-        if abs(peak.loss - peaks[PEER].loss) > 1e-4 * peaks[PEER].loss:
-            raise RuntimeError(f"losses differ, so no peak counts: {name} {peaks}")
-    print(report(peaks), file=sys.stderr, flush=True)
-    return {name: peak._asdict() for name, peak in peaks.items()}
+    results = {}
+    for name in EVERYBODY:
+        is_sent = name in (SENT, SENT_WHOLE)
+        with mock.patch.dict(os.environ, {"MESHARD_SHARED_MEMORY": "0"} if is_sent else {}):
+            results[name] = on_ranks(measure, name.removesuffix(", sockets"), ranks)
+    for name, peak in results.items():
+        if abs(peak.loss - results[PEER].loss) > 1e-4 * results[PEER].loss:
+            raise RuntimeError(f"losses differ, so no peak counts: {name} {results}")
+    formula = {
+        SENT: max(peaks(sizes_of(ranks, reshards=True))),
+        SENT_WHOLE: max(peaks(sizes_of(ranks, reshards=False))),
+    }
+    print(report(results, formula), file=sys.stderr, flush=True)
+    figures: dict[str, Any] = {name: peak._asdict() for name, peak in results.items()}
+    for name, expected in formula.items():
+        figures[name]["formula"] = expected
+    return figures
 
 
-def report(peaks: dict[str, Peak]) -> str:
+def report(results: dict[str, Peak], formula: dict[str, float]) -> str:
     """Return a table of peaks, and of the ratios that have a target."""
-    lines = [f"{WIDTH_512.name}, MiB", f"{'':<30}{'peak':>8}{'at rest':>10}"]
-    for name, peak in peaks.items():
+    lines = [f"{WIDTH_512.name}, MiB", f"{'':<34}{'peak':>8}{'formula':>10}{'at rest':>10}"]
+    for name, peak in results.items():
         mib = [each / 2**20 for each in peak[:2]]
-        lines.append(f"  {name:<28}{mib[0]:>8.1f}{mib[1]:>10.1f}")
+        expected = f"{formula[name] / 2**20:.1f}" if name in formula else ""
+        lines.append(f"  {name:<32}{mib[0]:>8.1f}{expected:>10}{mib[1]:>10.1f}")
     for ours, peer, target in TARGETS:
-        ratio = peaks[ours].resident / peaks[peer].resident
-        lines.append(f"  {f'{ours} / {peer}':<56}{ratio:>6.3f}   target {target:.2f}")
+        ratio = results[ours].resident / results[peer].resident
+        lines.append(f"  {f'{ours} / {peer}':<64}{ratio:>6.3f}   target {target:.2f}")
+    for name, expected in formula.items():
+        ratio = results[name].resident / expected
+        lines.append(f"  {f'peak memory of {name}: measured / formula':<64}{ratio:>6.3f}")
     return "\n".join(lines)
 
 
