@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,8 @@ from meshard import fully_shard
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
 PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
+# Likewise, but through sockets, as between hosts.
+SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
 DDP, FSDP1, COMPUTE = "DDP, bucket views", "FSDP1", "compute only"
 
 
@@ -102,8 +106,9 @@ def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> nn.Module
 
 def shard_by_units(name: str, model: GPT, mesh: DeviceMesh, *, narrow: bool = False) -> nn.Module:
     """Return ``model`` with one unit per block, by one of the two ``fully_shard``."""
-    shard = fully_shard if name in (OURS, OURS_WHOLE) else torch_fully_shard
-    return _unit_by_unit(shard, model, mesh, name in (OURS, PEER), narrow)
+    shard = torch_fully_shard if name in (PEER, PEER_WHOLE) else fully_shard
+    with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=str(int("sockets" not in name))):
+        return _unit_by_unit(shard, model, mesh, name in (OURS, SENT, PEER), narrow)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:

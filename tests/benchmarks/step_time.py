@@ -29,15 +29,24 @@ from tests.benchmarks.contenders import (
     OURS_WHOLE,
     PEER,
     PEER_WHOLE,
+    SENT,
+    SENT_WHOLE,
     WIDTH_256,
     WIDTH_512,
     Configuration,
 )
 from tests.benchmarks.rounds import Times, interleave, on_ranks
 
-EVERYBODY = (COMPUTE, DDP, FSDP1, PEER, OURS, PEER_WHOLE, OURS_WHOLE)
+EVERYBODY = (COMPUTE, DDP, FSDP1, PEER, OURS, SENT, PEER_WHOLE, OURS_WHOLE, SENT_WHOLE)
 # Targets: ours, against whom, and at most how much of their time.
-TARGETS = ((OURS, PEER, 0.75), (OURS_WHOLE, PEER_WHOLE, 0.80), (OURS_WHOLE, DDP, 1.00))
+TARGETS = (
+    (OURS, PEER, 0.75),
+    (SENT, PEER, 0.75),
+    (OURS_WHOLE, PEER_WHOLE, 0.80),
+    (SENT_WHOLE, PEER_WHOLE, 0.80),
+    (OURS_WHOLE, DDP, 1.00),
+    (SENT_WHOLE, DDP, 1.00),
+)
 _LOSS_TOLERANCE = 1e-4  # float32: rounding of another order of summation, over all steps
 _NARROW_TOLERANCE = 2e-2
 

@@ -79,6 +79,7 @@ class Neighbours:
         self, segments: list[Segment], processes: list[int], rank: int, patience: float
     ) -> None:
         self.rank = rank
+        self.process = processes[rank]
         self.others = [other for other in range(len(segments)) if other != rank]
         self._segments = segments
         self._own = segments[rank]
@@ -277,14 +278,12 @@ class Neighbours:
             raise RuntimeError(f"rank {other} of the group did not {what} in {seconds:.0f} s.")
 
 
-def meet(group: dist.ProcessGroup) -> Neighbours | None:
-    """Return the neighbours, if all ranks of ``group`` can reach one another's memory.
-
-    ``MESHARD_SHARED_MEMORY=0`` on any rank keeps all of its groups from it.
+def meet(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Neighbours | None:
+    """Return the neighbours, if all ranks of ``group`` can, and want to, share memory.
 
     **Collective:** all ranks of ``group``; two gathers of a few numbers.
     """
-    own = Segment.create(_START) if IS_SUPPORTED and _is_wanted() else None
+    own = Segment.create(_START) if IS_SUPPORTED and is_wanted else None
     token = secrets.randbits(62)
     if own is not None:
         own.words(8 * _TOKEN_WORD, 1)[0] = token
@@ -305,10 +304,6 @@ def meet(group: dist.ProcessGroup) -> Neighbours | None:
     # All or none: a rank that is alone with its view of the others would wait for ever.
     has_met = exchange_numbers([int(neighbours is not None)], group)
     return neighbours if all(met for (met,) in has_met) else None
-
-
-def _is_wanted() -> bool:
-    return os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
 
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:

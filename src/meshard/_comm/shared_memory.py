@@ -9,6 +9,7 @@ more than two ranks, which gloo adds up in an order of its own.
 
 from __future__ import annotations
 
+import os
 import weakref
 
 import torch
@@ -51,7 +52,9 @@ class _Heard:
         self._neighbours.hear(self._message)
 
     def __del__(self) -> None:
-        if not self._is_over:  # dropped, say with the model: the neighbours need not wait for it
+        # Dropped, say with the model: the neighbours need not wait for this rank. A process that
+        # was forked has a copy of this object, but does not speak for the rank.
+        if not self._is_over and self._neighbours.process == os.getpid():
             self._neighbours.hear(self._message)
 
 
@@ -139,9 +142,12 @@ class SharedMemoryCommunicator(WorkCommunicator):
     """Collectives between ranks that reach one another's memory; by sockets where they do not.
 
     Which it is, a group finds out at its first collective: no rank need know the hosts' names.
+    ``MESHARD_SHARED_MEMORY=0`` on one rank, when the communicator is made, keeps its groups to
+    sockets.
     """
 
     def __init__(self) -> None:
+        self._is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
         self._neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]
         self._neighbours = weakref.WeakKeyDictionary()
 
@@ -150,7 +156,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return self._neighbours[group]
         except KeyError:
             is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
-            found = self._neighbours[group] = meet(group) if is_gloo else None
+            found = self._neighbours[group] = (
+                meet(group, is_wanted=self._is_wanted) if is_gloo else None
+            )
             return found
 
     def allocate(
