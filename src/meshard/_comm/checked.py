@@ -77,9 +77,9 @@ class CheckedCommunicator:
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
 
-    def trim(self) -> None:
+    def trim(self, *, everything: bool) -> None:
         """See ``Communicator.trim``."""
-        self.inner.trim()
+        self.inner.trim(everything=everything)
 
     def lend_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup

@@ -123,8 +123,12 @@ class Communicator(Protocol):
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``lane``, after all that the caller has queued so far."""
 
-    def trim(self) -> None:
-        """Give back memory that is kept for the next collectives; an optimizer may need it."""
+    def trim(self, *, everything: bool) -> None:
+        """Give back memory that is kept for the next collectives: a step is over.
+
+        Args:
+            everything: And not only what the last steps have not needed.
+        """
 
     def lend_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
@@ -256,7 +260,7 @@ class BaseCommunicator:
         """See ``Communicator.borrow``: a copy has to be sent."""
         return None
 
-    def trim(self) -> None:
+    def trim(self, *, everything: bool) -> None:
         """See ``Communicator.trim``: there is none."""
 
     def lend_rows(

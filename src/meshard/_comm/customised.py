@@ -132,9 +132,9 @@ class CustomCommunicator(BaseCommunicator):
             return self._memory.allocate(group, numel, dtype)
         return self._inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
 
-    def trim(self) -> None:
+    def trim(self, *, everything: bool) -> None:
         """See ``Communicator.trim``."""
-        self._inner.trim()
+        self._inner.trim(everything=everything)
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

@@ -34,6 +34,7 @@ _START = aligned(8 * (_TOKEN_WORD + 1))
 _EAGER = 200  # looks before the thread goes to sleep: what is awaited is mostly there, or soon
 _NAPS = (5e-5, 5e-4)  # seconds: at first, and when it takes long
 _CALLS_PER_CHECK = 200
+_STEPS_TO_REMEMBER = 4
 _LARGE = 2**16  # bytes
 _SHORT = 2e-3  # seconds: not for ever, for the neighbour may be waiting for this rank
 
@@ -92,6 +93,8 @@ class Neighbours:
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0
         self._trimmed_at = 0
+        self._reach = 0  # how far the ranges of this step go
+        self._reached: deque[int] = deque(maxlen=_STEPS_TO_REMEMBER)
         self._free = FirstFit(_START)
         self._leases: dict[int, _Lease] = {}  # by address; the tensor lives
         # Appended to whenever a tensor dies, in the midst of anything: taken from in one place.
@@ -110,6 +113,7 @@ class Neighbours:
             self._spare_memory(num_bytes)
         begin = self._free.take(num_bytes)
         self._own.reserve(begin + num_bytes)
+        self._reach = max(self._reach, begin + num_bytes)
         lease = _Lease(begin, num_bytes)
         leases, dropped = self._leases, self._dropped
 
@@ -135,14 +139,21 @@ class Neighbours:
             time.sleep(_NAPS[0])
             self._take_back()
 
-    def trim(self) -> None:
-        """Give the memory of large free ranges back to the system, but not their addresses."""
+    def trim(self, *, everything: bool) -> None:
+        """Give the memory of free ranges back to the system; a step is over.
+
+        Args:
+            everything: And not only that behind what the last steps have used.
+        """
         if self._trimmed_at == self._next:
             return
         self._trimmed_at = self._next
+        self._reached.append(self._reach)
+        self._reach = 0
         self._take_back()
+        keep = 0 if everything else max(self._reached)
         for begin, end in self._free.ranges:
-            self._own.forget(begin, end)
+            self._own.forget(max(begin, keep), end)
 
     def _take_back(self) -> None:
         while self._dropped:

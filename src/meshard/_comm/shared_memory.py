@@ -177,11 +177,11 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return neighbours.allocate(numel, dtype)
         return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
 
-    def trim(self) -> None:
+    def trim(self, *, everything: bool) -> None:
         """See ``Communicator.trim``."""
         for neighbours in self._neighbours.values():
             if neighbours is not None:
-                neighbours.trim()
+                neighbours.trim(everything=everything)
 
     def lend_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup

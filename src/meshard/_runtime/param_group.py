@@ -179,8 +179,7 @@ class ParamGroup:
 
     def make_room(self) -> None:
         """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
-        if self.saves_memory:
-            self.comm.trim()
+        self.comm.trim(everything=self.saves_memory)
 
     def note_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""
