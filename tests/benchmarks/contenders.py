@@ -25,12 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.byte_gpt import GPT, VOCABULARY, Block, GPTConfig
-from meshard import fully_shard
+from meshard import flat_optimizer, fully_shard
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
 PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
 # Likewise, but through sockets, as between hosts.
 SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
+# And with torch's optimizer on the DTensors, as the peer has it, instead of flat_optimizer.
+PLAIN, PLAIN_WHOLE = f"{OURS}, plain AdamW", f"{OURS_WHOLE}, plain AdamW"
 DDP, FSDP1, COMPUTE = "DDP, bucket views", "FSDP1", "compute only"
 
 
@@ -92,7 +94,8 @@ def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> nn.Module
     """Return the model of a configuration as one contender trains it.
 
     Peers have their best documented settings: one unit per block and one for the root; DDP with
-    gradients as views of its buckets and a static graph; FSDP1 with the original parameters.
+    gradients as views of its buckets and a static graph; FSDP1 with the original parameters. So has
+    ours: see ``make_own_optimizer``.
     """
     model, narrow = configuration.make_model(), configuration.narrow
     if name == COMPUTE:
@@ -108,7 +111,7 @@ def shard_by_units(name: str, model: GPT, mesh: DeviceMesh, *, narrow: bool = Fa
     """Return ``model`` with one unit per block, by one of the two ``fully_shard``."""
     shard = torch_fully_shard if name in (PEER, PEER_WHOLE) else fully_shard
     with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=str(int("sockets" not in name))):
-        return _unit_by_unit(shard, model, mesh, name in (OURS, SENT, PEER), narrow)
+        return _unit_by_unit(shard, model, mesh, "not resharding" not in name, narrow)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -116,9 +119,20 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
 
-def trainer(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], float]:
+def make_own_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the same, in the way in which the documentation of ``name`` recommends to run it."""
+    if name in (OURS, OURS_WHOLE, SENT, SENT_WHOLE):
+        return flat_optimizer(model, torch.optim.AdamW, lr=1e-4, foreach=True)
+    return make_optimizer(model)
+
+
+def trainer(
+    model: nn.Module,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    make: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+) -> Callable[[], float]:
     """Return what runs one step of training, and returns its loss."""
-    optimizer = make_optimizer(model)
+    optimizer = make(model)
     tokens, following = batch
 
     def step() -> float:

@@ -2,9 +2,8 @@
 
     python tests/benchmarks/memory.py [--ranks 2] [--json]
 
-Beside the measured peak stands what the formula of docs/memory.md gives, for ranks that send
-through sockets. Ranks of one host that read one another's memory take more: what they pass on lies
-in a segment, which stays, and what they have read counts as resident on both sides.
+Beside the measured peak stands what the formula of docs/memory.md gives; it is one for ranks that
+send through sockets. Memory that ranks of one host share counts once, on the rank that has made it.
 
 The peak of a step in steady state, with everything in it: shards, gradients, AdamW's state,
 activations, what is gathered, and gloo's own buffers. It is that of the resident set of rank 0, in
@@ -23,7 +22,6 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,13 +38,15 @@ from tests.benchmarks.contenders import (
     OURS_WHOLE,
     PEER,
     PEER_WHOLE,
+    SENT,
+    SENT_WHOLE,
     WIDTH_512,
     Configuration,
 )
 from tests.benchmarks.rounds import on_ranks
 from tests.support.memory_formula import Sizes, bytes_of, peaks, saved_by
+from tests.support.physical import metered, resident
 
-SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
 EVERYBODY = (DDP, FSDP1, PEER, OURS, SENT, PEER_WHOLE, OURS_WHOLE, SENT_WHOLE)
 WARM_UP, STEPS = 3, 5
 TARGETS = (
@@ -66,12 +66,6 @@ class Peak(NamedTuple):
     loss: float
 
 
-def resident(what: str) -> int:
-    """Return a figure of the kernel on this process, in bytes: ``VmRSS`` now, ``VmHWM`` at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
-
-
 def measure(name: str) -> Peak:
     """Train with one contender and look at the last steps.
 
@@ -82,14 +76,16 @@ def measure(name: str) -> Peak:
     # What is loaded with the first step is nobody's.
     contenders.trainer(contenders.make(name, TINY, mesh), TINY.make_batch(dist.get_rank()))()
     before = resident("VmRSS")
-    step = contenders.trainer(contenders.make(name, WIDTH_512, mesh), batch)
-    for _ in range(WARM_UP):
-        step()
     peaks = []
-    for _ in range(STEPS):
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        loss = step()
-        peaks.append(resident("VmHWM") - before)
+    with metered() as meter:
+        step = contenders.trainer(contenders.make(name, WIDTH_512, mesh), batch)
+        for _ in range(WARM_UP):
+            step()
+        for _ in range(STEPS):
+            meter.begin_anew()
+            loss = step()
+            meter.look()
+            peaks.append(meter.peak - before)
     at_rest = resident("VmRSS") - before
     mean = torch.tensor(loss)
     dist.all_reduce(mean)
@@ -131,16 +127,13 @@ def run(ranks: int = 2) -> dict[str, Any]:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
     results = {}
     for name in EVERYBODY:
-        is_sent = name in (SENT, SENT_WHOLE)
-        with mock.patch.dict(os.environ, {"MESHARD_SHARED_MEMORY": "0"} if is_sent else {}):
-            results[name] = on_ranks(measure, name.removesuffix(", sockets"), ranks)
+        results[name] = on_ranks(measure, name, ranks)
     for name, peak in results.items():
         if abs(peak.loss - results[PEER].loss) > 1e-4 * results[PEER].loss:
             raise RuntimeError(f"losses differ, so no peak counts: {name} {results}")
-    formula = {
-        SENT: max(peaks(sizes_of(ranks, reshards=True))),
-        SENT_WHOLE: max(peaks(sizes_of(ranks, reshards=False))),
-    }
+    formula = {}
+    for reshards, names in ((True, (OURS, SENT)), (False, (OURS_WHOLE, SENT_WHOLE))):
+        formula |= dict.fromkeys(names, max(peaks(sizes_of(ranks, reshards=reshards))))
     print(report(results, formula), file=sys.stderr, flush=True)
     figures: dict[str, Any] = {name: peak._asdict() for name, peak in results.items()}
     for name, expected in formula.items():
