@@ -53,8 +53,9 @@ class _Heard:
 
     def __del__(self) -> None:
         # Dropped, say with the model: the neighbours need not wait for this rank. A process that
-        # was forked has a copy of this object, but does not speak for the rank.
-        if not self._is_over and self._neighbours.process == os.getpid():
+        # was forked has a copy of this object, but does not speak for the rank. (What could not be
+        # started has no such attribute.)
+        if not getattr(self, "_is_over", True) and self._neighbours.process == os.getpid():
             self._neighbours.hear(self._message)
 
 
@@ -150,8 +151,16 @@ class SharedMemoryCommunicator(WorkCommunicator):
         self._is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
         self._neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]
         self._neighbours = weakref.WeakKeyDictionary()
+        self._last: tuple[weakref.ref[dist.ProcessGroup], Neighbours | None] | None = None
 
     def _neighbours_in(self, group: dist.ProcessGroup) -> Neighbours | None:
+        if self._last is not None and self._last[0]() is group:
+            return self._last[1]
+        found = self._find_neighbours_in(group)
+        self._last = (weakref.ref(group), found)
+        return found
+
+    def _find_neighbours_in(self, group: dist.ProcessGroup) -> Neighbours | None:
         try:
             return self._neighbours[group]
         except KeyError:

@@ -18,6 +18,7 @@ import torch
 from meshard._runtime.param_group import Residence
 from meshard._runtime.private_torch import keeps_graph, untraced
 from meshard._runtime.schedule import ForwardPass
+from meshard._runtime.transforms import refuse_transforms
 from meshard._runtime.unit import Unit
 
 
@@ -133,12 +134,9 @@ class HeldUnits:
 def _requiring_gradient(unit: Unit, constant: torch.Tensor) -> torch.Tensor:
     try:
         return constant.detach().requires_grad_()
-    except RuntimeError as error:  # inside of a transform that forbids it
-        raise RuntimeError(
-            f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {unit.label!r}, whose "
-            "parameters are gathered and given back; call it inside "
-            "meshard.unsharded_params(module), where the module is an ordinary one."
-        ) from error
+    except RuntimeError as error:
+        refuse_transforms(unit.label, error)
+        raise
 
 
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()

@@ -22,6 +22,7 @@ from meshard._runtime.averages import watch_averages
 from meshard._runtime.faces import Faces
 from meshard._runtime.handed_out import HandedOut, take_back
 from meshard._runtime.optimizer_steps import watch_optimizers
+from meshard._runtime.transforms import refuse_transforms
 
 
 class Residence(enum.Enum):
@@ -213,7 +214,11 @@ class ParamGroup:
             self._kept = None
         else:
             self._whole_version = version
-            self._in_flight = self.tensors.start_gather(self.comm)
+            try:
+                self._in_flight = self.tensors.start_gather(self.comm)
+            except RuntimeError as error:
+                refuse_transforms(self.label, error)
+                raise
         self.residence = Residence.GATHERING
 
     def _start_gather_of_kept(self, kept: _Kept) -> GatherInFlight:
