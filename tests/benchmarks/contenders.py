@@ -90,14 +90,16 @@ def _fsdp1(model: GPT, mesh: DeviceMesh, narrow: bool) -> nn.Module:
     )
 
 
-def make(name: str, configuration: Configuration, mesh: DeviceMesh) -> nn.Module:
+def make(
+    name: str, configuration: Configuration, mesh: DeviceMesh, device: torch.device | None = None
+) -> nn.Module:
     """Return the model of a configuration as one contender trains it.
 
     Peers have their best documented settings: one unit per block and one for the root; DDP with
     gradients as views of its buckets and a static graph; FSDP1 with the original parameters. So has
     ours: see ``make_own_optimizer``.
     """
-    model, narrow = configuration.make_model(), configuration.narrow
+    model, narrow = configuration.make_model().to(device), configuration.narrow
     if name == COMPUTE:
         return model.bfloat16() if narrow else model
     if name == DDP:
@@ -130,8 +132,9 @@ def trainer(
     model: nn.Module,
     batch: tuple[torch.Tensor, torch.Tensor],
     make: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
+    read: Callable[[torch.Tensor], float] = torch.Tensor.item,
 ) -> Callable[[], float]:
-    """Return what runs one step of training, and returns its loss."""
+    """Return what runs one step of training, and returns its loss, as ``read`` reads it."""
     optimizer = make(model)
     tokens, following = batch
 
@@ -141,6 +144,6 @@ def trainer(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return read(loss)
 
     return step
