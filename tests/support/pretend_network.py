@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tests.support.local_group import LocalGroup
 from tests.support.torch_testing import FakeStore
 
 BACKEND = "pretend"
@@ -73,37 +74,15 @@ class _LateWork(dist.Work):
         return future
 
 
-class PretendGroup(dist.ProcessGroup):
+class PretendGroup(LocalGroup):
     """The group of one rank among many that do not exist."""
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._name, self._rank, self._size = name, rank, size
+    backend = BACKEND
+
+    def __init__(self, name: str, group_rank: int, size: int) -> None:
+        super().__init__(name, group_rank, size)
         self._free_at = 0.0  # when the wire is free
         self._cycles_per_second = 0.0
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def shutdown(self) -> None:
-        """Nothing to give back."""
-
-    def abort(self) -> None:
-        """Nothing to give back."""
 
     def _take(self, whole: Sequence[torch.Tensor], outputs: list[torch.Tensor]) -> _LateWork:
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in whole)

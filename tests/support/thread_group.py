@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import thread_math as math
+from tests.support.local_group import LocalGroup
 from tests.support.rendezvous import Compute, Part, Rendezvous, Slot
 from tests.support.torch_testing import take_threaded_backend
 
@@ -71,37 +72,16 @@ def _shape_of(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
     return tuple((str(tensor.dtype), tensor.numel()) for tensor in tensors)
 
 
-class ThreadGroup(dist.ProcessGroup):
+class ThreadGroup(LocalGroup):
     """A process group among threads: one object per rank, met through one rendezvous."""
 
+    backend = BACKEND
+
     def __init__(self, name: str, ranks: tuple[int, ...], group_rank: int) -> None:
-        super().__init__(group_rank, len(ranks))
-        self._name, self._ranks, self._group_rank = name, ranks, group_rank
+        super().__init__(name, group_rank, len(ranks))
+        self._ranks = ranks
         self._rendezvous: Rendezvous = _here.rendezvous
         self._count = itertools.count()
-
-    def size(self) -> int:
-        return len(self._ranks)
-
-    def rank(self) -> int:
-        return self._group_rank
-
-    def getBackendName(self) -> str:
-        return BACKEND
-
-    @property
-    def pg_name(self) -> str:
-        return self._name
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def shutdown(self) -> None:
-        """Nothing to give back: the rendezvous goes with the run."""
-
-    def abort(self) -> None:
-        """Nothing to give back: the rendezvous goes with the run."""
 
     def __repr__(self) -> str:
         return f"ThreadGroup({self._name!r}, ranks {self._ranks}, rank {self._group_rank})"
