@@ -17,17 +17,17 @@ from tests.support.parity import assert_same, full_grads, full_state
 BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
-def both():
+def both(reshard=None):
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh)
+        meshard.fully_shard(unit, mesh, reshard_after_forward=reshard)
     return model, plain
 
 
 def check_step(model, plain):
-    for each, batch in ((model, BATCHES[dist.get_rank()]), (plain, BATCHES.flatten(0, 1))):
+    for each, batch in ((model, BATCHES[dist.get_rank() % 2]), (plain, BATCHES.flatten(0, 1))):
         each.zero_grad()
         each(batch).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
@@ -116,6 +116,21 @@ def wait_late():
 
 def test_a_late_wait_shows_nothing(run_ranks):
     run_ranks(wait_late, 2)
+
+
+def wait_on_rank_0_only():
+    """A wait is no collective: what backward gathers, and among whom, must not depend on it."""
+    model, plain = both(reshard=2)
+    for unit in (model.blocks[0], model):
+        handle = unit.unshard(async_op=True)
+        if dist.get_rank() == 0:
+            handle.wait()
+    for _ in range(2):
+        check_step(model, plain)
+
+
+def test_a_handle_may_be_waited_for_on_some_ranks_only(run_ranks):
+    run_ranks(wait_on_rank_0_only, 4, timeout=30)
 
 
 def test_whoever_asked_first_may_wait_too():

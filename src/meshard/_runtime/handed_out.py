@@ -25,6 +25,7 @@ class Gathered(Stepped, Protocol):
 
     params: list[ShardedParam]
     handed_out: HandedOut | None
+    may_keep: bool
 
     @property
     def label(self) -> str:
@@ -55,6 +56,8 @@ def hand_out(group: Gathered) -> HandedOut:
     asked = group.handed_out  # who has asked before may wait for the same
     group.forget_stale(leftover=True)
     group.start_unshard()
+    # A rank that waits before its forward has nothing to keep there. All decide alike, here.
+    group.may_keep = False
     group.handed_out = asked or HandedOut(group.label, group.params)
     return group.handed_out
 

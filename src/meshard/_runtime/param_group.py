@@ -80,6 +80,7 @@ class ParamGroup:
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
+        self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
         self.is_showing_unsharded = False  # the module sees whole parameters
         self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
         self._begin_watching()
@@ -209,6 +210,7 @@ class ParamGroup:
             return
         version = self.adopt_edits()
         self.tensors.check_materialised()
+        self.may_keep = True
         if self._kept is not None:
             self._in_flight = self._start_gather_of_kept(self._kept)
             self._kept = None
@@ -241,6 +243,8 @@ class ParamGroup:
         self.start_unshard()
         if self._in_flight is None:
             return
+        if not self.may_keep:
+            keep_in = None
         gathered, shard_count = self._in_flight.rows(), self.place.roles.shard_count
         if isinstance(gathered, torch.Tensor) and gathered.size(0) != shard_count:
             gathered = gathered.view(shard_count, -1)  # of what the neighbours have kept
