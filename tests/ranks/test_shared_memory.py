@@ -205,6 +205,8 @@ def one_cannot_reach_the_others(how):
             patch.setattr(Segment, "open", lambda process, descriptor: os.open("/none", 0))
         elif dist.get_rank() == 1 and how == "token":  # a process of that number on another host
             patch.setattr(Segment, "open", lambda process, descriptor: Segment.create(1))
+        elif dist.get_rank() == 1 and how == "files":
+            patch.setattr(os, "memfd_create", lambda name: os.open("/none", 0))
         elif dist.get_rank() == 1:
             patch.setattr(neighbours_module, "IS_SUPPORTED", False)
         if how != "env":
@@ -217,7 +219,7 @@ def one_cannot_reach_the_others(how):
     assert_same(full_grads(model), full_grads(plain))
 
 
-@pytest.mark.parametrize("how", ["env", "host", "token", "system"])
+@pytest.mark.parametrize("how", ["env", "host", "token", "files", "system"])
 def test_one_rank_that_cannot_share_keeps_all_to_sockets(run_ranks, how):
     run_ranks(one_cannot_reach_the_others, 2, how)
 

@@ -294,10 +294,11 @@ def meet(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Neighbours | No
 
     **Collective:** all ranks of ``group``; two gathers of a few numbers.
     """
-    own = Segment.create(_START) if IS_SUPPORTED and is_wanted else None
-    token = secrets.randbits(62)
-    if own is not None:
-        own.words(8 * _TOKEN_WORD, 1)[0] = token
+    own, token = None, secrets.randbits(62)
+    if IS_SUPPORTED and is_wanted:
+        with contextlib.suppress(OSError):  # the system forbids it, or there are too many files
+            own = Segment.create(_START)
+            own.words(8 * _TOKEN_WORD, 1)[0] = token
     introduction = [os.getpid(), -1 if own is None else own.descriptor, token]
     segments, processes = [], []
     for rank, introduced in enumerate(exchange_numbers(introduction, group)):
