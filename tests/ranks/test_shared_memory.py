@@ -196,6 +196,24 @@ def test_messages_may_be_more_than_there_are_words_for(run_ranks):
     assert run_ranks(many_messages, 2) == [1, 1]  # the segment does not grow
 
 
+def one_is_never_heard():
+    """Start one message that nobody waits for, and more than there are words for."""
+    met = meet(dist.group.WORLD)
+    met.say(torch.ones(10))
+    for _ in range(neighbours_module._MESSAGES - 1):
+        met.hear(met.say(torch.ones(10)))
+    with pytest.raises(RuntimeError, match=r"has not been waited for, and 4096 have been started"):
+        met.say(torch.ones(10))
+    met.hear(0)
+    dist.barrier()
+    message = met.say(torch.ones(10))
+    assert (met.listen(message, 1 - dist.get_rank(), 10, torch.float32) == 1.0).all()
+
+
+def test_a_message_that_is_never_heard_is_told_and_not_waited_for(run_ranks):
+    run_ranks(one_is_never_heard, 2, timeout=30)
+
+
 def one_cannot_reach_the_others(how):
     mesh = init_device_mesh("cpu", (2,))
     with pytest.MonkeyPatch.context() as patch:

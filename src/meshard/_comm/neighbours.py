@@ -203,10 +203,16 @@ class Neighbours:
 
     def _say(self, lease: _Lease | None, num_bytes: int) -> int:
         message = self._next
-        self._next += 1
         slot = message % _MESSAGES
         if message >= _MESSAGES:
+            if self._heard[self.rank][slot] <= message - _MESSAGES:
+                raise RuntimeError(  # or all would wait for one another
+                    f"a collective has not been waited for, and {_MESSAGES} have been started "
+                    "since: wait for the handles of unshard(async_op=True), or set "
+                    "MESHARD_SHARED_MEMORY=0."
+                )
             self._wait(self._heard, message - _MESSAGES, "read what was passed on to it")
+        self._next += 1
         if lease is not None:
             lease.message = message
             self._place[self.rank][slot] = lease.begin
