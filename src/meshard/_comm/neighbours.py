@@ -93,6 +93,7 @@ class Neighbours:
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0
         self._trimmed_at = 0
+        self._is_bare = False  # the last to trim wanted everything
         self._reach = 0  # how far the ranges of this step go
         self._reached: deque[int] = deque(maxlen=_STEPS_TO_REMEMBER)
         self._free = FirstFit(_START)
@@ -145,11 +146,13 @@ class Neighbours:
         Args:
             everything: And not only that behind what the last steps have used.
         """
-        if self._trimmed_at == self._next:
-            return
-        self._trimmed_at = self._next
-        self._reached.append(self._reach)
-        self._reach = 0
+        if self._trimmed_at != self._next:
+            self._trimmed_at = self._next
+            self._reached.append(self._reach)
+            self._reach = 0
+        elif self._is_bare or not everything:
+            return  # the units of a root ask one after another
+        self._is_bare = everything
         self._take_back()
         keep = 0 if everything else max(self._reached)
         for begin, end in self._free.ranges:
