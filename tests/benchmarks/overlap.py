@@ -77,29 +77,18 @@ class _Late:
 class LateGather(_Late):
     """An all-gather of 20 ms more."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> _LateWork | None:
-        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+    def __call__(self, *, group: dist.ProcessGroup, async_op: bool = False, **of: Any) -> Any:
+        output, source = of["output_tensor"], of["input_tensor"]
+        work = all_gather_single(output, source, group=group, async_op=True)
         return self.after(work, async_op)
 
 
 class LateScatter(_Late):
     """A reduce-scatter of 20 ms more."""
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> _LateWork | None:
-        work = reduce_scatter_single(output_tensor, input_tensor, op, group=group, async_op=True)
+    def __call__(self, *, group: dist.ProcessGroup, async_op: bool = False, **of: Any) -> Any:
+        output, source, op = of["output_tensor"], of["input_tensor"], of["op"]
+        work = reduce_scatter_single(output, source, op, group=group, async_op=True)
         return self.after(work, async_op)
 
 
