@@ -1,8 +1,9 @@
 """How is one collective queued, and how is it waited for?
 
 A collective is started by one call and finished by ``wait()`` on what it returned; between the two
-it runs beside the compute. Here is the interface. The implementations are ``work_communicator`` for
-CPU tensors and ``streams`` for others; but for ``scalars``, nobody else calls collectives.
+it runs beside the compute. Here is the interface. The implementations are ``shared_memory`` for
+CPU tensors of ranks on one host, ``work_communicator`` for other CPU tensors and ``streams`` for
+devices; but for ``scalars`` and ``setup_communicator``, nobody else calls collectives.
 """
 
 from __future__ import annotations
