@@ -71,7 +71,7 @@ class Snapshot:
 
     Args:
         groups: The param groups.
-        state: Of all parameters.
+        state: Of all their parameters, and maybe of others.
         runs: What was stepped as one.
         inner: The state of the runs, and of what was stepped by itself.
     """
@@ -84,7 +84,7 @@ class Snapshot:
         inner: Mapping[torch.Tensor, State],
     ) -> None:
         self._groups = [list(group["params"]) for group in groups]
-        self._states = list(state.values())
+        self._states = list(map(state.get, chain.from_iterable(self._groups)))
         self._sharded = [member.param for run in runs for member in run.members]
         self._locals = list(locals_of(self._sharded))
         self._inner = inner
@@ -98,9 +98,9 @@ class Snapshot:
     def holds(self, groups: Groups, state: Mapping[torch.Tensor, State]) -> bool:
         """Whether param groups, parameters and their states are what they were."""
         return (
-            _are_same(state.values(), self._states)
-            and len(groups) == len(self._groups)
+            len(groups) == len(self._groups)
             and all(map(_are_same, map(_PARAMS, groups), self._groups))
+            and all(map(is_, map(state.get, chain.from_iterable(self._groups)), self._states))
             and all(map(is_, locals_of(self._sharded), self._locals))
             and all(map(_are_as_shown, self._entries))
             and all(map(is_, locals_of(self._views), self._shown))

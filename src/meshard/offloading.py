@@ -20,7 +20,7 @@ from meshard._params.home import Home
 from meshard._runtime.extended_tensors import check_not_extended
 from meshard._runtime.sharded_grads import ShardedGrads
 from meshard._runtime.unit import Unit, units_in
-from meshard.flat_optimizer import forget_runs
+from meshard.flat_stepper import forget_runs
 
 _has_warned = False
 

@@ -261,7 +261,7 @@ def guarded():
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    held = [run.flat.grad for run in optimizer._runs]
+    held = [run.flat.grad for run in optimizer._stepper.runs]
     assert held == [None] * len(held)
 
 

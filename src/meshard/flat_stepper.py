@@ -1,0 +1,201 @@
+"""How are some parameters of an optimizer stepped as runs of flat shards, for it?
+
+The optimizer that users hold has ``param_groups`` and ``state`` as ever. Here is an inner one of
+the same class, over one tensor per run, and what keeps the two alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshard._runtime.group_tensors import GroupTensors
+from meshard._runtime.optimizer_steps import owner_of
+from meshard._runtime.param_group import ParamGroup
+from meshard.flat_run import Member, Run, State
+from meshard.flat_snapshot import Groups, Snapshot
+
+POINTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+States = MutableMapping[torch.Tensor, State]
+
+_alive: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
+
+
+def forget_runs() -> None:
+    """Have no flat shard held by an optimizer: their memory is about to move."""
+    for stepper in tuple(_alive):
+        stepper.forget_runs()
+
+
+class FlatStepper:
+    """Steps parameters as runs where it can, and one by one where not.
+
+    One by one are stepped those that are in no unit, or extended, and all if the optimizer is not
+    pointwise.
+
+    Args:
+        make: Makes an optimizer from param groups that have all hyperparameters.
+        is_pointwise: Whether it does the same to an element whatever is around it.
+    """
+
+    def __init__(
+        self, make: Callable[[list[dict[str, Any]]], Optimizer], *, is_pointwise: bool = True
+    ) -> None:
+        self._make = make
+        self._is_pointwise = is_pointwise
+        self.forget_runs()
+        _alive.add(self)
+
+    def forget_runs(self) -> None:
+        """Look at everything anew in the next step, and hold no flat shard until then."""
+        self._inner: Optimizer | None = None
+        self.runs: list[Run] = []
+        self._loose: list[tuple[int, torch.Tensor]] = []
+        self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
+        self._left: Snapshot | None = None  # by the last step
+
+    def step(self, groups: Groups, state: States) -> None:
+        """Step every parameter of ``groups`` that has a gradient.
+
+        Args:
+            groups: Param groups, with their hyperparameters of now.
+            state: Of the optimizer that users hold; written to.
+        """
+        self._look(groups, state)
+        inner = self._made(groups, state)
+        left, self._left = self._left, None  # if this raises, the next step looks anew
+        for number, own in zip(self._numbers, inner.param_groups, strict=True):
+            group = groups[number]
+            own.update((key, value) for key, value in group.items() if key != "params")
+        _step_without_hooks(inner)
+        for run in self.runs:
+            run.flat.grad = None  # or it would keep the memory after zero_grad
+        if left is not None and left.was_stepped_in_place():
+            left.follow()
+        else:
+            left = self._show(inner, groups, state)
+        self._left = left
+
+    def _show(self, inner: Optimizer, groups: Groups, state: States) -> Snapshot:
+        """Have in ``state`` what the runs have."""
+        for run in self.runs:
+            own = inner.state.get(run.flat)
+            if own:
+                run.show(own, state)
+        for _, param in self._loose:
+            if param in inner.state:
+                state[param] = inner.state[param]
+        return Snapshot(groups, state, self.runs, inner.state)
+
+    # --- which runs there are --------------------------------------------------------------
+
+    def _look(self, groups: Groups, state: States) -> None:
+        """Have runs for what the param groups hold now, each with a gradient or without."""
+        if self._left is None or not self._left.holds(groups, state):
+            self.forget_runs()
+            self._plan(groups)
+        # All of them, and not only up to the first that lacks some.
+        if sum([run.take_gradient() for run in self.runs]) == len(self.runs):
+            return
+        # Never joined again: who is stepped less often has another history.
+        self.runs = [each for run in self.runs for each in run.split_by_gradient()]
+        self._inner = None
+        for run in self.runs:
+            run.take_gradient()
+
+    def _plan(self, groups: Groups) -> None:
+        found: dict[ParamGroup, dict[int, int]] = {}  # the param group of each sharded parameter
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                owner = owner_of(param) if self._is_pointwise else None
+                if isinstance(owner, ParamGroup) and isinstance(owner.tensors, GroupTensors):
+                    owner.adopt_edits()
+                    place = next(i for i, p in enumerate(owner.params) if p.sharded is param)
+                    found.setdefault(owner, {})[place] = number
+                else:
+                    self._loose.append((number, param))
+        for owner, numbers in found.items():
+            tensors = owner.tensors
+            assert isinstance(tensors, GroupTensors)
+            self.runs += _runs_of(tensors, numbers)
+
+    def _made(self, groups: Groups, state: States) -> Optimizer:
+        """Return the optimizer of the runs."""
+        if self._inner is not None:
+            return self._inner
+        self.runs = [
+            each for run in self.runs for each in run.split_by_history(_states_of(run, state))
+        ]
+        self._left = None
+        made: list[dict[str, Any]] = []
+        self._numbers = []
+        for number, group in enumerate(groups):
+            loose = [param for other, param in self._loose if other == number]
+            flat: list[torch.Tensor] = [run.flat for run in self.runs if run.number == number]
+            flat += [param for param in loose if not isinstance(param, DTensor)]
+            # torch's foreach kernels do not take the two kinds together.
+            for params in (flat, [param for param in loose if isinstance(param, DTensor)]):
+                if params or params is flat:
+                    made.append({**group, "params": params})
+                    self._numbers.append(number)
+        self._inner = self._make(made)
+        for run in self.runs:
+            own = run.pull(_states_of(run, state))
+            if own:
+                self._inner.state[run.flat] = own
+            run.take_gradient()
+        for _, param in self._loose:
+            known = state.get(param)
+            if known:
+                self._inner.state[param] = known
+        return self._inner
+
+
+def _states_of(run: Run, state: Mapping[torch.Tensor, State]) -> list[State]:
+    return [state.get(member.param, {}) for member in run.members]
+
+
+def _step_without_hooks(inner: Optimizer) -> None:
+    """Step an optimizer that only a stepper knows; that of users has called the hooks."""
+    step: Callable[[Optimizer], Any] = type(inner).step
+    getattr(step, "__wrapped__", step)(inner)
+
+
+def _runs_of(tensors: GroupTensors, numbers: dict[int, int]) -> list[Run]:
+    """Return the longest runs of a unit whose members are in one param group each."""
+    runs: list[Run] = []
+    storage = tensors.storage
+    for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
+        ours = [numbers.get(slot.index) for slot in segment.slots]
+        first = 0
+        for place, number in enumerate(ours):
+            if place + 1 < len(ours) and ours[place + 1] == number:
+                continue
+            if number is not None:
+                slots = segment.slots[first : place + 1]
+                members = [
+                    Member(
+                        tensors.params[slot.index].sharded,
+                        slot.offset,
+                        storage.locals[slot.index].numel(),
+                    )
+                    for slot in slots
+                ]
+                runs.append(Run(flat, members, number))
+            first = place + 1
+    return runs
