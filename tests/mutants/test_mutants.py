@@ -48,7 +48,7 @@ FOUND = [
         "a_mode_for_each_unit",
         ((None, None), (None, None), (3.0, 3.0)),
     ),
-    (mutants.ranks_summed_in_the_wire_dtype, "ranks_are_summed_wide", (258.0, 4.0)),
+    (mutants.ranks_summed_in_the_wire_dtype, "ranks_are_summed_wide", (256.0, 4.0)),
     (
         mutants.narrowed_before_it_is_divided,
         "float16_is_divided_before_it_is_narrowed",

@@ -66,8 +66,9 @@ class DelayedCommunicator(WorkCommunicator):
 class DelayedReductions(WorkCommunicator):
     """Every reduction takes 20 ms longer."""
 
-    def reduce_scatter(self, output, source, *, group, label):
-        return _Late(super().reduce_scatter(output, source, group=group, label=label))
+    def reduce_scatter(self, output, source, *, group, label, keep_signs=True):
+        where = {"group": group, "label": label, "keep_signs": keep_signs}
+        return _Late(super().reduce_scatter(output, source, **where))
 
     def all_reduce(self, buffer, *, group, label):
         return _Late(super().all_reduce(buffer, group=group, label=label))

@@ -88,12 +88,20 @@ class CheckedCommunicator:
         return None
 
     def reduce_scatter(
-        self, output: torch.Tensor, source: Rows, *, group: dist.ProcessGroup, label: str
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``; raises if the ranks differ."""
         assert isinstance(source, torch.Tensor)
         self.check("reduce_scatter", label, source, group)
-        return self.inner.reduce_scatter(output, source, group=group, label=label)
+        return self.inner.reduce_scatter(
+            output, source, group=group, label=label, keep_signs=keep_signs
+        )
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """See ``Communicator.all_reduce``; raises if the ranks differ."""

@@ -161,12 +161,13 @@ class Communicator(Protocol):
         *,
         group: dist.ProcessGroup,
         label: str,
+        keep_signs: bool = True,
     ) -> Pending:
         """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
 
         ``source`` is a tensor, or what ``lend_rows`` has lent, filled.
         ``output`` may be of a wider dtype than ``source``. Collective, stream and lifetime as for
-        ``all_gather``. A sum of negative zeros is a negative zero.
+        ``all_gather``. With ``keep_signs`` a sum of negative zeros is a negative zero.
         """
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:

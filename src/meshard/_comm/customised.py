@@ -148,12 +148,20 @@ class CustomCommunicator(BaseCommunicator):
         return self._pending(work, output, source)
 
     def reduce_scatter(
-        self, output: torch.Tensor, source: Rows, *, group: dist.ProcessGroup, label: str
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         assert isinstance(source, torch.Tensor)
         if self._reduce_scatter is None or group.size() == 1:
-            return self._inner.reduce_scatter(output, source, group=group, label=label)
+            return self._inner.reduce_scatter(
+                output, source, group=group, label=label, keep_signs=keep_signs
+            )
         self._announce("reduce_scatter", source, group, label)
         narrow = output
         if output.dtype != source.dtype:

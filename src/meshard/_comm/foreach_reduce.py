@@ -168,6 +168,7 @@ class Reduction:
                 request.buffer,
                 group=request.shard_group,
                 label=request.label,
+                keep_signs=not request.marks.all_used,
             )
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

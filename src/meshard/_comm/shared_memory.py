@@ -104,11 +104,14 @@ class _Gather(_BorrowedRows):
 class _Scatter(_Heard):
     """A reduce-scatter of ``source``, a row of ``n`` for every rank, into ``output [n]``."""
 
-    __slots__ = ("_output", "_own")
+    __slots__ = ("_keep_signs", "_output", "_own")
 
-    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: Rows) -> None:
+    def __init__(
+        self, neighbours: Neighbours, output: torch.Tensor, source: Rows, *, keep_signs: bool
+    ) -> None:
         super().__init__(neighbours, neighbours.say_rows(source))
         self._output = output
+        self._keep_signs = keep_signs
         self._own = source[neighbours.rank]
 
     def _read(self) -> None:
@@ -121,7 +124,7 @@ class _Scatter(_Heard):
             sums.sum_two(self._output, rows[0], own)
         else:
             rows.insert(neighbours.rank, own)
-            sums.sum_rows(self._output, torch.stack(rows))
+            sums.sum_rows(self._output, torch.stack(rows), keep_signs=self._keep_signs)
 
 
 class _Sum(_Heard):
@@ -224,15 +227,23 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return _Gather(neighbours, output, source)
 
     def reduce_scatter(
-        self, output: torch.Tensor, source: Rows, *, group: dist.ProcessGroup, label: str
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         neighbours = self._neighbours_in(group)
         if neighbours is None:
-            return super().reduce_scatter(output, source, group=group, label=label)
+            return super().reduce_scatter(
+                output, source, group=group, label=label, keep_signs=keep_signs
+            )
         self.observe("reduce_scatter", source[0], group, label, rows=group.size())
         with profiled("reduce_scatter", label):
-            return _Scatter(neighbours, output, source)
+            return _Scatter(neighbours, output, source, keep_signs=keep_signs)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """See ``Communicator.all_reduce``."""

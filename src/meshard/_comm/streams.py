@@ -148,6 +148,7 @@ class StreamCommunicator(BaseCommunicator):
         *,
         group: dist.ProcessGroup,
         label: str,
+        keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         assert isinstance(source, torch.Tensor)

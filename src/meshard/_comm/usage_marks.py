@@ -18,6 +18,9 @@ _SMALL = 2**14  # elements: to add to all of them is faster than to look for som
 class UsageMarks:
     """The marks of one rank for one set of gradients. Immutable, reused from step to step.
 
+    Attributes:
+        all_used: Whether this rank has a gradient for every parameter, and so reads no mark.
+
     Args:
         offsets: Offset of the first element of each parameter's slot in a row.
         used: Parameters for which this rank has a gradient.
@@ -27,7 +30,7 @@ class UsageMarks:
     def __init__(self, offsets: dict[int, int], used: frozenset[int], device: torch.device) -> None:
         self.used = used
         self._indices = list(offsets)
-        self._all_used = all(index in used for index in offsets)
+        self.all_used = all(index in used for index in offsets)
         self._all = used | frozenset(offsets)
         columns = [offset for index, offset in offsets.items() if index in used]
         self._used_columns = torch.tensor(columns, dtype=torch.long, device=device)
@@ -36,7 +39,7 @@ class UsageMarks:
     def mark_sent(self, buffer: torch.Tensor) -> None:
         """Make ``-0.0`` at the start of used slots of ``buffer [..., n]`` positive."""
         columns = self._used_columns
-        if self._all_used and buffer.numel() <= _SMALL:
+        if self.all_used and buffer.numel() <= _SMALL:
             buffer.add_(0.0)
         elif columns.numel():
             # Not index_add_: CUDA adds narrow dtypes in pairs, and the neighbour may be a mark.
@@ -49,7 +52,7 @@ class UsageMarks:
 
     def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
         """Return which slots no rank used; None if this rank knows that all were used."""
-        return None if self._all_used else self.is_marked(raw_sum)
+        return None if self.all_used else self.is_marked(raw_sum)
 
     def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
         """Restore the marks of ``flat [n]`` to what ``read`` said."""

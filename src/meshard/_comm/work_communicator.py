@@ -118,6 +118,7 @@ class WorkCommunicator(BaseCommunicator):
         *,
         group: dist.ProcessGroup,
         label: str,
+        keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
         if group.size() == 1:
@@ -131,7 +132,7 @@ class WorkCommunicator(BaseCommunicator):
         received = torch.empty_like(source)
         with profiled("reduce_scatter", label):
             work = start_all_to_all_on(group, received, source, [])
-        return WorkPending(work, lambda: sums.sum_rows(output, received))
+        return WorkPending(work, lambda: sums.sum_rows(output, received, keep_signs=keep_signs))
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
         """See ``Communicator.all_reduce``."""
