@@ -108,15 +108,16 @@ class Both:
 
     def gather(self, numel):
         source = torch.randn(numel, generator=self.generator)
-        ours, theirs = torch.empty(2, dist.get_world_size(), numel)
+        ours, theirs = torch.empty(2, dist.get_world_size() * numel)
         self.sockets.all_gather(theirs, source, **self.where).wait()
         return self.shared.all_gather(ours, source, **self.where), ours, theirs
 
     def borrow(self, numel):
         source = torch.randn(numel, generator=self.generator)
-        theirs = torch.empty(dist.get_world_size(), numel)
+        theirs = torch.empty(dist.get_world_size() * numel)
         self.sockets.all_gather(theirs, source, **self.where).wait()
-        return self.shared.borrow(source, **self.where), None, theirs
+        rows = theirs.view(dist.get_world_size(), numel)
+        return self.shared.borrow(source, **self.where), None, rows
 
     def scatter(self, numel):
         dtype, out = self.plan.choice(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Rows
+from meshard._comm.kept_buffer import KeptBuffer
 from meshard._comm.slots import matching_parts
 from meshard._geometry.layout import FlatLayout, Slot
 
@@ -24,6 +25,7 @@ class GatherInFlight(NamedTuple):
     source: torch.Tensor  # kept alive: the collective reads it
     pending: Pending
     borrowed: Borrowed | None = None
+    kept: KeptBuffer | None = None  # of which ``gathered`` is
 
     def rows(self) -> Rows:
         """Wait for the rows, and return them."""
@@ -37,6 +39,8 @@ class GatherInFlight(NamedTuple):
         """Have no more use for the rows."""
         if self.borrowed is not None:
             self.borrowed.give_back()
+        elif self.kept is not None:
+            self.kept.free()
 
 
 class _CastRun(NamedTuple):
@@ -64,9 +68,8 @@ def start_all_gather(
     """
     numel, dtype, device = count * source.numel(), source.dtype, source.device
     flat = comm.allocate(numel, Lane.GATHER, dtype=dtype, device=device, group=group)
-    gathered = flat.view(count, -1)
-    pending = comm.all_gather(gathered, source, group=group, label=label)
-    return GatherInFlight(gathered, source, pending)
+    pending = comm.all_gather(flat, source, group=group, label=label)
+    return GatherInFlight(flat.view(count, -1), source, pending)
 
 
 class GatherPlan:
@@ -87,6 +90,7 @@ class GatherPlan:
             None if segment.regular_numel == segment.numel else segment.regular_numel
             for segment in on_wire.segments
         ]
+        self._kept: KeptBuffer | None = None
 
     def _make_source(
         self,
@@ -127,7 +131,14 @@ class GatherPlan:
             borrowed = comm.borrow(source, group=group, label=label)
             if borrowed is not None:
                 return GatherInFlight(None, source, borrowed, borrowed)
-            return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
+            if not comm.may_keep_buffers:
+                return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
+            if self._kept is None:
+                count, numel = group.size(), source.numel()
+                self._kept = KeptBuffer(source, count, numel, self.on_wire.split)
+            self._kept.take()
+            pending = comm.all_gather(self._kept.flat, source, group=group, label=label)
+            return GatherInFlight(self._kept.rows, source, pending, None, self._kept)
 
     def bind(self, whole: Sequence[torch.Tensor]) -> None:
         """Prepare the views through which ``copy_out`` fills these whole parameters."""
@@ -146,7 +157,10 @@ class GatherPlan:
         if isinstance(gathered, list):
             self._copy_rows_out(gathered)
             return
-        parts = self.on_wire.split(gathered)
+        if self._kept is not None and gathered is self._kept.rows:
+            parts = self._kept.views
+        else:
+            parts = self.on_wire.split(gathered)
         for place, segment in enumerate(self.on_wire.segments):
             part = parts[place]
             if segment.num_regular:

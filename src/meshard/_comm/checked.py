@@ -35,6 +35,7 @@ class CheckedCommunicator:
         self.inner = inner
         self._root_in: dict[dist.ProcessGroup, int] = {}
         self.waits_block_host = inner.waits_block_host
+        self.may_keep_buffers = inner.may_keep_buffers
         self.identity = inner.identity
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:

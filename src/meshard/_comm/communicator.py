@@ -117,6 +117,9 @@ class Communicator(Protocol):
     waits_block_host: bool
     """Whether ``Pending.wait`` blocks the calling thread (and not a device stream)."""
 
+    may_keep_buffers: bool
+    """Whether what ``all_gather`` fills may be memory of the caller's that only the host uses."""
+
     @property
     def identity(self) -> object:
         """What observers are told issued a collective."""
@@ -148,7 +151,7 @@ class Communicator(Protocol):
         group: dist.ProcessGroup,
         label: str,
     ) -> Pending:
-        """Fill ``output [ranks, n]`` with every rank's ``source [n]``, in rank order.
+        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
 
         **Collective:** all ranks of ``group``. **Stream:** the lane of the caller.
         **Lifetime:** both tensors must live until ``wait`` has returned.
@@ -237,6 +240,8 @@ DONE = Done()
 
 class BaseCommunicator:
     """What the implementations share: telling observers, and ordinary memory."""
+
+    may_keep_buffers = False
 
     @property
     def identity(self) -> object:

@@ -144,7 +144,7 @@ class CustomCommunicator(BaseCommunicator):
             return self._inner.all_gather(output, source, group=group, label=label)
         self._announce("all_gather", output, group, label)
         with profiled("all_gather", label):
-            work = self._all_gather(output.view(-1), source, group, self.waits_block_host)
+            work = self._all_gather(output, source, group, self.waits_block_host)
         return self._pending(work, output, source)
 
     def reduce_scatter(

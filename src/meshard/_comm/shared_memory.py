@@ -88,7 +88,7 @@ class _BorrowedRows(_Heard):
 
 
 class _Gather(_BorrowedRows):
-    """An all-gather into ``output [ranks, n]``."""
+    """An all-gather into ``output [ranks * n]``."""
 
     __slots__ = ("_output",)
 
@@ -97,8 +97,7 @@ class _Gather(_BorrowedRows):
         self._output = output
 
     def _read(self) -> None:
-        for row, source in zip(self._output, self.rows(), strict=True):
-            row.copy_(source)
+        torch.cat(self.rows(), out=self._output)
 
 
 class _Scatter(_Heard):

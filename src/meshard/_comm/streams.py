@@ -134,11 +134,11 @@ class StreamCommunicator(BaseCommunicator):
     ) -> Pending:
         """See ``Communicator.all_gather``."""
         if group.size() == 1:
-            output.view(-1).copy_(source)
+            output.copy_(source)
             return self.queued(source)
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
-            all_gather_single(output.view(-1), source, group=group)
+            all_gather_single(output, source, group=group)
         return self.queued(source)
 
     def reduce_scatter(

@@ -77,6 +77,7 @@ class WorkCommunicator(BaseCommunicator):
     """
 
     waits_block_host = True
+    may_keep_buffers = True
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the host thread is the only queue."""
@@ -104,11 +105,11 @@ class WorkCommunicator(BaseCommunicator):
     ) -> Pending:
         """See ``Communicator.all_gather``."""
         if group.size() == 1:
-            output.view(-1).copy_(source)
+            output.copy_(source)
             return DONE
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
-            work = start_all_gather_on(group, output.view(-1), source)
+            work = start_all_gather_on(group, output, source)
         return WorkPending(work)
 
     def reduce_scatter(

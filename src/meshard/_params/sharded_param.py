@@ -186,19 +186,25 @@ class ShardedParam:
 
 
 def show_sharded(params: Sequence[ShardedParam]) -> None:
-    """Make every owner hold the shard."""
+    """Make every owner that holds the whole parameter hold the shard."""
     for param in params:
-        face = param.sharded
+        sharded, whole = param.sharded, param.unsharded
         for parameters, name in param._slots:
-            parameters[name] = face
+            if parameters.get(name) is whole:
+                parameters[name] = sharded
 
 
 def show_unsharded(params: Sequence[ShardedParam]) -> None:
-    """Make every owner hold the whole parameter."""
+    """Make every owner that holds the shard hold the whole parameter.
+
+    What somebody has put in its place between a forward and its backward stays there: backward has
+    no use for it, and the next forward looks at it.
+    """
     for param in params:
-        face = param.unsharded
+        sharded, whole = param.sharded, param.unsharded
         for parameters, name in param._slots:
-            parameters[name] = face
+            if parameters.get(name) is sharded:
+                parameters[name] = whole
 
 
 def version_unless_replaced(

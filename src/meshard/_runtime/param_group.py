@@ -51,6 +51,9 @@ class Accumulated(Protocol):
         """What comes next belongs to another window."""
 
 
+_UNKNOWN = -1  # no version: a copy of it is stale to everybody who asks
+
+
 @dataclass(slots=True)
 class _Kept:
     """The rows of the gathered unit that this rank keeps between forward and backward."""
@@ -124,7 +127,7 @@ class ParamGroup:
             )
 
     def _begin_watching(self) -> None:
-        self._whole_version = -1
+        self._whole_version = _UNKNOWN
         watch_optimizers(self, [param.sharded for param in self.params])
         explain_autograd()
         watch_averages()
@@ -200,15 +203,20 @@ class ParamGroup:
 
     # --- gather and let go -----------------------------------------------------------------
 
-    def start_unshard(self) -> None:
+    def start_unshard(self, *, only_for_backward: bool = False) -> None:
         """Start gathering, unless that has been done.
 
         **Collective:** the shard group (or, in backward after ``keep_rows``, its neighbours).
         **Stream:** the gather lane.
+
+        Args:
+            only_for_backward: No later forward uses the whole copy. Then it is as forward saw it,
+                but for edits of the shards in place: what else has been put in their place is
+                left to the next forward.
         """
         if self.residence is not Residence.SHARDED:
             return
-        version = self.adopt_edits()
+        version = _UNKNOWN if only_for_backward else self.adopt_edits()
         self.tensors.check_materialised()
         self.may_keep = True
         if self._kept is not None:
@@ -286,6 +294,7 @@ class ParamGroup:
         """
         if self._in_flight is not None:
             self._in_flight.pending.wait()
+            self._in_flight.end()
             self._in_flight = None
             self.residence = Residence.SHARDED
         self.show_sharded()

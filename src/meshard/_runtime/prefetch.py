@@ -18,6 +18,11 @@ class Ahead(NamedTuple):
     in_forward: bool  # where edits of the shards may have made a whole copy stale
 
 
+def _is_passing(unit: Unit, ahead: Ahead) -> bool:
+    """Whether a unit is gathered for a backward after which it is given back."""
+    return not ahead.in_forward and unit.settings.reshard_after_backward
+
+
 class Prefetcher:
     """Gathers a unit together with those that come next.
 
@@ -60,7 +65,7 @@ class Prefetcher:
         """
         assert unit.group is not None
         is_cold = unit.group.residence is Residence.SHARDED
-        unit.group.start_unshard()
+        unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
         if is_cold:
             # Nothing to hide this gather behind: let the next one share the wait.
             self._start(ahead)
@@ -73,7 +78,7 @@ class Prefetcher:
             if unit.group is not None and unit.group.residence is Residence.SHARDED:
                 if ahead.in_forward:
                     unit.group.forget_stale(leftover=False)
-                unit.group.start_unshard()
+                unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
                 unit.group.is_leftover = False  # of what was whole before
                 self._prefetched.append(unit)
             if unit.companions:  # they are entered at the same moment
