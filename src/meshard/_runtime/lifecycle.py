@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from meshard._comm.communicator import Communicator
+from meshard._runtime import interrupted
 from meshard._runtime.autograd_calls import num_nested
 from meshard._runtime.end_of_backward import EndOfBackward
 from meshard._runtime.held import HeldUnits
@@ -305,10 +306,7 @@ class Lifecycle:
         self.has_failed = True  # the next step begins with abort()
         self._prefetcher.forget()
         self._open.clear()
-        for unit in self.units():
-            if unit.group is not None:
-                unit.group.show_sharded()
-                unit.group.has_failed = True
+        interrupted.note_failure(self.units())
 
     def is_between_steps(self) -> bool:
         """Whether no module runs, forward or backward. Ends a step that has failed."""
@@ -331,18 +329,7 @@ class Lifecycle:
         self.schedule.forget()
         self.held.let_go()
         self._passes.clear()
-        is_void = is_void or any(
-            unit.gradients.is_window_open for unit in self.units() if unit.gradients is not None
-        )
+        is_void = is_void or interrupted.has_open_window(self.units())
         self._reductions.abandon()
-        for unit in self.units():
-            unit.reset_step()
-            if unit.group is not None:
-                unit.group.reshard()
-                unit.group.has_failed = False
-            if unit.gradients is not None:
-                unit.gradients.drop_arrived()
-                unit.gradients.forget_in_flight()
-                if is_void:
-                    unit.gradients.clear_window()
+        interrupted.put_to_rest(self.units(), is_void=is_void)
         self._host_waits.settle()
