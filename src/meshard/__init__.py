@@ -22,6 +22,8 @@ from meshard.initialization import materialize as materialize
 from meshard.offloading import Offloaded as Offloaded
 from meshard.offloading import offload as offload
 from meshard.offloading import onload as onload
+from meshard.optimizer_overlap import overlap_optimizer as overlap_optimizer
+from meshard.overlapped_optimizer import OverlappedOptimizer as OverlappedOptimizer
 from meshard.policies import AllGather as AllGather
 from meshard.policies import Comm as Comm
 from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
@@ -50,6 +52,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Offloaded",
+    "OverlappedOptimizer",
     "PendingGradients",
     "ReduceScatter",
     "ShardPlacementResult",
@@ -69,6 +72,7 @@ __all__ = [
     "no_sync",
     "offload",
     "onload",
+    "overlap_optimizer",
     "pending_gradients",
     "register_fsdp_forward_method",
     "register_reduce_hook",

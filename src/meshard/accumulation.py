@@ -205,6 +205,8 @@ def finalize_gradients(module: nn.Module) -> None:
         unit.lifecycle.flush(unit)
     for unit in _units(module):
         unit.lifecycle.finish_reductions()
+    for unit in reversed(_units(module)):
+        unit.lifecycle.end_window(unit)
 
 
 def _units(module: nn.Module) -> list[Unit]:

@@ -114,5 +114,6 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._stepper.step(self.param_groups, self.state)
+        self._stepper.take(self.param_groups, self.state)
+        self._stepper.run(self.param_groups, self.state)
         return loss

@@ -69,19 +69,34 @@ class FlatStepper:
         self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
         self._left: Snapshot | None = None  # by the last step
 
-    def step(self, groups: Groups, state: States) -> None:
-        """Step every parameter of ``groups`` that has a gradient.
+    @property
+    def is_flat(self) -> bool:
+        """Whether all that was taken is in runs."""
+        return not self._loose
+
+    def take(self, groups: Groups, state: States) -> None:
+        """Take gradients and hyperparameters as they are now; ``run`` steps by them.
 
         Args:
-            groups: Param groups, with their hyperparameters of now.
-            state: Of the optimizer that users hold; written to.
+            groups: Param groups; those of their parameters that have a gradient are stepped.
+            state: Of the optimizer that users hold.
         """
         self._look(groups, state)
         inner = self._made(groups, state)
-        left, self._left = self._left, None  # if this raises, the next step looks anew
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
+
+    def run(self, groups: Groups, state: States) -> None:
+        """Step what has been taken. The gradients of loose parameters must still be there.
+
+        Args:
+            groups: As for ``take``.
+            state: Likewise; written to.
+        """
+        inner = self._inner
+        assert inner is not None
+        left, self._left = self._left, None  # if this raises, the next step looks anew
         _step_without_hooks(inner)
         for run in self.runs:
             run.flat.grad = None  # or it would keep the memory after zero_grad

@@ -19,6 +19,7 @@ from meshard._comm.scalars import agree_on_max, gather_values
 from meshard._geometry.mesh_roles import device_of
 from meshard._params.dtensors import local_of
 from meshard._runtime.optimizer_steps import at_rest, check_may_step
+from meshard._runtime.overlapped_params import find_overlapped, is_any_attached
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
 
@@ -104,7 +105,8 @@ def clip_grad_norm_(
         The norm before clipping: a plain scalar, the same on all ranks.
 
     Raises:
-        RuntimeError: Gradients of some unit are not fully reduced yet, or the norm is not finite.
+        RuntimeError: Gradients of some unit are not fully reduced yet, the norm is not finite, or
+            an optimizer of ``overlap_optimizer`` steps a parameter before its norm could be known.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -116,11 +118,22 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     listed = at_rest([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    _refuse_overlapped(listed, "clip_grad_norm_")
     check_may_step(listed)
     grads = [param.grad for param in listed if param.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    scale_gradients(grads, clip_coefficient(total, max_norm))
+    return total
+
+
+def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what to multiply gradients by, so that their norm is at most ``max_norm``."""
     # As torch does: a norm of zero must not divide, and 1.0 multiplies without a host wait.
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None:
+    """Multiply gradients by a number, in place."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         local = local_of(grad) if isinstance(grad, DTensor) else grad
@@ -129,7 +142,17 @@ def clip_grad_norm_(
         for device, locals_ in by_device.items():
             # Private, but what torch's own clipping calls: a fifth of the time of one by one.
             torch._foreach_mul_(locals_, coefficient.to(device))
-    return total
+
+
+def _refuse_overlapped(params: Iterable[torch.Tensor], what: str) -> None:
+    if find_overlapped(params) is not None:
+        raise RuntimeError(
+            f"{what} comes too late: an optimizer of overlap_optimizer steps each unit in "
+            "backward, before the gradients of all are there. Clip each unit by its own norm "
+            "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), have the "
+            'exact global norm with steps in the next forward (clip="deferred", max_norm=), or '
+            "step in the ordinary way (detach())."
+        )
 
 
 def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -223,6 +246,22 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss by the scale, before its backward.
+
+        Raises:
+            RuntimeError: An optimizer of ``overlap_optimizer`` is attached: it would step by
+                gradients that nobody has unscaled.
+        """
+        if self.is_enabled() and is_any_attached():
+            raise RuntimeError(
+                "ShardedGradScaler cannot be used with overlap_optimizer, which steps in backward, "
+                "before gradients could be unscaled and found to be finite. Compute in bfloat16, "
+                "which needs no loss scaling (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "
+                "pass enabled=False, or step in the ordinary way (detach())."
+            )
+        return super().scale(outputs)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.

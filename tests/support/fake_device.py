@@ -61,6 +61,12 @@ class Event:
         self.device.num_host_waits += 1
         self.device.host.catch_up(self.clock)
 
+    def query(self) -> bool:
+        """Whether the device has got there. Of what the host knows to be over, all can be sure."""
+        if self.device.is_through:
+            self.device.host.catch_up(self.clock)
+        return self.device.is_through
+
 
 @dataclass
 class _Block:
@@ -89,6 +95,7 @@ class FakeDevice:
         self.compute = self.Stream()
         self.host = Stream(self, -1)  # as a queue: it runs one operator after the other
         self.num_host_waits = 0
+        self.is_through = False  # with all that was queued: it is slow, so that nothing is lucky
         self._host_memory: list[int] = []  # weak references to storages
         self._current = threading.local()
         self.races: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,14 @@ class CheckedCommunicator:
     def gather_after(self, event: Any) -> None:
         """See ``Communicator.gather_after``."""
         self.inner.gather_after(event)
+
+    def enter_after(self, lane: Lane, pending: Pending) -> None:
+        """See ``Communicator.enter_after``."""
+        self.inner.enter_after(lane, pending)
+
+    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.retire``."""
+        self.inner.retire(tensors)
 
     def allocate(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class Lane(enum.Enum):
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
     HOST = "host"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,15 @@ class Communicator(Protocol):
     def gather_after(self, event: Any) -> None:
         """Have the next use of the gather lane wait for ``event`` instead of for the caller."""
 
+    def enter_after(self, lane: Lane, pending: Pending) -> None:
+        """Have the next use of ``lane`` wait for ``pending`` too."""
+
+    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Hold ``tensors`` until what is queued on the current lane is over. Nobody waits.
+
+        For memory of other lanes that is used on this one for the last time.
+        """
+
     def allocate(
         self,
         numel: int,
@@ -266,6 +276,13 @@ class BaseCommunicator:
     ) -> Borrowed | None:
         """See ``Communicator.borrow``: a copy has to be sent."""
         return None
+
+    def enter_after(self, lane: Lane, pending: Pending) -> None:
+        """See ``Communicator.enter_after``: the host waits."""
+        pending.wait()
+
+    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.retire``: it is over."""
 
     def trim(self, *, everything: bool) -> None:
         """See ``Communicator.trim``: there is none."""

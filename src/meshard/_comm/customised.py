@@ -112,6 +112,14 @@ class CustomCommunicator(BaseCommunicator):
         """See ``Communicator.gather_after``."""
         self._inner.gather_after(event)
 
+    def enter_after(self, lane: Lane, pending: Pending) -> None:
+        """See ``Communicator.enter_after``."""
+        self._inner.enter_after(lane, pending)
+
+    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.retire``."""
+        self._inner.retire(tensors)
+
     def allocate(
         self,
         numel: int,

@@ -2,7 +2,7 @@
 
 Note: Stream rules.
     The *compute* stream is the one that is current when a lane is entered or a ``wait`` is called.
-    Each lane has a stream of its own. Four rules make every read come after its write, and every
+    Each lane has a stream of its own. These rules make every read come after its write, and every
     reuse of memory after its last use, without ``record_stream`` (which would keep blocks from
     being reused until the allocator polls an event):
 
@@ -21,12 +21,16 @@ Note: Stream rules.
        for both.
     5. *Nothing waits twice for the same thing, and no host thread waits at all.* Lanes do not
        wait for one another except through ``Pending.wait`` inside the later lane.
+    6. *What an optimizer has used, others get when it is through.* Its lane reads gradients that
+       other lanes have allocated, and nothing waits for it before the next gather. So they are
+       *retired*: held until the device has got there, which is asked whenever a lane is entered.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +96,8 @@ class StreamCommunicator(BaseCommunicator):
         self._device_module = device_module
         self._streams: dict[Lane, Any] = {}
         self._gather_after: Any = None
+        self._after: dict[Lane, list[Pending]] = {}
+        self._retired: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
     def _enter(self, lane: Lane) -> Iterator[None]:
@@ -104,7 +110,12 @@ class StreamCommunicator(BaseCommunicator):
         else:
             event = self._device_module.current_stream().record_event()
         stream.wait_event(event)
+        if self._retired:
+            self._collect()
         with self._device_module.stream(stream):
+            if self._after:
+                for pending in self._after.pop(lane, ()):
+                    pending.wait()
             yield
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
@@ -118,6 +129,24 @@ class StreamCommunicator(BaseCommunicator):
         lane may get its memory again.
         """
         self._gather_after = event
+
+    def enter_after(self, lane: Lane, pending: Pending) -> None:
+        """See ``Communicator.enter_after``."""
+        self._after.setdefault(lane, []).append(pending)
+
+    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.retire`` and rule 6."""
+        if tensors:
+            event = self._device_module.current_stream().record_event()
+            self._retired.append((event, tensors))
+
+    def _collect(self) -> None:
+        while self._retired and self._retired[0][0].query():
+            self._retired.popleft()
+
+    def trim(self, *, everything: bool) -> None:
+        """See ``Communicator.trim``: what is retired, if it is over."""
+        self._collect()
 
     def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued`` and rule 2."""

@@ -9,7 +9,7 @@ one of these names goes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -111,3 +111,44 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     memo[id(spec)] = spec
     memo[id(spec.mesh)] = spec.mesh
     return copy.deepcopy(tensor, memo)
+
+
+# --- shards that may not be read yet -------------------------------------------------------
+
+_HIDDEN = "_meshard_hidden"
+
+
+def hide_locals(tensors: Iterable[torch.Tensor], before_read: Callable[[], None]) -> None:
+    """Have ``before_read`` called before the local tensor of any of these is read again.
+
+    Whoever reads a DTensor, torch's dispatcher included, asks for an attribute. It is taken away,
+    and Python asks ``__getattr__`` for attributes that are not there; so nothing else gets slower.
+    """
+    global _is_watching
+    if not _is_watching:
+        DTensor.__getattr__ = _find_local  # type: ignore[attr-defined]
+        _is_watching = True
+    for tensor in tensors:
+        setattr(tensor, _HIDDEN, (tensor._local_tensor, before_read))  # type: ignore[attr-defined]
+        del tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def show_locals(tensors: Iterable[torch.Tensor]) -> None:
+    """Undo ``hide_locals`` without calling anything."""
+    for tensor in tensors:
+        hidden = tensor.__dict__.pop(_HIDDEN, None)
+        if hidden is not None:
+            tensor._local_tensor = hidden[0]  # type: ignore[attr-defined]
+
+
+_is_watching = False
+
+
+def _find_local(self: torch.Tensor, name: str) -> Any:
+    hidden = self.__dict__.get(_HIDDEN) if name == "_local_tensor" else None
+    if hidden is None:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    local, before_read = hidden
+    before_read()  # shows the others too
+    show_locals([self])
+    return local

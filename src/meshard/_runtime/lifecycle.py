@@ -262,7 +262,10 @@ class Lifecycle:
     def _take_gradients(self, unit: Unit) -> None:
         sync = unit.settings.sync
         if sync is not GradientSync.NONE:
-            self._reductions.start(unit, over_replicas=sync is GradientSync.FULL)
+            is_full = sync is GradientSync.FULL
+            self._reductions.start(
+                unit, over_replicas=is_full, ends_window=self.is_last_backward and is_full
+            )
         else:
             self._reductions.accumulate(unit)
 
@@ -275,22 +278,31 @@ class Lifecycle:
             self._complete(unit)
         for unit in reversed(units):
             if unit.settings.sync is GradientSync.FULL:
-                self.flush(unit)  # it may have got nothing today, but hold something
+                # It may have got nothing today, but hold something.
+                self.flush(unit, ends_window=self.is_last_backward)
         if self.is_last_backward:
             self._reductions.finish_all()
+            for unit in reversed(units):
+                if unit.on_reduced and unit.settings.sync is GradientSync.FULL:
+                    self._reductions.signal(unit)
             self._host_waits.settle()
         self._prefetcher.drop_unused()
         self.phase = self._resume
 
-    def flush(self, unit: Unit) -> None:
+    def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
         """Reduce fully what a unit has accumulated, if anything."""
         if self.has_failed:
             self.abort()
         if unit.gradients is not None:
             self._reductions.finish_partials_of(unit)
             if unit.gradients.is_pending:
-                self._reductions.start(unit, over_replicas=True)
+                self._reductions.start(unit, over_replicas=True, ends_window=ends_window)
             unit.gradients.close_window()
+
+    def end_window(self, unit: Unit) -> None:
+        """The gradient of a window is in ``.grad``, whatever backwards have said."""
+        if unit.on_reduced:
+            self._reductions.signal(unit)
 
     def finish_reductions(self) -> None:
         """Have every reduction that was started in ``.grad``, or in its partial."""

@@ -22,6 +22,7 @@ from meshard._runtime.averages import watch_averages
 from meshard._runtime.faces import Faces
 from meshard._runtime.handed_out import HandedOut, take_back
 from meshard._runtime.optimizer_steps import watch_optimizers
+from meshard._runtime.step_under_way import StepUnderWay
 from meshard._runtime.transforms import refuse_transforms
 
 
@@ -86,6 +87,7 @@ class ParamGroup:
         self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
         self.is_showing_unsharded = False  # the module sees whole parameters
         self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
+        self.stepping: StepUnderWay | None = None  # until the next gather is there
         self._begin_watching()
 
     @property
@@ -216,6 +218,8 @@ class ParamGroup:
         """
         if self.residence is not Residence.SHARDED:
             return
+        if self.stepping is not None:
+            self.stepping.before_gather()
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
         self.tensors.check_materialised()
         self.may_keep = True
@@ -265,6 +269,7 @@ class ParamGroup:
         self._in_flight.end()
         self._in_flight = None
         self.is_leftover = False
+        self.stepping = None
         self.residence = Residence.UNSHARDED
 
     def forget_stale(self, *, leftover: bool) -> None:
@@ -280,7 +285,7 @@ class ParamGroup:
             return
         if self.handed_out is not None:
             take_back(self)
-        if leftover and self.is_leftover:
+        if self.stepping is not None or (leftover and self.is_leftover):
             self.reshard()
             return
         if self.adopt_edits() != self._whole_version:

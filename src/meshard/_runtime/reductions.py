@@ -8,6 +8,7 @@ ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class _Queued(NamedTuple):
     unit: Unit
     in_flight: ReductionInFlight
     hooks: tuple[ReduceHook, ...]  # of when it started: none may see half of a reduction
+    ends_window: bool
 
 
 class Reductions:
@@ -39,6 +41,7 @@ class Reductions:
         self._factors: dict[int, float | None] = {}
         self.holds_sent = False  # what was sent may be given back before the next one starts
         self._leaving: Pending | None = None  # the last copy of a gradient to the host
+        self._backward = next(_backwards)
 
     @property
     def is_idle(self) -> bool:
@@ -48,6 +51,7 @@ class Reductions:
     def begin_backward(self) -> None:
         """Ask for divide factors anew: each is resolved once per backward, not once per unit."""
         self._factors.clear()
+        self._backward = next(_backwards)
 
     def _divide_factor(self, unit: Unit) -> float | None:
         key = id(unit.settings.divide_factor)
@@ -61,13 +65,23 @@ class Reductions:
             hooks = unit.settings.reduce_hooks
             unit.gradients.accumulate([hook.arrived for hook in hooks if hook.arrived])
 
-    def start(self, unit: Unit, *, over_replicas: bool) -> None:
+    def start(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         """Start reducing what a unit has accumulated, and move the others on.
 
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
+
+        Args:
+            unit: Whose gradients.
+            over_replicas: Also across the replicas.
+            ends_window: Nothing of this window is to come after it.
+
+        Raises:
+            RuntimeError: The unit has been stepped in this backward already.
         """
         if unit.gradients is None:
             return
+        if unit.on_reduced and unit.reduced_in == self._backward:
+            raise RuntimeError(_TOO_LATE.format(unit.label))
         if unit.gradients.num_in_flight:
             self.finish_of(unit)  # what it holds is added to what comes now
         while len(self._queue) >= unit.settings.max_input_buffers:
@@ -93,7 +107,7 @@ class Reductions:
         in_flight = unit.gradients.start_reduce(options)
         if in_flight is None:
             return
-        self._queue.append(_Queued(unit, in_flight, hooks))
+        self._queue.append(_Queued(unit, in_flight, hooks, ends_window))
         # Of a small unit it is not worth a look at every gradient.
         self.holds_sent |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
@@ -116,7 +130,7 @@ class Reductions:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        unit, in_flight, hooks = self._queue.popleft()
+        unit, in_flight, hooks, ends_window = self._queue.popleft()
         assert unit.gradients is not None
         after = [hook.after for hook in reversed(hooks) if hook.after] if hooks else ()
         leaving = unit.gradients.finish_reduce(in_flight, after)
@@ -124,10 +138,16 @@ class Reductions:
             # Until compute has waited for it, a copy to the host keeps the device's memory.
             self._leaving.wait()
         self._leaving = leaving
-        if in_flight.is_full and unit.on_reduced:
-            unit.gradients.settle()
-            for subscriber in tuple(unit.on_reduced):
-                subscriber(unit)
+        if ends_window and unit.on_reduced:
+            self.signal(unit)
+
+    def signal(self, unit: Unit) -> None:
+        """Tell who subscribes that the gradient of a window is in ``.grad``: once per window."""
+        if unit.reduced_in == self._backward:
+            return
+        unit.reduced_in = self._backward
+        for subscriber in tuple(unit.on_reduced):
+            subscriber(unit)
 
     def finish_of(self, unit: Unit) -> None:
         """Finish all up to the last one of ``unit``."""
@@ -148,6 +168,14 @@ class Reductions:
         """Have every result in ``.grad``, or in its partial."""
         while self._queue:
             self._finish_oldest()
+
+
+_backwards = itertools.count()  # of all roots, so that a unit needs to know one number only
+_TOO_LATE = (
+    "unit {!r} has got a gradient after its optimizer has stepped it in this backward: its "
+    "parameters take part in something that autograd runs later. Step it in the ordinary way "
+    "(detach() of what overlap_optimizer has returned)."
+)
 
 
 def _compare(unit: Unit, over_replicas: bool, divide_factor: float | None) -> None:

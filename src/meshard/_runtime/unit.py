@@ -82,6 +82,9 @@ class StepEvents(Protocol):
     def flush(self, unit: Unit) -> None:
         """Reduce fully what the unit has accumulated, without a backward."""
 
+    def end_window(self, unit: Unit) -> None:
+        """The gradient of a window is in ``.grad``, whatever backwards have said."""
+
     def finish_reductions(self) -> None:
         """Have every reduction that was started in ``.grad``, or in its partial."""
 
@@ -242,7 +245,10 @@ class Unit:
         self.companions: list[Unit] = []  # of the same modules, on other meshes: see companions
         self.companion_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # to tell companions apart
+        # Called once per window, when the gradient of all of it is in .grad, or on its way there
+        # (``GradientState.settle``). All ranks call in the same order.
         self.on_reduced: list[Callable[[Unit], None]] = []
+        self.reduced_in = -1  # the last backward in which they were
         self.group: ParamGroup | None = None  # None: no parameters of its own
         self.gradients: GradientState | None = None
         self.lifecycle: StepEvents

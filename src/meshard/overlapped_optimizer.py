@@ -1,0 +1,253 @@
+"""What does a user hold whose units are stepped in backward? An ordinary-looking optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from operator import is_
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from meshard._runtime.optimizer_steps import owner_of
+from meshard._runtime.overlapped_params import find_overlapped, note_attached, note_detached
+from meshard._runtime.unit import Unit
+from meshard.flat_run import State
+from meshard.flat_stepper import POINTWISE, FlatStepper
+from meshard.unit_stepper import ChangeGradients, UnitStepper
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+class OverlappedOptimizer(Optimizer):
+    """Steps each unit in backward: see ``overlap_optimizer``.
+
+    ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer.
+
+    Args:
+        template: The ordinary optimizer, whose place this takes.
+        make: Makes another one of its kind, from param groups.
+        units: Those that may have the parameters.
+        change: Clips the gradients of a unit.
+    """
+
+    def __init__(
+        self,
+        template: Optimizer,
+        make: MakeOptimizer,
+        units: Iterable[Unit],
+        change: ChangeGradients | None = None,
+    ) -> None:
+        self._make = make
+        self._is_pointwise = type(template) in POINTWISE
+        self._change = change
+        self._units = weakref.WeakSet(units)
+        self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
+        self._ids: set[int] = set()
+        self._planned: list[torch.Tensor] = []
+        self._stepped: weakref.WeakSet[Unit] = weakref.WeakSet()  # in the present window
+        self._is_attached = False
+        self.state = defaultdict(dict)
+        super().__init__(template.param_groups, template.defaults)
+        self.state.update(template.state)
+        self._plan()
+        self._attach()
+
+    # --- what users see --------------------------------------------------------------------
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, State]:
+        """The state of each parameter, after all steps that are under way."""
+        self.wait()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, State]) -> None:
+        self._state = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found = state.pop("state", None)
+        super().__setstate__(state)
+        if found is None:
+            return
+        self.state = found
+        for each in found.values():
+            if isinstance(each.get("step"), (int, float)):  # of a torch before 1.12
+                each["step"] = torch.tensor(float(each["step"]))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Say what to do instead of pickling what subscribes to the units of a model."""
+        raise TypeError(
+            "what overlap_optimizer returns can be neither pickled nor copied; save its "
+            "state_dict(), which any optimizer of its class can load."
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Check that nothing is pending, and step what has not been stepped in backward.
+
+        That is nothing, as a rule: only gradients that no window has ended (the last backward was
+        not the last one by ``set_is_last_backward``), that you have put there yourself, or any
+        gradients after ``detach()``.
+
+        Args:
+            closure: Computes the loss and runs backward, and is called first.
+
+        Raises:
+            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._stepped.clear()
+        for stepper in self._fresh_steppers():
+            stepper.step(self.param_groups, self._state)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that have not been stepped, also those that are pending.
+
+        Args:
+            set_to_none: As for every optimizer.
+        """
+        for stepper in self._steppers.values():
+            stepper.zero_grad(set_to_none=set_to_none)
+
+    zero_grad._meshard_clears = True  # type: ignore[attr-defined]  # see optimizer_steps
+
+    def wait(self) -> None:
+        """Order what you do next after all steps that are under way.
+
+        **Stream:** the current one waits. You need it only where neither meshard nor a DTensor is
+        asked: for a local tensor that you hold, say.
+        """
+        for stepper in self._steppers.values():
+            stepper.finish()
+
+    def detach(self) -> None:
+        """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
+
+        Param groups, state and LR schedulers stay as they are. Call ``overlap_optimizer`` to go
+        back, and load the ``state_dict``.
+
+        Raises:
+            RuntimeError: A forward or backward is under way.
+        """
+        check_rest(self._units, "detach")
+        self.wait()
+        for unit in self._units:
+            if self._is_attached:
+                unit.on_reduced.remove(self._on_reduced)
+        self._is_attached = False
+        note_detached(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step further parameters, of the same units or of others of the same module.
+
+        Args:
+            param_group: As for every optimizer.
+
+        Raises:
+            ValueError: A parameter is in none of the units.
+        """
+        super().add_param_group(param_group)
+        if self._is_attached:
+            try:
+                self._plan()
+            except ValueError:
+                del self.param_groups[-1]
+                raise
+
+    # --- what happens in backward ----------------------------------------------------------
+
+    def steps_in_backward(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` is stepped in backward."""
+        return self._is_attached and id(param) in self._ids
+
+    def _attach(self) -> None:
+        for unit in self._units:
+            unit.on_reduced.append(self._on_reduced)
+        self._is_attached = True
+        note_attached(self)
+
+    def _on_reduced(self, unit: Unit) -> None:
+        if unit in self._stepped:
+            self._stepped.clear()  # a new window begins
+        if not self._stepped:
+            self._fresh_steppers()
+        self._stepped.add(unit)
+        stepper = self._steppers.get(unit)
+        if stepper is not None:
+            stepper.step(self.param_groups, self._state)
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _fresh_steppers(self) -> list[UnitStepper]:
+        """Return a stepper for each unit, for the parameters that the groups have now."""
+        params = self._params()
+        if len(params) != len(self._planned) or not all(map(is_, params, self._planned)):
+            self._plan()
+        return list(self._steppers.values())
+
+    def _plan(self) -> None:
+        """Find out which unit has which parameters.
+
+        Raises:
+            ValueError: One is in no unit, or stepped in backward by another optimizer.
+        """
+        units: dict[object, Unit] = {unit.group: unit for unit in self._units}
+        units.pop(None, None)
+        members: dict[Unit, dict[int, list[torch.Tensor]]] = {}
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                unit = units.get(owner_of(param))
+                if unit is None:
+                    raise ValueError(_no_unit(param, number))
+                members.setdefault(unit, {}).setdefault(number, []).append(param)
+        self.wait()
+        self._steppers.clear()
+        for unit in sorted(members, key=lambda each: each.number):
+            flat = FlatStepper(self._make, is_pointwise=self._is_pointwise)
+            self._steppers[unit] = UnitStepper(unit, members[unit], flat, self._change)
+        self._planned = self._params()
+        self._ids = set(map(id, self._planned))
+
+
+def _no_unit(param: torch.Tensor, number: int) -> str:
+    return (
+        f"a parameter of shape {tuple(param.shape)} in param group {number} is in no unit of the "
+        "module, so there is no moment in backward at which its gradient is known to be complete; "
+        "leave it out of param_groups and step it by an ordinary optimizer of its own, or apply "
+        "fully_shard to the module around it."
+    )
+
+
+def check_rest(units: Iterable[Unit], what: str) -> None:
+    """Raise unless no unit is in the middle of a step.
+
+    Raises:
+        RuntimeError: Naming the unit.
+    """
+    for unit in units:
+        if not unit.lifecycle.is_between_steps():
+            raise RuntimeError(
+                f"{what} was called inside the forward or backward of unit {unit.label!r}; "
+                "call it between steps."
+            )
+
+
+def check_not_overlapped(params: Iterable[torch.Tensor]) -> None:
+    """Raise if another optimizer steps one of ``params`` in backward.
+
+    Raises:
+        ValueError: Likewise.
+    """
+    param = find_overlapped(params)
+    if param is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is stepped in backward by another "
+            "optimizer already; call its detach() first, or give each its own parameters."
+        )
