@@ -7,13 +7,14 @@ the same class, over one tensor per run, and what keeps the two alike.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshard._params.dtensors import local_of
 from meshard._runtime.group_tensors import GroupTensors
 from meshard._runtime.optimizer_steps import owner_of
 from meshard._runtime.param_group import ParamGroup
@@ -58,11 +59,15 @@ class FlatStepper:
     ) -> None:
         self._make = make
         self._is_pointwise = is_pointwise
+        self.before_forgetting: Callable[[], None] | None = None
+        self.on_replaced: Callable[[list[torch.Tensor]], None] | None = None  # given old state
         self.forget_runs()
         _alive.add(self)
 
     def forget_runs(self) -> None:
         """Look at everything anew in the next step, and hold no flat shard until then."""
+        if self.before_forgetting is not None:
+            self.before_forgetting()
         self._inner: Optimizer | None = None
         self.runs: list[Run] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
@@ -170,7 +175,10 @@ class FlatStepper:
                     self._numbers.append(number)
         self._inner = self._make(made)
         for run in self.runs:
-            own = run.pull(_states_of(run, state))
+            states = _states_of(run, state)
+            if self.on_replaced is not None:
+                self.on_replaced(list(_tensors_in(states)))
+            own = run.pull(states)
             if own:
                 self._inner.state[run.flat] = own
             run.take_gradient()
@@ -183,6 +191,13 @@ class FlatStepper:
 
 def _states_of(run: Run, state: Mapping[torch.Tensor, State]) -> list[State]:
     return [state.get(member.param, {}) for member in run.members]
+
+
+def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
+    for state in states:
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield local_of(value) if isinstance(value, DTensor) else value
 
 
 def _step_without_hooks(inner: Optimizer) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from meshard._runtime.unit import units_in
 from meshard.flat_optimizer import Params
 from meshard.flat_stepper import POINTWISE
-from meshard.gradient_clips import unit_clip
+from meshard.gradient_clips import check_limit, unit_clip
 from meshard.overlapped_optimizer import (
     MakeOptimizer,
     OverlappedOptimizer,
@@ -29,6 +29,8 @@ def overlap_optimizer(
     *,
     max_unit_norm: float | None = None,
     clip_value: float | None = None,
+    clip: str | None = None,
+    max_norm: float | None = None,
     **optimizer_kwargs: Any,
 ) -> OverlappedOptimizer:
     """Have each unit of ``module`` stepped in backward, and its gradients freed at once.
@@ -47,6 +49,11 @@ def overlap_optimizer(
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
+        clip: ``"deferred"`` clips by the norm of all gradients together, ``max_norm``. Gradients
+            are then kept, out of ``.grad``, and each unit is stepped in the next forward, just
+            before it is gathered (or when someone reads it). The norm is ``total_norm`` of what is
+            returned.
+        max_norm: What that norm is at most.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
@@ -57,7 +64,8 @@ def overlap_optimizer(
         RuntimeError: A forward or backward is under way.
         TypeError: ``optimizer`` makes no ``Optimizer``, or one that must be given a closure.
         ValueError: There is no unit in ``module``, a parameter is in none or stepped in backward by
-            another optimizer already, ``differentiable=True``, or a limit is not positive.
+            another optimizer already, ``differentiable=True``, a limit is not positive, or ``clip``
+            and ``max_norm`` do not come together.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
@@ -75,6 +83,7 @@ def overlap_optimizer(
         )
     check_rest(units, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
+    _check_deferred(clip, max_norm)
     if param_groups is None:
         param_groups = [param for param in module.parameters() if param.requires_grad]
     make = functools.partial(cast("MakeOptimizer", optimizer), **optimizer_kwargs)
@@ -83,7 +92,18 @@ def overlap_optimizer(
     check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
         make = functools.partial(type(template))
-    return OverlappedOptimizer(template, make, units, change)
+    return OverlappedOptimizer(template, make, units, change, max_norm)
+
+
+def _check_deferred(clip: str | None, max_norm: float | None) -> None:
+    check_limit("max_norm", max_norm)
+    if clip not in (None, "deferred"):
+        raise ValueError(f'clip must be "deferred" or None, got {clip!r}.')
+    if (clip is None) is not (max_norm is None):
+        raise ValueError(
+            f'clip="deferred" and max_norm go together, got clip={clip!r} and max_norm={max_norm}; '
+            "to clip each unit by its own norm, pass max_unit_norm."
+        )
 
 
 def _check(template: object) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from meshard._runtime.optimizer_steps import owner_of
 from meshard._runtime.overlapped_params import find_overlapped, note_attached, note_detached
 from meshard._runtime.unit import Unit
+from meshard.deferred_steps import DeferredStep, DeferredWindow
 from meshard.flat_run import State
 from meshard.flat_stepper import POINTWISE, FlatStepper
 from meshard.unit_stepper import ChangeGradients, UnitStepper
@@ -31,6 +32,7 @@ class OverlappedOptimizer(Optimizer):
         make: Makes another one of its kind, from param groups.
         units: Those that may have the parameters.
         change: Clips the gradients of a unit.
+        max_norm: Of all gradients together; steps are put off until it is known.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class OverlappedOptimizer(Optimizer):
         make: MakeOptimizer,
         units: Iterable[Unit],
         change: ChangeGradients | None = None,
+        max_norm: float | None = None,
     ) -> None:
         self._make = make
         self._is_pointwise = type(template) in POINTWISE
@@ -49,6 +52,8 @@ class OverlappedOptimizer(Optimizer):
         self._planned: list[torch.Tensor] = []
         self._stepped: weakref.WeakSet[Unit] = weakref.WeakSet()  # in the present window
         self._is_attached = False
+        self._max_norm = max_norm
+        self._window: DeferredWindow | None = None
         self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
         self.state.update(template.state)
@@ -67,7 +72,16 @@ class OverlappedOptimizer(Optimizer):
     def state(self, value: defaultdict[torch.Tensor, State]) -> None:
         self._state = value
 
+    @property
+    def total_norm(self) -> torch.Tensor | None:
+        """With ``clip="deferred"``: the norm of all gradients of the last window, before clipping.
+
+        None: no window has ended yet.
+        """
+        return None if self._window is None else self._window.total_norm
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.wait()
         found = state.pop("state", None)
         super().__setstate__(state)
         if found is None:
@@ -103,7 +117,8 @@ class OverlappedOptimizer(Optimizer):
                 loss = closure()
         self._stepped.clear()
         for stepper in self._fresh_steppers():
-            stepper.step(self.param_groups, self._state)
+            self._step(stepper)
+        self._close(self._window)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -180,7 +195,30 @@ class OverlappedOptimizer(Optimizer):
         self._stepped.add(unit)
         stepper = self._steppers.get(unit)
         if stepper is not None:
+            self._step(stepper)
+        if len(self._stepped) == len(self._units):
+            self._close(self._window)
+
+    def _step(self, stepper: UnitStepper) -> None:
+        """Step a unit, or put its step off until the norm of all gradients is known."""
+        if self._max_norm is None or not self._is_attached:
             stepper.step(self.param_groups, self._state)
+            return
+        grads = stepper.take(self.param_groups, self._state)
+        if not grads:
+            return
+        if self._window is None or self._window.is_over:
+            self._window = DeferredWindow(self._max_norm)
+        self._window.add(grads)
+        unit = stepper.unit
+        assert unit is not None and unit.group is not None
+        unit.group.stepping = DeferredStep(
+            unit.group, stepper, self._state, self._window, self._close
+        )
+
+    def _close(self, window: DeferredWindow | None) -> None:
+        if window is not None and not window.is_over:
+            window.close(self._planned)
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -208,12 +246,28 @@ class OverlappedOptimizer(Optimizer):
                     raise ValueError(_no_unit(param, number))
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
         self.wait()
+        self._check_shared_units(members)
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             flat = FlatStepper(self._make, is_pointwise=self._is_pointwise)
             self._steppers[unit] = UnitStepper(unit, members[unit], flat, self._change)
         self._planned = self._params()
         self._ids = set(map(id, self._planned))
+
+    def _check_shared_units(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for subscriber in unit.on_reduced:
+                other = getattr(subscriber, "__self__", None)
+                if (
+                    isinstance(other, OverlappedOptimizer)
+                    and other is not self
+                    and unit in other._steppers
+                    and (self._max_norm or other._max_norm)
+                ):
+                    raise ValueError(
+                        f'with clip="deferred" an optimizer must be the only one that steps unit '
+                        f"{unit.label!r} in backward; give it all parameters of the unit."
+                    )
 
 
 def _no_unit(param: torch.Tensor, number: int) -> str:

@@ -7,9 +7,9 @@ unit, or whoever reads a parameter, by then.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,24 @@ from meshard.flat_stepper import FlatStepper, States
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
 
 
+def hide_shards(group: ParamGroup) -> None:
+    """Have the step of ``group`` that is under way finished before a shard is read."""
+    # By a weak reference: what a parameter refers to must not refer to parameters.
+    finish = functools.partial(_finish_step, weakref.ref(group))
+    hide_locals((param.sharded for param in group.params), finish)
+
+
+def show_shards(group: ParamGroup) -> None:
+    """Undo ``hide_shards``, finishing nothing."""
+    show_locals(param.sharded for param in group.params)
+
+
+def _finish_step(ref: weakref.ref[ParamGroup]) -> None:
+    group = ref()
+    if group is not None and group.stepping is not None:
+        group.stepping.finish()
+
+
 class QueuedStep:
     """A step that is queued on a device: see ``StepUnderWay``.
 
@@ -34,21 +52,25 @@ class QueuedStep:
 
     def __init__(self, group: ParamGroup, pending: Queued) -> None:
         self._group = weakref.ref(group)
-        self._params = [param.sharded for param in group.params]
         self._pending = pending
-        hide_locals(self._params, self.finish)
+        hide_shards(group)
 
     def before_gather(self) -> None:
         """Order the next use of the gather lane after it, and show the shards."""
         group = self._group()
-        show_locals(self._params)
         if group is not None:
+            show_shards(group)
             group.comm.enter_after(Lane.GATHER, self._pending)
 
     def finish(self) -> None:
         """Order what the caller does next after it: a shard is about to be read."""
-        show_locals(self._params)
+        group = self._group()
+        if group is not None:
+            show_shards(group)
         self._pending.wait()
+
+    def abandon(self) -> None:
+        """Do nothing: it has been taken."""
 
 
 class UnitStepper:
@@ -72,45 +94,98 @@ class UnitStepper:
         self._members = dict(members)
         self._flat = flat
         self._change = change
+        if unit.group is not None:
+            group = weakref.ref(unit.group)
+            flat.before_forgetting = functools.partial(_finish_step, group)
+            flat.on_replaced = functools.partial(_retire, group)
         self.params = [param for params in members.values() for param in params]
+        self._taken: Groups = []  # the param groups of the unit, when gradients were taken
+        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a step that is put off
 
     @property
-    def label(self) -> str:
-        """The name of the unit."""
-        unit = self._unit()
-        return "(deleted)" if unit is None else unit.label
+    def unit(self) -> Unit | None:
+        """The unit, while its model lives."""
+        return self._unit()
 
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(param.grad is not None for param in self.params)
 
-    def step(self, groups: Groups, state: States) -> bool:
-        """Step by ``.grad``, and drop it. Return whether there was any.
+    def step(self, groups: Groups, state: States) -> None:
+        """Step by ``.grad``, if there is any, and drop it.
 
         Args:
             groups: All param groups of the optimizer.
             state: Its state.
         """
-        unit = self._unit()
-        if unit is None or unit.group is None or unit.gradients is None:
-            return False
-        unit.gradients.settle()
-        if not self.has_gradients:
-            return False
-        self._make_ready(unit.group)
-        own = [{**groups[number], "params": params} for number, params in self._members.items()]
+        group = self._ready()
+        if group is None:
+            return
+        comm = group.comm
+        with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", group.label):
+            self._take(groups, state)
+            self._flat.run(self._taken, state)
+            comm.retire(_locals(param.grad for param in self.params))
+            queued = comm.queued()
+        self._drop_gradients()
+        if not comm.waits_block_host:
+            group.stepping = QueuedStep(group, queued)
+
+    # --- in two halves, for a step that is put off -----------------------------------------
+
+    def take(self, groups: Groups, state: States) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take the gradients away from ``.grad``, to step by them in ``run``.
+
+        Args:
+            groups: As for ``step``; the hyperparameters of now count.
+            state: Likewise.
+
+        Returns:
+            Each parameter that has one, with its gradient.
+        """
+        group = self._ready()
+        if group is None:
+            return []
+        with group.comm.lane(Lane.OPTIMIZER), torch.no_grad():
+            self._take(groups, state)
+        self._grads = [(param, param.grad) for param in self.params if param.grad is not None]
+        self._drop_gradients()
+        return self._grads
+
+    def run(self, state: States, change: ChangeGradients, *keep: torch.Tensor) -> Queued:
+        """Step by what ``take`` has taken.
+
+        **Stream:** the optimizer's lane.
+
+        Args:
+            state: Of the optimizer.
+            change: Is given the gradients, as local tensors that may be of several parameters.
+            *keep: Tensors that ``change`` reads.
+
+        Returns:
+            What follows the step.
+        """
+        unit, grads = self._unit(), self._grads
+        self._grads = []
+        assert unit is not None and unit.group is not None
         comm = unit.group.comm
         with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", unit.label):
-            self.finish()  # of another optimizer, say
-            self._step(own, state)
-            comm.retire(self._locals())
-            queued = comm.queued()
-        self._drop_gradients(unit)
-        unit.group.note_step()
-        if not comm.waits_block_host:
-            unit.group.stepping = QueuedStep(unit.group, queued)
-        return True
+            change(_locals(grad for _, grad in grads))
+            for param, grad in () if self._flat.is_flat else grads:
+                param.grad = grad
+            self._flat.run(self._taken, state)
+            for param, _ in () if self._flat.is_flat else grads:
+                param.grad = None
+            comm.retire([*_locals(grad for _, grad in grads), *keep])
+            return comm.queued()
+
+    def forget(self) -> None:
+        """Drop what ``take`` has taken."""
+        self._grads = []
+        self._flat.forget_runs()
+
+    # --- around ----------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Order what the caller does next after the last step."""
@@ -131,23 +206,40 @@ class UnitStepper:
                 param.grad.detach_().zero_()
         unit.group.clear_pending(set(map(id, self.params)))
 
-    @staticmethod
-    def _make_ready(group: ParamGroup) -> None:
-        if group.residence is Residence.GATHERING:
-            group.reshard()  # it was predicted, but not used; and it would be of old weights
+    def _ready(self) -> ParamGroup | None:
+        """Return the group if there is anything to step, and nothing of older weights is left."""
+        unit = self._unit()
+        if unit is None or unit.group is None or unit.gradients is None:
+            return None
+        unit.gradients.settle()
+        if not self.has_gradients:
+            return None
+        if unit.group.residence is Residence.GATHERING:
+            unit.group.reshard()  # it was predicted, but not used
+        return unit.group
 
-    def _step(self, own: list[dict[str, Any]], state: States) -> None:
+    def _take(self, groups: Groups, state: States) -> None:
+        self.finish()  # the step of another optimizer, say
         if self._change is not None:
             self._change([param.grad for param in self.params if param.grad is not None])
-        self._flat.take(own, state)
-        self._flat.run(own, state)
+        members = self._members.items()
+        self._taken = [{**groups[number], "params": params} for number, params in members]
+        self._flat.take(self._taken, state)
 
-    def _locals(self) -> list[torch.Tensor]:
-        grads = (param.grad for param in self.params)
-        return [local_of(g) if isinstance(g, DTensor) else g for g in grads if g is not None]
-
-    def _drop_gradients(self, unit: Unit) -> None:
-        assert unit.gradients is not None
+    def _drop_gradients(self) -> None:
+        unit = self._unit()
+        assert unit is not None and unit.group is not None and unit.gradients is not None
         for param in self.params:
             param.grad = None
         unit.gradients.sharded.release_cleared()
+        unit.group.note_step()
+
+
+def _retire(ref: weakref.ref[ParamGroup], tensors: Sequence[torch.Tensor]) -> None:
+    group = ref()
+    if group is not None:
+        group.comm.retire(tensors)
+
+
+def _locals(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [local_of(g) if isinstance(g, DTensor) else g for g in grads if g is not None]

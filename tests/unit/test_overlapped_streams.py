@@ -1,5 +1,6 @@
 """Is a step in backward ordered with all that reads what it writes, and with nothing else?"""
 
+import copy
 import functools
 
 import pytest
@@ -17,6 +18,9 @@ from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.unit.test_streams import MIXED, make_model
 
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
+
+
+DEFERRED = {"clip": "deferred", "max_norm": 0.1}
 
 
 class Run:
@@ -77,7 +81,7 @@ def sgd_run(monkeypatch):
 
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("clip", [{}, {"max_unit_norm": 1.0, "clip_value": 0.5}], ids=str)
+@pytest.mark.parametrize("clip", [{}, {"max_unit_norm": 1.0, "clip_value": 0.5}, DEFERRED], ids=str)
 def test_training_has_no_race(run_on, mp_policy, cls, clip):
     run = run_on(mp_policy=mp_policy, cls=cls, clip=clip)
     with run.recorder:
@@ -121,6 +125,9 @@ READS = {
         for value in state.values()
         if value.dim()
     ],
+    "loading the state": lambda run: run.optimizer.load_state_dict(
+        copy.deepcopy(run.optimizer.state_dict())
+    ),
     "wait": lambda run: run.optimizer.wait(),
 }
 
@@ -131,12 +138,18 @@ def _open(model):
 
 
 @pytest.mark.parametrize("read", READS)
-def test_whatever_reads_waits(run, read):
+@pytest.mark.parametrize("clip", [{}, DEFERRED], ids=str)
+def test_whatever_reads_waits(monkeypatch, read, clip):
+    with fake_group(4):
+        check_read(Run(monkeypatch, clip=clip), READS[read])
+
+
+def check_read(run, read):
     with run.recorder, torch.no_grad():
         for _ in range(2):
             with torch.enable_grad():
                 run.window()
-            READS[read](run)
+            read(run)
         with torch.enable_grad():
             run.window()
     assert run.device.races == []
@@ -163,7 +176,7 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
 
     def log_step(self, *args):
         found = step(self, *args)
-        steps[self.label] = run.ticks
+        steps[self.unit.label] = run.ticks
         return found
 
     def log_gather(self, output, source, *, group, label):

@@ -30,6 +30,8 @@ def put_to_rest(units: Iterable[Unit], *, is_void: bool) -> None:
     for unit in units:
         unit.reset_step()
         if unit.group is not None:
+            if is_void and unit.group.stepping is not None:
+                unit.group.stepping.abandon()
             unit.group.reshard()
             unit.group.has_failed = False
         if unit.gradients is not None:

@@ -13,3 +13,6 @@ class StepUnderWay(Protocol):
 
     def finish(self) -> None:
         """Order what the caller does next after it."""
+
+    def abandon(self) -> None:
+        """The window is void: do not take the step, if it has not been taken."""
