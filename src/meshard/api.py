@@ -37,6 +37,7 @@ from meshard.policies import (
     ShardPlacementResult,
 )
 from meshard.same_start import check_same_start
+from meshard.setters import check_bool
 
 # Since torch 2.13.
 _TorchDataParallelMeshDims = getattr(
@@ -115,13 +116,12 @@ def fully_shard(
     (torch.Size([8, 8]), 'DTensor')
     """
     modules = _check_modules(module)
-    policy = _check_policies(mp_policy, offload_policy)
+    policy = as_policy(mp_policy)
+    _check_offload_policy(offload_policy)
     dims = _check_dims(mesh, dp_mesh_dims)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
-    if not isinstance(unshard_on_access, bool):
-        raise TypeError(f"unshard_on_access must be a bool, got {unshard_on_access!r}.")
-    found = collect(modules, _as_set(ignored_params))
+    check_mesh(mesh)
+    check_bool("unshard_on_access", unshard_on_access)
+    found = collect(modules, as_set(ignored_params))
     roles = roles_of(mesh if mesh is not None else default_mesh(), dims)
     placer = Placer(roles, shard_placement_fn)
     placings = [placer.place(fqn, param) for fqn, param, _ in found]
@@ -163,7 +163,7 @@ def _check_values(
         check_same_start(named, group.roles, device, what)
 
 
-def _as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     """Return ``ignored_params`` as a set, whatever holds them."""
     if isinstance(ignored, torch.Tensor):
         raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
@@ -206,14 +206,25 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _check_policies(
-    mp_policy: TorchMixedPrecisionPolicy,
-    offload_policy: TorchOffloadPolicy,
-) -> MixedPrecisionPolicy:
+def check_mesh(mesh: object) -> None:
+    """Raise a TypeError unless ``mesh`` is a mesh or None."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
+
+
+def _check_offload_policy(policy: Any) -> None:
+    if not isinstance(policy, TorchOffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, got {policy!r}.")
+
+
+def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return torch's policy, or ours, as ours.
+
+    Raises:
+        TypeError: It is neither.
+    """
     if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
-    if not isinstance(offload_policy, TorchOffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
     if isinstance(mp_policy, MixedPrecisionPolicy):
         return mp_policy
     return MixedPrecisionPolicy(

@@ -34,7 +34,7 @@ from meshard._runtime.misread import watch_reads
 from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.private_torch import queue_backward_callback
-from meshard._runtime.unit import Casts, Unit, UnitSettings, units_of
+from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of, units_of
 from meshard.fsdp_module import FSDPModule
 from meshard.placing import Placing
 from meshard.policies import MixedPrecisionPolicy
@@ -61,7 +61,7 @@ def named_modules_outside_units(root: nn.Module) -> Iterator[tuple[str, nn.Modul
         children = [
             (f"{prefix}.{name}" if prefix else name, child)
             for name, child in module._modules.items()
-            if child is not None and not isinstance(child, FSDPModule)
+            if child is not None and unit_of(child) is None
         ]
         stack.extend(reversed(children))
 
@@ -251,10 +251,10 @@ def commit(
         watch_reads(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
-    _adopt_inner_units(unit, modules, device)
+    adopt_inner_units(unit, modules, device)
 
 
-def _adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
+def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
     """Name the units inside after their place, and give all of them one lifecycle."""
     units = chain_of(unit)
     innermost = units[-1]

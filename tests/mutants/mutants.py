@@ -190,7 +190,7 @@ def no_flush_at_the_end_of_backward(patch: Patch) -> None:
     finish = Lifecycle.finish_backward
 
     def finish_without(self: Any) -> None:
-        self.flush = lambda unit: None
+        self.flush = lambda unit, **_: None
         try:
             finish(self)
         finally:

@@ -106,8 +106,8 @@ class CheckedCommunicator:
         keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``; raises if the ranks differ."""
-        assert isinstance(source, torch.Tensor)
-        self.check("reduce_scatter", label, source, group)
+        payload = source if isinstance(source, torch.Tensor) else source[0]  # of a group of one
+        self.check("reduce_scatter", label, payload, group)
         return self.inner.reduce_scatter(
             output, source, group=group, label=label, keep_signs=keep_signs
         )

@@ -165,11 +165,11 @@ class CustomCommunicator(BaseCommunicator):
         keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
-        assert isinstance(source, torch.Tensor)
         if self._reduce_scatter is None or group.size() == 1:
             return self._inner.reduce_scatter(
                 output, source, group=group, label=label, keep_signs=keep_signs
             )
+        assert isinstance(source, torch.Tensor)
         self._announce("reduce_scatter", source, group, label)
         narrow = output
         if output.dtype != source.dtype:

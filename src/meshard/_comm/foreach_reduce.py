@@ -150,6 +150,8 @@ class Reduction:
 
     def _start_scatter(self) -> Pending:
         request = self._request
+        if request.shard_group.size() == 1 and self._comm.waits_block_host:
+            request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
         for part in _parts(request.buffer):
             divide_(part, self._divisors.before_scatter)
         if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:
@@ -224,7 +226,8 @@ class Reduction:
         request = self._request
         with self._comm.lane(Lane.ALL_REDUCE):
             self._pending.wait()
-            self._wire = self._result.clone()
+            # In place where no lane but the host's has used it.
+            self._wire = self._result if self._comm.waits_block_host else self._result.clone()
             divide_(self._wire, self._divisors.before_all_reduce)
             self._wire = self._wire.to(request.wire_dtype)
             request.marks.write(self._wire, self._unused)

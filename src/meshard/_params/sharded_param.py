@@ -60,6 +60,11 @@ class ShardedParam:
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
 
+    @property
+    def is_given_otherwise(self) -> bool:
+        """Whether its whole gradient must go through ``own_part_of``."""
+        return self.placed is not None
+
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` holds the parameter as its attribute ``name``."""
         self.owners.append((weakref.ref(module), name))

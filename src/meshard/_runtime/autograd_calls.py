@@ -63,7 +63,7 @@ def _listed(inputs: Any) -> Sequence[Any]:
 @functools.wraps(_grad)
 def _grad_of_plain_tensors(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = inputs if isinstance(inputs, (torch.Tensor, Sequence)) else tuple(inputs)
-    if any(owner_of(each) is not None for each in _listed(inputs)):
+    if any(_is_in_no_graph(each) for each in _listed(inputs)):
         raise RuntimeError(
             "torch.autograd.grad cannot return gradients of sharded parameters, which are in no "
             "graph: call loss.backward() and read .grad of the parameters, which is reduced over "
@@ -74,6 +74,11 @@ def _grad_of_plain_tensors(outputs: Any, inputs: Any, *args: Any, **kwargs: Any)
     except RuntimeError as error:
         _explain_freed(error)
         raise
+
+
+def _is_in_no_graph(param: torch.Tensor) -> bool:
+    owner = owner_of(param)
+    return owner is not None and owner.whole_of(param) is not param
 
 
 @functools.wraps(_backward)

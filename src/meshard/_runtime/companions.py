@@ -21,16 +21,22 @@ def accompany(units: list[Unit]) -> Unit:
     Args:
         units: Made for the same modules, on different meshes, or of different kinds.
     """
-    outer, *companions = units
-    around = outer
-    for unit in companions:
+    for unit in units[1:]:
         assert unit.group is not None
-        unit.casts = Casts(None, None)
-        unit.companion_of = weakref.ref(outer)
-        unit.parent = weakref.ref(around)
         unit.mesh_name = _name(unit.group.place.roles)
         if isinstance(unit.group.tensors, ExtendedTensors):
             unit.mesh_name += " (extended)"
+    return nest(units)
+
+
+def nest(units: list[Unit]) -> Unit:
+    """Put each unit inside the one before, as companions of the first, and return that."""
+    outer, *companions = units
+    around = outer
+    for unit in companions:
+        unit.casts = Casts(None, None)
+        unit.companion_of = weakref.ref(outer)
+        unit.parent = weakref.ref(around)
         around.children.append(weakref.ref(unit))
         around = unit
     outer.companions = companions

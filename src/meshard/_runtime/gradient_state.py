@@ -17,14 +17,17 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import Lane, Pending, Rows
+from meshard._comm.communicator import Pending, Rows
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan, ReduceOptions, TensorHook
 from meshard._runtime.host_grads import HostGrads
 from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.plain_grads import PlainGrads
+from meshard._runtime.plain_tensors import PlainTensors
 from meshard._runtime.sharded_grads import Held, ShardedGrads
 from meshard._runtime.unrecorded import unrecorded
+from meshard._runtime.wire_buffers import buffer_for
 
 
 class _Arrived(NamedTuple):
@@ -65,8 +68,8 @@ class GradientState:
         self.plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
         self._unreduced: Held | None = None  # U
         self._partial: Held | None = None  # Q
-        placed = (i for i, param in enumerate(group.params) if param.placed is not None)
-        self._placed = tuple(placed)  # by another parallelism
+        given = (i for i, param in enumerate(group.params) if param.is_given_otherwise)
+        self._given_otherwise = tuple(given)  # whole gradients that are not yet what is reduced
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
@@ -76,6 +79,8 @@ class GradientState:
         self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
         if link is not None and host is not None:
             self.sharded = HostGrads(group, link, host)
+        elif isinstance(group.tensors, PlainTensors):
+            self.sharded = PlainGrads(group)
 
     def for_copy(self, group: ParamGroup) -> GradientState:
         """Return the state of a copy of the group, with nothing accumulated beside ``.grad``."""
@@ -150,6 +155,8 @@ class GradientState:
 
     def drop_arrived(self) -> None:
         """Forget whole gradients that have arrived but were not taken."""
+        if isinstance(self.sharded, PlainGrads) and not self.sharded.is_hidden:
+            return  # what is there is what has been reduced
         for param in self._group.params:
             param.unsharded.grad = None
 
@@ -165,7 +172,7 @@ class GradientState:
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
             gradients.append(gradient)
-        for index in self._placed:
+        for index in self._given_otherwise:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = self._group.params[index].own_part_of(gradient)
@@ -187,12 +194,20 @@ class GradientState:
             return
         self._open_window()
         if self._unreduced is None:
-            flat = layout.allocate(self.plan.accumulate_dtype)
+            flat = self._free_bucket(layout, self.plan.accumulate_dtype)
+            if flat is None:
+                flat = layout.allocate(self.plan.accumulate_dtype)
             layout.pack(flat, gradients)
             layout.run_hooks(arrived, flat, used)
         else:
             flat, used = self._add_to_unreduced(layout, new, arrived)
         self._unreduced = Held(layout, flat, used)
+
+    def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory that whole gradients lie in at every step, if that is kept and free."""
+        if self.num_in_flight or self.is_pending or not isinstance(self.sharded, PlainGrads):
+            return None
+        return self.sharded.free_bucket(layout, dtype)
 
     def _open_window(self) -> None:
         self.is_window_open = True
@@ -285,22 +300,21 @@ class GradientState:
         is_narrowing = wire_dtype == torch.float16 and any(
             gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
         )
-        comm, group = self._group.comm, options.shard_group or self._group.place.roles.shard_group
+        buffer: Rows
         if is_narrowing:
             buffer = layout.allocate(self.plan.accumulate_dtype)
         else:
-            has_hooks = options.arrived or options.before  # they are given one tensor
-            rows = (
-                None if has_hooks else comm.lend_rows(layout.shard_numel, wire_dtype, group=group)
+            buffer = buffer_for(
+                layout,
+                wire_dtype,
+                comm=self._group.comm,
+                group=options.shard_group or self._group.place.roles.shard_group,
+                bucket=self._free_bucket(layout, wire_dtype),
+                as_one=bool(options.arrived or options.before),
             )
-            if rows is not None:
-                layout.pack(rows, gradients)
-                return rows, used
-            buffer = comm.allocate(
-                layout.numel, Lane.SCATTER, dtype=wire_dtype, device=layout.device, group=group
-            ).view(layout.shard_count, -1)
         layout.pack(buffer, gradients)
         if options.arrived:
+            assert isinstance(buffer, torch.Tensor)
             layout.run_hooks(options.arrived, buffer, used)
         return buffer, used
 

@@ -19,6 +19,7 @@ from meshard._runtime import interrupted
 from meshard._runtime.autograd_calls import num_nested
 from meshard._runtime.end_of_backward import EndOfBackward
 from meshard._runtime.held import HeldUnits
+from meshard._runtime.hidden_grads import HiddenGrads
 from meshard._runtime.host_waits import HostWaits
 from meshard._runtime.prefetch import Ahead, Prefetcher
 from meshard._runtime.reductions import Reductions
@@ -53,13 +54,13 @@ class Lifecycle:
         self._reductions = Reductions(comm)
         self.held = HeldUnits()
         self._host_waits = HostWaits()
-
-    # --- the units -------------------------------------------------------------------------
+        self._hidden_grads = HiddenGrads()
 
     def set_units(self, units: list[Unit]) -> None:
         """Take these units over, given in module order, outermost first."""
         self._units[:] = [weakref.ref(unit) for unit in units]
         self._host_waits.watch(units)
+        self._hidden_grads.watch(units)
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
@@ -168,7 +169,7 @@ class Lifecycle:
 
     # --- backward --------------------------------------------------------------------------
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, early: tuple[Unit, int] | None = None) -> None:
         if self.has_failed:
             self.abort()
         if self.phase is not Phase.BACKWARD:
@@ -177,6 +178,7 @@ class Lifecycle:
             self._nested_before = num_nested()
             self._reductions.begin_backward()
             self._queue_callback(EndOfBackward(self))
+            self._hidden_grads.hide(early)
             self.held.begin_backward()
 
     def pre_backward(
@@ -208,7 +210,7 @@ class Lifecycle:
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """The whole gradient of one parameter is complete."""
         if self.phase is not Phase.BACKWARD or self.has_failed:
-            self._begin_backward()
+            self._begin_backward((unit, index))
         step, group = unit.step, unit.group
         assert group is not None
         unit.step.awaits_gradients = True
@@ -287,6 +289,7 @@ class Lifecycle:
                     self._reductions.signal(unit)
             self._host_waits.settle()
         self._prefetcher.drop_unused()
+        self._hidden_grads.show()
         self.phase = self._resume
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
@@ -330,8 +333,7 @@ class Lifecycle:
         """Be as before a step: nothing whole, nothing on its way, no window open.
 
         What an interrupted window had accumulated is void, because its microbatches are not all
-        there; gradients of a window that had ended stay. Unless a backward has failed: some units
-        may have added their part to them already.
+        there; gradients of a window that had ended stay, unless a backward has failed.
         """
         is_void = self.has_failed or not self._reductions.is_idle
         self.has_failed = False
@@ -344,4 +346,5 @@ class Lifecycle:
         is_void = is_void or interrupted.has_open_window(self.units())
         self._reductions.abandon()
         interrupted.put_to_rest(self.units(), is_void=is_void)
+        self._hidden_grads.show()
         self._host_waits.settle()

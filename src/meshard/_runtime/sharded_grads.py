@@ -20,6 +20,11 @@ from meshard._runtime.param_group import ParamGroup
 _OURS = "_meshard_shown"  # on every .grad that was put there by ShardedGrads
 
 
+def mark_as_ours(gradient: torch.Tensor) -> None:
+    """Note that a ``.grad`` was put there by us."""
+    setattr(gradient, _OURS, True)
+
+
 class Held(NamedTuple):
     """Gradients of some parameters in one flat tensor."""
 
@@ -123,7 +128,8 @@ class ShardedGrads:
         gradient = self._group.params[index].sharded.grad
         if self._shown is None or gradient is None or not hasattr(gradient, _OURS):
             return False  # another one may have got the memory of one of ours
-        return local_of(gradient).data_ptr() == self._addresses.get(index, -1)
+        local = self._grad(index)
+        return local is not None and local.data_ptr() == self._addresses.get(index, -1)
 
     @property
     def flat(self) -> torch.Tensor | None:
@@ -215,7 +221,7 @@ class ShardedGrads:
         if local.dtype != sharded.dtype:
             local = local.to(sharded.dtype)
         sharded.grad = gradient = wrap_like(sharded, local)
-        setattr(gradient, _OURS, True)
+        mark_as_ours(gradient)
         return local.data_ptr()
 
     def _locals(self, held: Held) -> list[tuple[int, torch.Tensor]]:

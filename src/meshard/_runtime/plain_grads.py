@@ -1,0 +1,207 @@
+"""How does ``.grad`` of a parameter that is kept whole show what is in its bucket?
+
+Autograd adds to the ``.grad`` of such a parameter by itself, and what it adds has not been reduced.
+So while a backward runs, what is accumulated is out of its sight: every ``.grad`` is None, until
+autograd puts a new gradient there, which goes into the bucket. At the end each ``.grad`` is a view
+of the bucket again.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._params.home import Home
+from meshard._params.plain_param import PlainParam
+from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.sharded_grads import Held, ShardedGrads, mark_as_ours
+
+
+class PlainGrads(ShardedGrads):
+    """The ``.grad`` of the parameters of one bucket.
+
+    Args:
+        group: Whose gradients.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        super().__init__(group)
+        self.are_views = True  # else .grad are copies of what is in the bucket
+        self.num_replaced = 0  # gradients that users have put in the place of ours
+        self._bucket: torch.Tensor | None = None  # used again in every step
+        self.is_hidden = False
+        self._strangers: dict[int, torch.Tensor] = {}  # the users' own gradients, while hidden
+
+    # --- the bucket --------------------------------------------------------------------------
+
+    def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return ``[1, n]``, the same memory in each step; None if it is in use.
+
+        The caller must know that no reduction and no window uses it.
+        """
+        self.release_cleared()
+        if self._shown is not None:
+            return None
+        bucket, wanted = self._bucket, (1, layout.numel)
+        if bucket is None or bucket.shape != wanted or bucket.dtype != dtype:
+            bucket = self._bucket = torch.empty(wanted, dtype=dtype, device=layout.device)
+        return bucket
+
+    # --- during a backward -------------------------------------------------------------------
+
+    def hide(self, arrived: int | None = None) -> None:
+        """A backward begins: let every ``.grad`` be None.
+
+        Args:
+            arrived: A parameter that has got its gradient already, from outside the module.
+
+        Raises:
+            RuntimeError: It was added to what had been reduced before.
+        """
+        if self.is_hidden:
+            return
+        kept: set[int] = set()
+        for index, param in enumerate(self._group.params):
+            gradient = param.sharded.grad
+            if gradient is None:
+                continue
+            is_ours = self._is_ours(index)
+            if is_ours and index != arrived:
+                self._take_copy(index, gradient)
+            if index == arrived:
+                if is_ours:
+                    raise RuntimeError(
+                        f"parameter {param.fqn!r} of {self._group.label!r} got a gradient from "
+                        "outside the forward of the replicated module before the backward of the "
+                        "module had begun, and holds a gradient that is reduced already; drop "
+                        "that first (zero_grad()), or compute this part of the loss inside the "
+                        "module's forward."
+                    )
+                continue
+            param.sharded.grad = None
+            if is_ours:
+                kept.add(index)
+            else:
+                self._strangers[index] = gradient
+        self.is_hidden = True
+        if self._shown is not None:
+            self._keep_only(frozenset(kept))
+            self._warn_of_strangers()
+
+    def _keep_only(self, kept: frozenset[int]) -> None:
+        """Forget what users have cleared or replaced."""
+        assert self._shown is not None
+        gone = self._shown.used - kept
+        if gone == self._shown.used:
+            self._shown = None
+        elif gone:
+            self._shown.erase(gone)
+            self._shown = self._shown._replace(used=kept)
+
+    def _warn_of_strangers(self) -> None:
+        if not self._strangers:
+            return
+        if not self.num_replaced:
+            names = ", ".join(repr(self._group.params[i].fqn) for i in sorted(self._strangers))
+            warnings.warn(
+                f".grad of {names} in {self._group.label!r} was replaced by another tensor; it is "
+                "taken over by value, which costs a copy. Change gradients in place "
+                "(grad.mul_(...), grad.copy_(...)) to keep them views of their bucket. This is "
+                "said once; num_replaced_gradients counts.",
+                stacklevel=2,
+            )
+        self.num_replaced += len(self._strangers)
+
+    def show(self) -> None:
+        """The backward is over: let every ``.grad`` be what has been accumulated."""
+        if not self.is_hidden:
+            return
+        self.is_hidden = False
+        strangers, self._strangers = self._strangers, {}
+        if self._shown is not None:
+            self._show(self._shown)
+        for index, gradient in strangers.items():
+            param = self._group.params[index].sharded
+            if param.grad is None:
+                param.grad = gradient
+
+    def add(self, new: Held) -> None:
+        """Add reduced gradients; ``new`` may be kept and written to later."""
+        was_hidden = self.is_hidden
+        self.hide()
+        total = new
+        if self._shown is not None:
+            old = self._shown
+            if old.layout is not new.layout:
+                indices = tuple(sorted({*old.layout.indices, *new.layout.indices}))
+                old, new = self._laid_out(old, indices), self._laid_out(new, indices)
+            old.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
+            total = old._replace(used=old.used | new.used)
+        for index, local in total.shards(0):
+            gradient = self._strangers.get(index)
+            if gradient is not None and index in new.used:
+                param = self._group.params[index]
+                assert isinstance(param, PlainParam)
+                local.add_(param.own_part_of(gradient))
+                del self._strangers[index]
+        self._shown = total
+        if not was_hidden:
+            self.show()
+
+    # --- as elsewhere, but with plain tensors ------------------------------------------------
+
+    def settle(self) -> None:
+        """Have all that was added in ``.grad``, in the middle of a backward too."""
+        if self.is_hidden:
+            self.show()
+            self.is_hidden = True  # autograd is through with these parameters
+
+    def clear(self) -> None:
+        """Drop every ``.grad``."""
+        super().clear()
+        self.is_hidden = False
+        self._strangers.clear()
+
+    def release_cleared(self) -> None:
+        """Forget what was shown once the user has dropped it."""
+        if not self.is_hidden:
+            super().release_cleared()
+
+    def move(self, home: Home) -> list[torch.Tensor]:
+        """Refuse: a replicated module is not offloaded."""
+        raise NotImplementedError
+
+    def _grad(self, index: int) -> torch.Tensor | None:
+        return self._group.params[index].sharded.grad
+
+    def _set(self, index: int, local: torch.Tensor) -> int:
+        param = self._group.params[index]
+        assert isinstance(param, PlainParam)
+        shaped = param.shaped(local)
+        if shaped.dtype != param.sharded.dtype:
+            shaped = shaped.to(param.sharded.dtype)
+        elif not self.are_views:
+            shaped = shaped.clone()
+        param.sharded.grad = shaped
+        mark_as_ours(shaped)
+        return shaped.data_ptr()
+
+    def _take_copy(self, index: int, gradient: torch.Tensor) -> None:
+        """Let the sum follow what the user did to a gradient that is a copy of it."""
+        if self._shown is None or (self.are_views and gradient.dtype == self._shown.flat.dtype):
+            return
+        own = self._only(self._shown, index)
+        param = self._group.params[index]
+        assert isinstance(param, PlainParam)
+        if own is not None:
+            self._take_edit(param.own_part_of(gradient), own)
+
+    @staticmethod
+    def _only(held: Held, index: int) -> torch.Tensor | None:
+        slot = held.layout.slots.get(index)
+        return None if slot is None else held.flat.view(-1).narrow(0, slot.offset, slot.numel)
+
+    def _find_hooked(self, new: Held) -> list[int]:
+        return []  # autograd runs the hooks of these parameters by itself

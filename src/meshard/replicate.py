@@ -1,0 +1,295 @@
+"""How do I train with a copy of the model on every rank?"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+
+from meshard._comm.setup_communicator import broadcast_from_first
+from meshard._geometry.mesh_roles import MeshRoles, device_of
+from meshard._params.plain_param import PlainParam
+from meshard._runtime.companions import chain_of, nest
+from meshard._runtime.group_tensors import Place
+from meshard._runtime.hooks import register_hooks
+from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of, units_in
+from meshard._runtime.unit_copy import copy_with_units
+from meshard.accumulation import no_sync
+from meshard.api import as_policy, as_set, check_mesh, default_mesh
+from meshard.buckets import Buckets, partition
+from meshard.build_unit import Collected, adopt_inner_units, collect
+from meshard.forward_methods import direct_forward
+from meshard.gradient_setters import GradientSetters
+from meshard.policies import MixedPrecisionPolicy
+from meshard.same_start import overwrite_by_first_rank
+from meshard.setters import as_module, check_bool, own_unit
+
+Module = TypeVar("Module", bound=nn.Module)
+_CLASSES: dict[type, type] = {}
+
+
+class ReplicateModule(GradientSetters):
+    """What ``replicate`` adds to the class of a module.
+
+    A replicated module is an instance of this and of its own class; its parameters, their names
+    and its ``state_dict`` are what they were. Of the setters, those about gradients are here.
+
+    >>> import torch, meshard
+    >>> layer = meshard.replicate(torch.nn.Linear(4, 4))
+    >>> isinstance(layer, torch.nn.Linear) and isinstance(layer, meshard.ReplicateModule)
+    True
+    """
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Add gradients up without any collective inside: ``meshard.no_sync(self)``."""
+        return no_sync(as_module(self))
+
+    @property
+    def num_replaced_gradients(self) -> int:
+        """How often a ``.grad`` was found to be another tensor than the view of its bucket."""
+        buckets: Buckets = as_module(self).__dict__["_meshard_buckets"]
+        return buckets.num_replaced
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that was interrupted: nothing on its way, no window open."""
+        own_unit(self).lifecycle.abort()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move or cast the parameters, which stay in their buckets."""
+        result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
+        for unit in units_in(as_module(self)):
+            if unit.group is not None:
+                unit.group.reshard()
+                unit.group.tensors.take_replacements()
+                unit.group.tensors.rebuild()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return another replicated module, on the same mesh."""
+        return copy_with_units(as_module(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Say what to do instead of pickling: hooks and process groups cannot be pickled."""
+        raise TypeError(
+            f"a replicated {type(self).__name__.removeprefix('Replicated')} cannot be pickled, nor "
+            "copied by copy.copy; save its state_dict(), which is that of the module it was, or "
+            "use copy.deepcopy."
+        )
+
+
+def replicate(
+    module: Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    bucket_cap_mb: float = 25.0,
+    gradient_as_bucket_view: bool = True,
+    mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    broadcast_buffers: bool = False,
+    init_sync: bool = True,
+) -> Module:
+    """Average the gradients of ``module`` over the ranks of ``mesh``, in place.
+
+    Every rank keeps all parameters, as the tensors they were: an optimizer may be built before or
+    after. Gradients are added up in buckets, each all-reduced as soon as all ranks have its
+    gradients, while backward goes on. After backward every ``.grad`` is a view of its bucket, so
+    gradients take memory once; that memory is kept from step to step. Unused parameters are found
+    in each step, and one that any rank has used gets its averaged gradient on all.
+
+    Accumulation, clipping, scaling and reduce hooks are those of ``fully_shard``: ``microbatches``,
+    ``no_sync``, ``set_gradient_sync``, ``clip_grad_norm_`` and so on. Parameters that are in units
+    of ``fully_shard`` already are left to these.
+
+    **Collective:** every rank of the mesh, in the same order. So are the first forwards.
+
+    Args:
+        module: The outermost module that is called.
+        mesh: All its axes replicate. None: 1D over the default group, as in ``fully_shard``.
+        bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB. Buckets are made
+            once more in the second iteration, in the order in which gradients arrived.
+        gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own, which takes that
+            memory twice.
+        mp_policy: dtypes for compute, communication and accumulation. With a ``param_dtype``, a
+            copy of the parameters in that dtype is made for each forward and its backward.
+        ignored_params: Parameters to leave as they are, gradients too.
+        broadcast_buffers: Give all ranks the buffers of the first one before every forward that
+            records a graph.
+        init_sync: Give all ranks the parameters and buffers of the first one now. If not, all
+            ranks must hold the same.
+
+    Returns:
+        ``module``, the same object; its class is now also a subclass of ``ReplicateModule``.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: ``module``, ``bucket_cap_mb`` or a parameter cannot be replicated. The module is
+            left as it was.
+
+    >>> import torch, meshard
+    >>> model = meshard.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> model[1].bias.grad
+    tensor([1.])
+    """
+    _check(module, bucket_cap_mb, gradient_as_bucket_view, broadcast_buffers, init_sync)
+    policy = as_policy(mp_policy)
+    check_mesh(mesh)
+    found = collect([module], as_set(ignored_params))
+    roles = MeshRoles.of(mesh if mesh is not None else default_mesh()).keeping_whole()
+    device = device_of(roles.mesh)
+    _check_parameters(found, device)
+    if init_sync:
+        with torch.no_grad():
+            for tensor in (*(entry.param for entry in found), *module.buffers()):
+                overwrite_by_first_rank(tensor.detach(), roles, device, label="(replicate)")
+    cap = int(bucket_cap_mb * 2**20)
+    num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
+    units = _make_units(module, max(1, num_buckets), policy)
+    params = [PlainParam(fqn, owners, param) for fqn, param, owners in found]
+    buckets = Buckets(
+        units,
+        params,
+        place=Place(roles, device),
+        policy=policy,
+        cap=cap,
+        are_views=gradient_as_bucket_view,
+    )
+    _adopt(module, buckets, device)
+    if broadcast_buffers:
+        _BufferSync(roles).register(module)
+    return module
+
+
+def _check(module: Any, cap: Any, *flags: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"replicate needs an nn.Module, got {type(module).__name__}.")
+    if unit_of(module) is not None:
+        name = type(module).__name__.removeprefix("FSDP").removeprefix("Replicated")
+        raise ValueError(
+            f"replicate was applied to a {name} that is sharded or replicated already; apply one "
+            "of fully_shard and replicate, once, to each module."
+        )
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+        raise TypeError(f"bucket_cap_mb must be a number, got {cap!r}.")
+    if not cap > 0:
+        raise ValueError(f"bucket_cap_mb must be positive, got {cap}.")
+    names = ("gradient_as_bucket_view", "broadcast_buffers", "init_sync")
+    for name, flag in zip(names, flags, strict=True):
+        check_bool(name, flag)
+
+
+def _check_parameters(found: list[Collected], device: torch.device) -> None:
+    for fqn, param, _ in found:
+        if param.device != device:
+            raise ValueError(
+                f"parameter {fqn!r} is on {param.device}, but the mesh is on {device}; move the "
+                "module there (from meta: to_empty, then initialise it) before replicate."
+            )
+        if param.is_complex():
+            raise ValueError(
+                f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
+                "hold torch.view_as_real of it as the parameter."
+            )
+        if type(param) is not nn.Parameter:
+            raise ValueError(
+                f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "
+                "parameters only. What is placed on other meshes already goes to fully_shard, "
+                "whose shard_placement_fn may return Replicate()."
+            )
+
+
+def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> list[Unit]:
+    """Return one unit per bucket, outermost first, each inside the one before."""
+    casts = Casts(
+        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
+        outputs=policy.output_dtype,
+    )
+    units = [
+        Unit([module], casts if number == 0 else Casts(None, None), UnitSettings())
+        for number in range(count)
+    ]
+    nest(units)
+    for number, unit in enumerate(reversed(units)):
+        unit.mesh_name = f" bucket {number}" if count > 1 else ""
+    return units
+
+
+def _adopt(module: nn.Module, buckets: Buckets, device: torch.device) -> None:
+    original = type(module)
+    if original not in _CLASSES:
+        forward = direct_forward(original)
+        members = {} if forward is None else {"forward": forward}
+        name = f"Replicated{original.__name__}"
+        _CLASSES[original] = type(name, (ReplicateModule, original), members)
+    module.__class__ = _CLASSES[original]
+    unit = buckets.units[0]
+    module.__dict__["_meshard_unit"] = unit
+    module.__dict__["_meshard_buckets"] = buckets
+    for each in reversed(chain_of(unit)):  # so that the outermost is entered first, and left last
+        register_hooks(each)
+    adopt_inner_units(unit, [module], device)
+    _NewBuckets(buckets).register(module)
+
+
+class _NewBuckets:
+    """Runs before the hooks of the units, until buckets have been made anew."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = weakref.ref(buckets)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Do nothing for a copy, which has its buckets."""
+        return _do_nothing
+
+    def register(self, module: nn.Module) -> None:
+        self._handle = module.register_forward_pre_hook(self, prepend=True)
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        buckets = self._buckets()
+        if torch.is_grad_enabled() and (buckets is None or buckets.begin_iteration()):
+            self._handle.remove()
+
+
+def _do_nothing(module: nn.Module, _: Any) -> None:
+    pass
+
+
+class _BufferSync:
+    """Gives all ranks the first one's buffers before a forward.
+
+    Args:
+        roles: The mesh.
+    """
+
+    def __init__(self, roles: MeshRoles) -> None:
+        self._group = roles.replicate_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BufferSync:
+        """Be used for a copy too: groups cannot be copied."""
+        return self
+
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self, prepend=True)
+
+    @torch.no_grad()
+    def _send(self, module: nn.Module) -> None:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        assert self._group is not None
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            broadcast_from_first(flat, self._group, label="(buffers)")
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():
+            self._send(module)
