@@ -36,8 +36,8 @@ from meshard.policies import ShardPlacementResult as ShardPlacementResult
 from meshard.reduce_hooks import DropRanks as DropRanks
 from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
-from meshard.replicate import ReplicateModule as ReplicateModule
-from meshard.replicate import replicate as replicate
+from meshard.replication import ReplicateModule as ReplicateModule
+from meshard.replication import replicate as replicate
 from meshard.unit_table import describe as describe
 from meshard.weights import unsharded_params as unsharded_params
 
