@@ -15,7 +15,8 @@ from meshard._comm.communicator import Lane
 from meshard._runtime.param_group import ParamGroup
 from meshard.flat_stepper import States
 from meshard.gradients import clip_coefficient, get_total_norm, scale_gradients
-from meshard.unit_stepper import UnitStepper, hide_shards, show_shards
+from meshard.shown_shards import hide_shards, show_shards
+from meshard.unit_stepper import UnitStepper
 
 
 class DeferredWindow:

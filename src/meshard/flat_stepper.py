@@ -59,7 +59,7 @@ class FlatStepper:
     ) -> None:
         self._make = make
         self._is_pointwise = is_pointwise
-        self.before_forgetting: Callable[[], None] | None = None
+        self.before_forgetting: Callable[[], object] | None = None
         self.on_replaced: Callable[[list[torch.Tensor]], None] | None = None  # given old state
         self.forget_runs()
         _alive.add(self)

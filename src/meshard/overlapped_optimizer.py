@@ -17,6 +17,7 @@ from meshard._runtime.unit import Unit
 from meshard.deferred_steps import DeferredStep, DeferredWindow
 from meshard.flat_run import State
 from meshard.flat_stepper import POINTWISE, FlatStepper
+from meshard.host_steps import HostWorker
 from meshard.unit_stepper import ChangeGradients, UnitStepper
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
@@ -53,6 +54,7 @@ class OverlappedOptimizer(Optimizer):
         self._stepped: weakref.WeakSet[Unit] = weakref.WeakSet()  # in the present window
         self._is_attached = False
         self._max_norm = max_norm
+        self._worker = HostWorker()
         self._window: DeferredWindow | None = None
         self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
@@ -250,7 +252,9 @@ class OverlappedOptimizer(Optimizer):
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             flat = FlatStepper(self._make, is_pointwise=self._is_pointwise)
-            self._steppers[unit] = UnitStepper(unit, members[unit], flat, self._change)
+            self._steppers[unit] = UnitStepper(
+                unit, members[unit], flat, worker=self._worker, change=self._change
+            )
         self._planned = self._params()
         self._ids = set(map(id, self._planned))
 

@@ -15,31 +15,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import Lane, Queued, profiled
-from meshard._params.dtensors import hide_locals, local_of, show_locals
+from meshard._params.dtensors import local_of
 from meshard._runtime.param_group import ParamGroup, Residence
 from meshard._runtime.unit import Unit
 from meshard.flat_snapshot import Groups
 from meshard.flat_stepper import FlatStepper, States
+from meshard.host_steps import HostWorker
+from meshard.shown_shards import finish_step, hide_shards, show_shards
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
-
-
-def hide_shards(group: ParamGroup) -> None:
-    """Have the step of ``group`` that is under way finished before a shard is read."""
-    # By a weak reference: what a parameter refers to must not refer to parameters.
-    finish = functools.partial(_finish_step, weakref.ref(group))
-    hide_locals((param.sharded for param in group.params), finish)
-
-
-def show_shards(group: ParamGroup) -> None:
-    """Undo ``hide_shards``, finishing nothing."""
-    show_locals(param.sharded for param in group.params)
-
-
-def _finish_step(ref: weakref.ref[ParamGroup]) -> None:
-    group = ref()
-    if group is not None and group.stepping is not None:
-        group.stepping.finish()
 
 
 class QueuedStep:
@@ -80,6 +64,7 @@ class UnitStepper:
         unit: Which.
         members: Its parameters, by the number of their param group.
         flat: What steps them.
+        worker: Steps it if its shards live in host memory.
         change: Is given their gradients before the step, to clip them.
     """
 
@@ -88,15 +73,18 @@ class UnitStepper:
         unit: Unit,
         members: Mapping[int, list[torch.Tensor]],
         flat: FlatStepper,
+        *,
+        worker: HostWorker,
         change: ChangeGradients | None,
     ) -> None:
         self._unit = weakref.ref(unit)
         self._members = dict(members)
         self._flat = flat
+        self._worker = worker
         self._change = change
         if unit.group is not None:
             group = weakref.ref(unit.group)
-            flat.before_forgetting = functools.partial(_finish_step, group)
+            flat.before_forgetting = functools.partial(finish_step, group)
             flat.on_replaced = functools.partial(_retire, group)
         self.params = [param for params in members.values() for param in params]
         self._taken: Groups = []  # the param groups of the unit, when gradients were taken
@@ -119,10 +107,13 @@ class UnitStepper:
             groups: All param groups of the optimizer.
             state: Its state.
         """
-        group = self._ready()
+        group = self._ready(may_be_on_its_way=self._change is None)
         if group is None:
             return
         comm = group.comm
+        if group.tensors.link is not None:
+            self._step_on_host(group, groups, state)
+            return
         with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", group.label):
             self._take(groups, state)
             self._flat.run(self._taken, state)
@@ -131,6 +122,19 @@ class UnitStepper:
         self._drop_gradients()
         if not comm.waits_block_host:
             group.stepping = QueuedStep(group, queued)
+
+    def _step_on_host(self, group: ParamGroup, groups: Groups, state: States) -> None:
+        with torch.no_grad():
+            self._take(groups, state)
+        taken, flat = self._taken, self._flat
+        if flat.is_flat:
+            self._drop_gradients()
+            self._worker.submit(group, lambda: flat.run(taken, state))
+            return
+        group.finish_copies()
+        with torch.no_grad():
+            flat.run(taken, state)
+        self._drop_gradients()
 
     # --- in two halves, for a step that is put off -----------------------------------------
 
@@ -206,12 +210,17 @@ class UnitStepper:
                 param.grad.detach_().zero_()
         unit.group.clear_pending(set(map(id, self.params)))
 
-    def _ready(self) -> ParamGroup | None:
-        """Return the group if there is anything to step, and nothing of older weights is left."""
+    def _ready(self, *, may_be_on_its_way: bool = False) -> ParamGroup | None:
+        """Return the group if there is anything to step, and nothing of older weights is left.
+
+        Args:
+            may_be_on_its_way: Whoever reads the gradients waits for the copies to the host.
+        """
         unit = self._unit()
         if unit is None or unit.group is None or unit.gradients is None:
             return None
-        unit.gradients.settle()
+        if not (may_be_on_its_way and unit.gradients.sharded.show_early()):
+            unit.gradients.settle()
         if not self.has_gradients:
             return None
         if unit.group.residence is Residence.GATHERING:

@@ -244,7 +244,7 @@ def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
 
 
 def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(meshard.unit_stepper, "hide_locals", lambda tensors, before_read: None)
+    monkeypatch.setattr(meshard.unit_stepper, "hide_shards", lambda group: None)
     with run.recorder, torch.no_grad():
         with torch.enable_grad():
             run.window()

@@ -118,11 +118,15 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
 _HIDDEN = "_meshard_hidden"
 
 
-def hide_locals(tensors: Iterable[torch.Tensor], before_read: Callable[[], None]) -> None:
+def hide_locals(tensors: Iterable[torch.Tensor], before_read: Callable[[], bool]) -> None:
     """Have ``before_read`` called before the local tensor of any of these is read again.
 
     Whoever reads a DTensor, torch's dispatcher included, asks for an attribute. It is taken away,
     and Python asks ``__getattr__`` for attributes that are not there; so nothing else gets slower.
+
+    Args:
+        tensors: DTensors.
+        before_read: Returns whether it need not be called any more.
     """
     global _is_watching
     if not _is_watching:
@@ -149,6 +153,6 @@ def _find_local(self: torch.Tensor, name: str) -> Any:
     if hidden is None:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     local, before_read = hidden
-    before_read()  # shows the others too
-    show_locals([self])
+    if before_read():
+        show_locals([self])
     return local

@@ -101,6 +101,21 @@ class HostGrads:
             arrived, self._arriving = self._arriving, None
             self._shown.add(arrived)
 
+    def show_early(self) -> bool:
+        """Let ``.grad`` show memory whose values are there after ``HostLink.wait`` only.
+
+        Return whether that could be done; ``settle`` always can.
+        """
+        if self._arriving is not None:
+            if self._growing or not self._shown.takes_as_is(self._arriving):
+                return False
+            arrived, self._arriving = self._arriving, None
+            self._shown.add(arrived)
+        if self._growing:
+            grown, self._growing = self._growing, frozenset()
+            self._shown.has_grown(grown)
+        return True
+
     def forget(self, indices: frozenset[int]) -> None:
         """Drop what is on its way for some parameters; their ``.grad`` has been cleared."""
         self._link.wait()

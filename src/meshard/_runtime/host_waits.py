@@ -31,5 +31,7 @@ class HostWaits:
         """Wait until nothing moves, and have all gradients in ``.grad``. Blocks the host."""
         for ref in self._units:
             unit = ref()
-            if unit is not None and unit.gradients is not None:
+            if unit is None or unit.gradients is None:
+                continue
+            if unit.group is None or unit.group.stepping is None:  # else an optimizer waits
                 unit.gradients.settle()

@@ -176,12 +176,12 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if accumulated is not None and self.tensors.link is not None:
+        if accumulated is not None and self.tensors.link is not None and self.stepping is None:
             accumulated.settle()
 
     def finish_copies(self) -> None:
         """Have nothing on its way between host memory and the device, if shards live there."""
-        if self.tensors.link is not None:
+        if self.tensors.link is not None and self.stepping is None:
             self.tensors.link.wait()
 
     def make_room(self) -> None:
@@ -199,7 +199,7 @@ class ParamGroup:
     def clear_pending(self, ids: set[int]) -> None:
         """Forget pending gradients of the sharded parameters with these ids."""
         accumulated = self.accumulated() if self.accumulated is not None else None
-        if accumulated is not None:
+        if accumulated is not None and self.stepping is None:  # else they have been taken
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             accumulated.clear(frozenset(cleared))
 

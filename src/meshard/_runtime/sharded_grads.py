@@ -177,6 +177,15 @@ class ShardedGrads:
     def settle(self) -> None:
         """Have all that was added in ``.grad``: so it is."""
 
+    def show_early(self) -> bool:
+        """As for ``HostGrads``; it is there."""
+        return True
+
+    def takes_as_is(self, new: Held) -> bool:
+        """Whether ``add`` would show ``new`` without reading it."""
+        dtypes = {self._group.params[index].sharded.dtype for index in new.used}
+        return self._is_clear() and dtypes == {new.flat.dtype} and not self.has_hooks(new)
+
     def move(self, home: Home) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``home``; they stay the same objects.
 

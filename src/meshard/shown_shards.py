@@ -1,0 +1,51 @@
+"""What if a shard is read while its step is under way?"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Iterator
+
+from meshard._params.dtensors import hide_locals, show_locals
+from meshard._runtime.param_group import ParamGroup
+
+
+def hide_shards(group: ParamGroup) -> None:
+    """Have the step of ``group`` that is under way finished before a shard is read."""
+    # By a weak reference: what a parameter refers to must not refer to parameters.
+    finish = functools.partial(finish_step, weakref.ref(group))
+    hide_locals((param.sharded for param in group.params), finish)
+
+
+def show_shards(group: ParamGroup) -> None:
+    """Undo ``hide_shards``, finishing nothing."""
+    show_locals(param.sharded for param in group.params)
+
+
+def finish_step(ref: weakref.ref[ParamGroup]) -> bool:
+    """Order what the caller does next after the step of a group, if one is under way.
+
+    Returns:
+        False: The caller is the step itself.
+    """
+    if getattr(_thread, "is_stepping", False):
+        return False
+    group = ref()
+    if group is not None and group.stepping is not None:
+        group.stepping.finish()
+    return True
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Read shards inside that are hidden from all other threads."""
+    _thread.is_stepping = True
+    try:
+        yield
+    finally:
+        _thread.is_stepping = False
