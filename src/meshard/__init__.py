@@ -38,6 +38,7 @@ from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 from meshard.replication import ReplicateModule as ReplicateModule
 from meshard.replication import replicate as replicate
+from meshard.uneven import uneven_batches as uneven_batches
 from meshard.unit_table import describe as describe
 from meshard.weights import unsharded_params as unsharded_params
 
@@ -81,5 +82,6 @@ __all__ = [
     "register_reduce_hook",
     "replicate",
     "share_comm_ctx",
+    "uneven_batches",
     "unsharded_params",
 ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 
-from meshard._comm.setup_communicator import broadcast_from_first
+from meshard._comm.setup_communicator import broadcast_from
 from meshard._geometry.mesh_roles import MeshRoles, device_of
 from meshard._params.plain_param import PlainParam
 from meshard._runtime.companions import chain_of, nest
@@ -160,9 +162,8 @@ def replicate(
         cap=cap,
         are_views=gradient_as_bucket_view,
     )
-    _adopt(module, buckets, device)
-    if broadcast_buffers:
-        _BufferSync(roles).register(module)
+    buffers_over = roles.replicate_group if broadcast_buffers else None
+    _adopt(module, buckets, BeforeForward(buckets, buffers_over), device)
     return module
 
 
@@ -220,7 +221,9 @@ def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> 
     return units
 
 
-def _adopt(module: nn.Module, buckets: Buckets, device: torch.device) -> None:
+def _adopt(
+    module: nn.Module, buckets: Buckets, before_forward: BeforeForward, device: torch.device
+) -> None:
     original = type(module)
     if original not in _CLASSES:
         forward = direct_forward(original)
@@ -234,62 +237,51 @@ def _adopt(module: nn.Module, buckets: Buckets, device: torch.device) -> None:
     for each in reversed(chain_of(unit)):  # so that the outermost is entered first, and left last
         register_hooks(each)
     adopt_inner_units(unit, [module], device)
-    _NewBuckets(buckets).register(module)
+    module.__dict__["_meshard_before_forward"] = before_forward
+    module.register_forward_pre_hook(before_forward, prepend=True)
 
 
-class _NewBuckets:
-    """Runs before the hooks of the units, until buckets have been made anew."""
-
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = weakref.ref(buckets)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Do nothing for a copy, which has its buckets."""
-        return _do_nothing
-
-    def register(self, module: nn.Module) -> None:
-        self._handle = module.register_forward_pre_hook(self, prepend=True)
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        buckets = self._buckets()
-        if torch.is_grad_enabled() and (buckets is None or buckets.begin_iteration()):
-            self._handle.remove()
-
-
-def _do_nothing(module: nn.Module, _: Any) -> None:
-    pass
-
-
-class _BufferSync:
-    """Gives all ranks the first one's buffers before a forward.
+class BeforeForward:
+    """What all ranks do before a forward that records a graph, before the units' hooks.
 
     Args:
-        roles: The mesh.
+        buckets: Of the module; held weakly.
+        buffers_over: Give the ranks of this group the buffers of one of them. None: of none.
     """
 
-    def __init__(self, roles: MeshRoles) -> None:
-        self._group = roles.replicate_group
+    def __init__(self, buckets: Buckets, buffers_over: dist.ProcessGroup | None) -> None:
+        self._buckets: Callable[[], Buckets | None] = weakref.ref(buckets)
+        self._buffers_over = buffers_over
+        self.source = 0  # the rank whose buffers count
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BufferSync:
-        """Be used for a copy too: groups cannot be copied."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> BeforeForward:
+        """Do for a copy what is still to be done: it has its buckets, and groups stay."""
+        copied = copy.copy(self)
+        copied._buckets = _nothing
+        return copied
 
-    def register(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self, prepend=True)
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """See above. **Collective:** all ranks of the mesh."""
+        if not torch.is_grad_enabled():
+            return
+        buckets = self._buckets()
+        if buckets is not None and buckets.begin_iteration():
+            self._buckets = _nothing
+        if self._buffers_over is not None:
+            self._send_buffers(module, self._buffers_over)
 
     @torch.no_grad()
-    def _send(self, module: nn.Module) -> None:
+    def _send_buffers(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in module.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        assert self._group is not None
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast_from_first(flat, self._group, label="(buffers)")
+            broadcast_from(self.source, flat, group, label="(buffers)")
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        if torch.is_grad_enabled():
-            self._send(module)
+
+def _nothing() -> None:
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.byte_gpt import GPT, VOCABULARY, Block, GPTConfig
-from meshard import flat_optimizer, fully_shard
+from meshard import flat_optimizer, fully_shard, replicate
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
 PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
@@ -34,6 +35,7 @@ SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
 # And with torch's optimizer on the DTensors, as the peer has it, instead of flat_optimizer.
 PLAIN, PLAIN_WHOLE = f"{OURS}, plain AdamW", f"{OURS_WHOLE}, plain AdamW"
 DDP, FSDP1, COMPUTE = "DDP, bucket views", "FSDP1", "compute only"
+REPLICATED, REPLICATED_SENT = "replicate", "replicate, sockets"
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,21 @@ def make(
         return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     if name == FSDP1:
         return _fsdp1(model, mesh, narrow)
+    if name in (REPLICATED, REPLICATED_SENT):
+        with _shared_memory_for(name):
+            return replicate(model, mesh)
     return shard_by_units(name, model, mesh, narrow=narrow)
+
+
+def _shared_memory_for(name: str) -> AbstractContextManager[object]:
+    wanted = str(int("sockets" not in name))
+    return mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=wanted)
 
 
 def shard_by_units(name: str, model: GPT, mesh: DeviceMesh, *, narrow: bool = False) -> nn.Module:
     """Return ``model`` with one unit per block, by one of the two ``fully_shard``."""
     shard = torch_fully_shard if name in (PEER, PEER_WHOLE) else fully_shard
-    with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=str(int("sockets" not in name))):
+    with _shared_memory_for(name):
         return _unit_by_unit(shard, model, mesh, "not resharding" not in name, narrow)
 
 

@@ -34,6 +34,8 @@ from tests.benchmarks.contenders import (
     PEER_WHOLE,
     PLAIN,
     PLAIN_WHOLE,
+    REPLICATED,
+    REPLICATED_SENT,
     SENT,
     SENT_WHOLE,
     WIDTH_256,
@@ -45,6 +47,8 @@ from tests.benchmarks.rounds import Times, interleave, on_ranks
 EVERYBODY = (
     COMPUTE,
     DDP,
+    REPLICATED,
+    REPLICATED_SENT,
     FSDP1,
     PEER,
     OURS,
@@ -66,6 +70,8 @@ TARGETS = (
     (OURS_WHOLE, DDP, 1.00),
     (PLAIN_WHOLE, DDP, 1.00),
     (SENT_WHOLE, DDP, 1.00),
+    (REPLICATED, DDP, 1.00),
+    (REPLICATED_SENT, DDP, 1.00),
 )
 _LOSS_TOLERANCE = 1e-4  # float32: rounding of another order of summation, over all steps
 _NARROW_TOLERANCE = 2e-2
@@ -98,7 +104,8 @@ def measure(task: Task) -> Result:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     batch = configuration.make_batch(dist.get_rank())
     # DDP has no bfloat16 compute with float32 gradients in its public interface.
-    names = [name for name in EVERYBODY if not (configuration.narrow and name == DDP)]
+    whole = (DDP, REPLICATED, REPLICATED_SENT)
+    names = [name for name in EVERYBODY if not (configuration.narrow and name in whole)]
     steps = {}
     for name in names:
         model = contenders.make(name, configuration, mesh)
@@ -122,7 +129,7 @@ def report(configuration: Configuration, result: Result) -> str:
             f"  {name:<28}{t.median:>8.0f}{spread:>18}{t.median / times[COMPUTE].median:>12.2f}"
         )
     for ours, peer, target in TARGETS:
-        if peer in times:
+        if peer in times and ours in times:
             ratio = times[ours].median / times[peer].median
             lines.append(f"  {f'{ours} / {peer}':<56}{ratio:>6.2f}   target {target:.2f}")
     return "\n".join(lines)

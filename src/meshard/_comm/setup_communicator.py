@@ -20,10 +20,17 @@ def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, *, labe
     **Collective:** all ranks of ``group``, with contiguous buffers of one size and dtype.
     **Stream:** the current one.
     """
+    broadcast_from(0, buffer, group, label=label)
+
+
+def broadcast_from(
+    source: int, buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str
+) -> None:
+    """Do what ``broadcast_from_first`` does, from rank ``source`` of ``group``."""
     if group.size() == 1 or not buffer.numel():
         return
     _announce("broadcast", buffer, group, label)
-    dist.broadcast(buffer, group=group, group_src=0)
+    dist.broadcast(buffer, group=group, group_src=source)
 
 
 def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:
