@@ -107,6 +107,10 @@ class Snapshot:
             and not any(counters.is_edited() for counters in self._counters)
         )
 
+    def holds_params(self) -> bool:
+        """Whether the parameters are what they were; of a state that nobody has seen."""
+        return all(map(is_, locals_of(self._sharded), self._locals))
+
     def was_stepped_in_place(self) -> bool:
         """Whether the state of the runs is what it was, with other values."""
         return _are_same(self._values_inside(), self._inner_values)

@@ -6,6 +6,7 @@ the same class, over one tensor per run, and what keeps the two alike.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -68,48 +69,60 @@ class FlatStepper:
         """Look at everything anew in the next step, and hold no flat shard until then."""
         if self.before_forgetting is not None:
             self.before_forgetting()
+            self.catch_up()
         self._inner: Optimizer | None = None
         self.runs: list[Run] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
         self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
         self._left: Snapshot | None = None  # by the last step
+        self._is_behind = False  # members have not followed
 
     @property
     def is_flat(self) -> bool:
         """Whether all that was taken is in runs."""
         return not self._loose
 
-    def take(self, groups: Groups, state: States) -> None:
+    def take(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
 
         Args:
             groups: Param groups; those of their parameters that have a gradient are stepped.
             state: Of the optimizer that users hold.
+            is_seen: Users may have edited ``state``, or replaced parameters of ``groups``.
         """
-        self._look(groups, state)
+        self._look(groups, state, is_seen=is_seen)
         inner = self._made(groups, state)
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
 
-    def run(self, groups: Groups, state: States) -> None:
+    def run(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
         """Step what has been taken. The gradients of loose parameters must still be there.
 
         Args:
             groups: As for ``take``.
             state: Likewise; written to.
+            is_seen: Users may look at ``state`` before they call ``catch_up``.
         """
         inner = self._inner
         assert inner is not None
         left, self._left = self._left, None  # if this raises, the next step looks anew
-        _step_without_hooks(inner)
+        self._step(inner)
         for run in self.runs:
             run.flat.grad = None  # or it would keep the memory after zero_grad
         if left is not None and left.was_stepped_in_place():
-            left.follow()
+            self._is_behind = True
         else:
             left = self._show(inner, groups, state)
         self._left = left
+        if is_seen:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Have in the state of every parameter how often it has been stepped."""
+        if self._is_behind and self._left is not None:
+            self._left.follow()
+        self._is_behind = False
 
     def _show(self, inner: Optimizer, groups: Groups, state: States) -> Snapshot:
         """Have in ``state`` what the runs have."""
@@ -124,9 +137,10 @@ class FlatStepper:
 
     # --- which runs there are --------------------------------------------------------------
 
-    def _look(self, groups: Groups, state: States) -> None:
+    def _look(self, groups: Groups, state: States, *, is_seen: bool) -> None:
         """Have runs for what the param groups hold now, each with a gradient or without."""
-        if self._left is None or not self._left.holds(groups, state):
+        left = self._left
+        if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
             self.forget_runs()
             self._plan(groups)
         # All of them, and not only up to the first that lacks some.
@@ -174,6 +188,10 @@ class FlatStepper:
                     made.append({**group, "params": params})
                     self._numbers.append(number)
         self._inner = self._make(made)
+        step: Any = type(self._inner).step
+        # Of torch's own, without what cares for graphs of the step, either.
+        unwrap = inspect.unwrap if self._is_pointwise else _without_hooks
+        self._step: Callable[[Optimizer], object] = unwrap(step)
         for run in self.runs:
             states = _states_of(run, state)
             if self.on_replaced is not None:
@@ -200,10 +218,9 @@ def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
                 yield local_of(value) if isinstance(value, DTensor) else value
 
 
-def _step_without_hooks(inner: Optimizer) -> None:
-    """Step an optimizer that only a stepper knows; that of users has called the hooks."""
-    step: Callable[[Optimizer], Any] = type(inner).step
-    getattr(step, "__wrapped__", step)(inner)
+def _without_hooks(step: Any) -> Any:
+    """Return the step of an optimizer that only a stepper knows: that of users calls the hooks."""
+    return getattr(step, "__wrapped__", step)
 
 
 def _runs_of(tensors: GroupTensors, numbers: dict[int, int]) -> list[Run]:

@@ -51,7 +51,9 @@ class OverlappedOptimizer(Optimizer):
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._ids: set[int] = set()
         self._planned: list[torch.Tensor] = []
-        self._stepped: weakref.WeakSet[Unit] = weakref.WeakSet()  # in the present window
+        self._number = 0  # of the present window
+        self._num_stepped = 0  # in it
+        self._is_seen = False  # users may hold parts of the state, and edit them
         self._is_attached = False
         self._max_norm = max_norm
         self._worker = HostWorker()
@@ -68,6 +70,9 @@ class OverlappedOptimizer(Optimizer):
     def state(self) -> defaultdict[torch.Tensor, State]:
         """The state of each parameter, after all steps that are under way."""
         self.wait()
+        self._is_seen = True
+        for stepper in self._steppers.values():
+            stepper.show()
         return self._state
 
     @state.setter
@@ -117,7 +122,7 @@ class OverlappedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._stepped.clear()
+        self._begin_window()
         for stepper in self._fresh_steppers():
             self._step(stepper)
         self._close(self._window)
@@ -190,16 +195,23 @@ class OverlappedOptimizer(Optimizer):
         note_attached(self)
 
     def _on_reduced(self, unit: Unit) -> None:
-        if unit in self._stepped:
-            self._stepped.clear()  # a new window begins
-        if not self._stepped:
-            self._fresh_steppers()
-        self._stepped.add(unit)
         stepper = self._steppers.get(unit)
-        if stepper is not None:
-            self._step(stepper)
-        if len(self._stepped) == len(self._units):
+        if stepper is not None and stepper.window == self._number:
+            self._begin_window()
+        if not self._num_stepped:
+            self._fresh_steppers()
+            stepper = self._steppers.get(unit)
+        if stepper is None:
+            return
+        stepper.window = self._number
+        self._num_stepped += 1
+        self._step(stepper)
+        if self._num_stepped == len(self._steppers):
             self._close(self._window)
+
+    def _begin_window(self) -> None:
+        self._number += 1
+        self._num_stepped = 0
 
     def _step(self, stepper: UnitStepper) -> None:
         """Step a unit, or put its step off until the norm of all gradients is known."""
@@ -255,6 +267,7 @@ class OverlappedOptimizer(Optimizer):
             self._steppers[unit] = UnitStepper(
                 unit, members[unit], flat, worker=self._worker, change=self._change
             )
+            self._steppers[unit].is_seen = self._is_seen
         self._planned = self._params()
         self._ids = set(map(id, self._planned))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,6 +25,7 @@ from meshard.flat_stepper import FlatStepper, States
 from meshard.host_steps import HostWorker
 from meshard.shown_shards import finish_step, hide_shards, show_shards
 
+_GRADIENT = attrgetter("grad")
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
 
 
@@ -87,6 +90,8 @@ class UnitStepper:
             flat.before_forgetting = functools.partial(finish_step, group)
             flat.on_replaced = functools.partial(_retire, group)
         self.params = [param for params in members.values() for param in params]
+        self.window = 0  # the last one in which it was stepped
+        self.is_seen = False  # users have asked for the state
         self._taken: Groups = []  # the param groups of the unit, when gradients were taken
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # of a step that is put off
 
@@ -98,7 +103,8 @@ class UnitStepper:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(param.grad is not None for param in self.params)
+        num_without = sum(map(is_, map(_GRADIENT, self.params), repeat(None)))
+        return num_without < len(self.params)
 
     def step(self, groups: Groups, state: States) -> None:
         """Step by ``.grad``, if there is any, and drop it.
@@ -116,12 +122,11 @@ class UnitStepper:
             return
         with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", group.label):
             self._take(groups, state)
-            self._flat.run(self._taken, state)
-            comm.retire(_locals(param.grad for param in self.params))
-            queued = comm.queued()
+            self._flat.run(self._taken, state, is_seen=False)
+            if not comm.waits_block_host:
+                comm.retire(_locals(param.grad for param in self.params))
+                group.stepping = QueuedStep(group, comm.queued())
         self._drop_gradients()
-        if not comm.waits_block_host:
-            group.stepping = QueuedStep(group, queued)
 
     def _step_on_host(self, group: ParamGroup, groups: Groups, state: States) -> None:
         with torch.no_grad():
@@ -184,6 +189,11 @@ class UnitStepper:
             comm.retire([*_locals(grad for _, grad in grads), *keep])
             return comm.queued()
 
+    def show(self) -> None:
+        """Have the state as the ordinary optimizer has it; users ask for it."""
+        self.is_seen = True
+        self._flat.catch_up()
+
     def forget(self) -> None:
         """Drop what ``take`` has taken."""
         self._grads = []
@@ -203,11 +213,14 @@ class UnitStepper:
         if unit is None or unit.group is None or unit.group.stepping is not None:
             return
         unit.group.finish_copies()
-        for param in self.params:
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad.detach_().zero_()
+        if self.has_gradients:
+            for param in self.params:
+                if set_to_none or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad.detach_().zero_()
+        elif unit.gradients is None or not unit.gradients.pending:
+            return
         unit.group.clear_pending(set(map(id, self.params)))
 
     def _ready(self, *, may_be_on_its_way: bool = False) -> ParamGroup | None:
@@ -233,7 +246,7 @@ class UnitStepper:
             self._change([param.grad for param in self.params if param.grad is not None])
         members = self._members.items()
         self._taken = [{**groups[number], "params": params} for number, params in members]
-        self._flat.take(self._taken, state)
+        self._flat.take(self._taken, state, is_seen=self.is_seen)
 
     def _drop_gradients(self) -> None:
         unit = self._unit()
