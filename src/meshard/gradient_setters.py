@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from meshard._runtime.sharded_grads import ShardedGrads
 from meshard._runtime.unit import DivideFactor, ReduceHook, check_divide_factor
 from meshard.policies import GradientSync
 from meshard.reduce_hooks import OnStream
@@ -103,6 +104,24 @@ class GradientSetters:
     def set_reduce_scatter_divide_factor(self, factor: DivideFactor) -> None:
         """Do what ``set_gradient_divide_factor`` does; FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
+
+    def set_keep_gradient_memory(self, keep_gradient_memory: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of sharded gradients from step to step.
+
+        The ``.grad`` of a unit's parameters are views of one flat tensor in any case. With this,
+        they are the same DTensors at the same addresses in every step, and no step allocates
+        gradients; who keeps a ``.grad`` beyond ``zero_grad()`` sees the next one in it. It costs
+        the memory of a gradient shard while the unit has none, mostly in forward. Gradients of
+        parameters that are narrower than ``accumulate_dtype`` are copies, made anew in each step.
+
+        Args:
+            keep_gradient_memory: Whether to.
+            recurse: Also for the units inside.
+        """
+        check_bool("keep_gradient_memory", keep_gradient_memory)
+        for unit in reached_units(self, recurse):
+            if unit.gradients is not None and isinstance(unit.gradients.sharded, ShardedGrads):
+                unit.gradients.sharded.is_kept = keep_gradient_memory
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

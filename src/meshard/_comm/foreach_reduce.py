@@ -101,6 +101,8 @@ class ReduceRequest:
         accumulate_dtype: dtype of the result.
         marks: Keeps the marks of non-use right on the way.
         label: Name of the unit.
+        output: ``[shard_numel]`` in the wider of the two dtypes, where the result should be; may be
+            a row of ``buffer``. None: anywhere.
     """
 
     buffer: Rows
@@ -113,6 +115,7 @@ class ReduceRequest:
     accumulate_dtype: torch.dtype
     marks: UsageMarks
     label: str
+    output: torch.Tensor | None = None
 
 
 class Reduced(NamedTuple):
@@ -163,6 +166,8 @@ class Reduction:
             own = request.buffer[request.shard_group.rank()]
             if isinstance(request.buffer, list) and own.dtype == self._sum_dtype:
                 self._result = own
+            elif request.output is not None:
+                self._result = request.output
             else:
                 self._result = self._allocate(own.numel(), self._sum_dtype)
             return self._comm.reduce_scatter(

@@ -27,6 +27,7 @@ from meshard._runtime.plain_grads import PlainGrads
 from meshard._runtime.plain_tensors import PlainTensors
 from meshard._runtime.sharded_grads import Held, ShardedGrads
 from meshard._runtime.unrecorded import unrecorded
+from meshard._runtime.window import Window
 from meshard._runtime.wire_buffers import buffer_for
 
 
@@ -43,9 +44,6 @@ class ReductionInFlight(NamedTuple):
     reduction: Reduction
     layout: GradientLayout
     is_full: bool  # goes into .grad, not into the partial
-
-
-_ANY = "any"  # no factor has been used yet in this window
 
 
 class GradientState:
@@ -73,8 +71,7 @@ class GradientState:
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
-        self._factor_of_window: float | str | None = _ANY
-        self.is_window_open = False  # a backward was not FULL, and none since was
+        self._window = Window()
         link, host = group.tensors.link, group.place.host
         self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
         if link is not None and host is not None:
@@ -87,8 +84,7 @@ class GradientState:
         copied = GradientState(
             group, reduce_dtype=self.plan.reduce_dtype, accumulate_dtype=self.plan.chosen_dtype
         )
-        copied.is_window_open = self.is_window_open
-        copied._factor_of_window = self._factor_of_window
+        copied._window = self._window.copy()
         return copied
 
     @property
@@ -138,10 +134,14 @@ class GradientState:
         """Have in ``.grad`` what has been reduced, also where it travels to the host for that."""
         self.sharded.settle()
 
+    @property
+    def is_window_open(self) -> bool:
+        """Whether a backward was not FULL, and none since was."""
+        return self._window.is_open
+
     def close_window(self) -> None:
         """What comes next belongs to another window."""
-        self.is_window_open = False
-        self._factor_of_window = _ANY
+        self._window.close()
 
     def clear_window(self) -> None:
         """Forget everything, ``.grad`` included."""
@@ -179,12 +179,6 @@ class GradientState:
         used = self.plan.everything
         return _Arrived(gradients, used.difference(missing) if missing else used)
 
-    @staticmethod
-    def _laid_out(held: Held, layout: GradientLayout) -> torch.Tensor:
-        if held.layout is layout:
-            return held.flat
-        return held.layout.move(held.flat, layout, held.used)
-
     @unrecorded
     def accumulate(self, arrived: Sequence[TensorHook] = ()) -> None:
         """``NONE``: add the whole gradients that have arrived to ``U``."""
@@ -209,8 +203,16 @@ class GradientState:
             return None
         return self.sharded.free_bucket(layout, dtype)
 
+    def _free_output(self, layout: GradientLayout, wire: torch.dtype) -> torch.Tensor | None:
+        """Likewise return memory for what has been reduced."""
+        if self.num_in_flight or isinstance(self.sharded, HostGrads):
+            return None
+        return self.sharded.free_memory(
+            layout, torch.promote_types(wire, self.plan.accumulate_dtype)
+        )
+
     def _open_window(self) -> None:
-        self.is_window_open = True
+        self._window.is_open = True
         self._cleared = frozenset()
 
     def _add_to_unreduced(
@@ -221,7 +223,7 @@ class GradientState:
     ) -> tuple[torch.Tensor, frozenset[int]]:
         assert self._unreduced is not None
         gradients, used = came
-        flat = self._laid_out(self._unreduced, layout)
+        flat = self._unreduced.laid_out(layout)
         if arrived:
             new = layout.allocate(flat.dtype)
             layout.pack(new, gradients)
@@ -247,17 +249,20 @@ class GradientState:
         self._check_factor(options)
         roles = self._group.place.roles
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
-        buffer, used = self._whole_buffer(layout, came, wire_dtype, options)
+        is_full = options.over_replicas or roles.replicate_group is None
+        output = self._free_output(layout, wire_dtype) if is_full else None
+        buffer, used = self._whole_buffer(layout, came, wire_dtype, options, output)
         if options.zero_unused:
             used = frozenset(layout.indices)
         if options.before:
             assert isinstance(buffer, torch.Tensor)
             layout.run_hooks(options.before, buffer, used)
-        partial = None if self._partial is None else self._laid_out(self._partial, layout)
+        partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
         request = ReduceRequest(
             buffer=buffer,
             wire_dtype=wire_dtype,
+            output=output,
             partial=partial,
             shard_group=options.shard_group or roles.shard_group,
             replicate_group=roles.replicate_group if options.over_replicas else None,
@@ -269,20 +274,11 @@ class GradientState:
         )
         reduction = Reduction(request, self._group.comm)
         self.num_in_flight += 1
-        is_full = options.over_replicas or roles.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 
     def _check_factor(self, options: ReduceOptions) -> None:
-        if self._factor_of_window not in (_ANY, options.divide_factor):
-            raise RuntimeError(
-                f"unit {self._group.label!r} has divided part of this window by "
-                f"{self._factor_of_window or 'the number of ranks'}, and would divide the rest by "
-                f"{options.divide_factor or 'the number of ranks'}; a divide factor that is a "
-                "callable or a tensor must give the same value for all microbatches of a window "
-                "(for a count of tokens: that of the whole window)."
-            )
+        self._window.divide(options.divide_factor, self._group.label)
         self._open_window()
-        self._factor_of_window = options.divide_factor
         if options.over_replicas:
             self.close_window()
 
@@ -292,6 +288,7 @@ class GradientState:
         came: _Arrived,
         wire_dtype: torch.dtype,
         options: ReduceOptions,
+        output: torch.Tensor | None,
     ) -> tuple[Rows, frozenset[int]]:
         if self._unreduced is not None:
             return self._add_to_unreduced(layout, came, options.arrived)
@@ -310,6 +307,7 @@ class GradientState:
                 comm=self._group.comm,
                 group=options.shard_group or self._group.place.roles.shard_group,
                 bucket=self._free_bucket(layout, wire_dtype),
+                own=output,
                 as_one=bool(options.arrived or options.before),
             )
         layout.pack(buffer, gradients)

@@ -15,6 +15,7 @@ import torch
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import local_of, move_local, wrap_like
 from meshard._params.home import Home
+from meshard._runtime.kept_grads import KeptGrads
 from meshard._runtime.param_group import ParamGroup
 
 _OURS = "_meshard_shown"  # on every .grad that was put there by ShardedGrads
@@ -35,6 +36,12 @@ class Held(NamedTuple):
     def shards(self, shard_rank: int) -> list[tuple[int, torch.Tensor]]:
         """Return each parameter's shard: a view of ``flat``, which has been reduced."""
         return self.layout.shards(self.flat, shard_rank, self.used)
+
+    def laid_out(self, layout: GradientLayout) -> torch.Tensor:
+        """Return ``flat`` in another layout, in which nothing is missing."""
+        if self.layout is layout:
+            return self.flat
+        return self.layout.move(self.flat, layout, self.used)
 
     def erase(self, indices: frozenset[int]) -> None:
         """Make the slots of some parameters as if they had no gradient, in place."""
@@ -62,6 +69,25 @@ class ShardedGrads:
         # Where each .grad is, by parameter. A weakref would forbid Module.to to swap it, and a
         # reference would keep its memory.
         self._addresses: dict[int, int] = {}
+        self.is_kept = False  # the memory, from step to step
+        self._kept: KeptGrads | None = None
+
+    def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return ``[shard_numel]`` for new sums, the same in each step; None if it is in use.
+
+        The caller must know that nothing which it has started uses it.
+        """
+        if not self.is_kept:
+            self._kept = None
+            return None
+        self.release_cleared()
+        if self._shown is not None:
+            return None
+        if self._kept is None or not self._kept.fits(layout, dtype):
+            self._kept = KeptGrads(self._group.params, layout, dtype)
+            for face in self._kept.faces.values():
+                mark_as_ours(face)
+        return self._kept.flat
 
     def add(self, new: Held) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
@@ -105,8 +131,13 @@ class ShardedGrads:
 
     def _show(self, held: Held) -> None:
         """Let every ``.grad`` be what ``held`` says."""
-        self._addresses = {index: self._set(index, local) for index, local in self._locals(held)}
         self._shown = held
+        if self._kept is not None and self._kept.flat is held.flat:
+            addresses = self._kept.show(held.used)
+            if addresses is not None:
+                self._addresses = addresses
+                return
+        self._addresses = {index: self._set(index, local) for index, local in self._locals(held)}
 
     def _show_more(self, shown: Held, used: frozenset[int]) -> None:
         """Let the ``.grad`` of ``used`` be what ``shown`` says; all others that it has, are."""
@@ -191,6 +222,7 @@ class ShardedGrads:
 
         Return what they were in, to be kept until the copies are over.
         """
+        self._kept = None
         shown, views = self._shown, dict[int, torch.Tensor]()
         if shown is not None and self._addresses != self._addresses_of(shown):
             shown = None

@@ -1,0 +1,113 @@
+"""Do sharded gradients stay where they are, with the same numbers, if their memory is kept?"""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard._runtime.unit import units_in
+from tests.ranks.test_lifetime import settled_tensor_bytes
+from tests.support.cases import CASES
+from tests.support.parity import assert_same, full_grads
+
+CASE = CASES["mlp_stack"]
+
+
+def sharded(mesh_shape, **kwargs):
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    model = CASE.build()
+    for unit in CASE.units(model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return model
+
+
+def grads_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_bits(mesh_shape, modes, to_none):
+    kept, other = sharded(mesh_shape), sharded(mesh_shape)
+    kept.set_keep_gradient_memory(True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (kept, other)]
+    rank = torch.distributed.get_rank()
+    places = []
+    for step in range(4):
+        for number, mode in enumerate(modes):
+            for model in (kept, other):
+                with meshard.gradient_sync(model, meshard.GradientSync(mode)):
+                    CASE.loss(model(CASE.batch(rank, 10 * step + number))).backward()
+        assert_same(full_grads(kept), full_grads(other), bitwise=True)
+        grads = grads_of(kept)
+        places.append({name: (id(g), g.to_local().data_ptr()) for name, g in grads.items()})
+        for model, optimizer in zip((kept, other), optimizers, strict=True):
+            meshard.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        if to_none:
+            for grad in grads.values():
+                grad.to_local().fill_(float("nan"))  # is nobody's now, and must not show
+    assert places[1] == places[2] == places[3]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("modes", [("full",), ("none", "reduce_scatter", "full"), ("full", "full")])
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (3,)])
+def test_the_same_tensors_hold_the_same_bits(run_ranks, mesh_shape, modes, to_none):
+    run_ranks(same_bits, torch.Size(mesh_shape).numel(), mesh_shape, modes, to_none)
+
+
+def given_back(keep):
+    """Return the bytes that zero_grad gives back, and those of the gradients."""
+    model = sharded((2,))
+    model.set_keep_gradient_memory(keep)
+    batch = CASE.batch(torch.distributed.get_rank(), 0)
+    for _ in range(2):
+        model.zero_grad()
+        CASE.loss(model(batch)).backward()
+    flats = {id(unit): unit.gradients.sharded.flat.nbytes for unit in units_in(model)}
+    before = settled_tensor_bytes()
+    model.zero_grad()
+    return before - settled_tensor_bytes(), sum(flats.values())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_memory_is_kept_to_the_byte(run_ranks, keep):
+    for found, flat in run_ranks(given_back, 2, keep):
+        assert found == (0 if keep else flat)
+
+
+def turned_off():
+    model = sharded((2,))
+    model.set_keep_gradient_memory(True)
+    batch = CASE.batch(torch.distributed.get_rank(), 0)
+    CASE.loss(model(batch)).backward()
+    first = grads_of(model)
+    model.set_keep_gradient_memory(False)
+    model.zero_grad()
+    values = {name: grad.to_local().clone() for name, grad in first.items()}
+    CASE.loss(model(batch)).backward()
+    for name, grad in grads_of(model).items():
+        assert grad is not first[name]
+        assert torch.equal(first[name].to_local(), values[name])  # whoever keeps one keeps it
+    with pytest.raises(TypeError, match="must be a bool"):
+        model.set_keep_gradient_memory(1)
+
+
+def test_it_can_be_turned_off(run_ranks):
+    run_ranks(turned_off, 2)
+
+
+def cast_between_steps():
+    model = sharded((2,))
+    model.set_keep_gradient_memory(True)
+    batch = CASE.batch(torch.distributed.get_rank(), 0)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        CASE.loss(model(batch.to(dtype))).backward()
+        assert {grad.dtype for grad in grads_of(model).values()} == {dtype}
+        model.zero_grad()
+
+
+def test_parameters_may_change_their_dtype(run_ranks):
+    run_ranks(cast_between_steps, 2)
