@@ -23,7 +23,7 @@ from meshard._runtime.gradient_state import GradientState
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.hooks import gradient_hook_maker
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.plain_grads import PlainGrads
+from meshard._runtime.plain_grads import PlainGrads, Replaced
 from meshard._runtime.plain_tensors import PlainTensors
 from meshard._runtime.unit import Unit
 from meshard.policies import MixedPrecisionPolicy
@@ -89,7 +89,7 @@ class Buckets:
         self._are_views = are_views
         self._arrivals: list[int] = []
         self._recorders: list[torch.utils.hooks.RemovableHandle] = []
-        self._num_replaced_before = 0  # the buckets were made anew
+        self.replaced = Replaced()
         order = list(range(len(params)))[::-1]
         self._fill(order)
         self._record()
@@ -121,18 +121,26 @@ class Buckets:
             reduce_dtype=self._policy.reduce_dtype,
             accumulate_dtype=self._policy.accumulate_dtype,
         )
-        assert isinstance(unit.gradients.sharded, PlainGrads)
-        unit.gradients.sharded.are_views = self._are_views
+        self._tell(unit.gradients)
         unit.group.accumulated = weakref.ref(unit.gradients)
         if lifecycle is not None:
             tensors.label = unit.label
             unit.group.comm = unit.settings.comm.apply_to(lifecycle.comm, self._place.device)
 
+    def _tell(self, gradients: GradientState) -> None:
+        """Let a bucket know what holds for all."""
+        assert isinstance(gradients.sharded, PlainGrads)
+        gradients.sharded.are_views = self._are_views
+        gradients.sharded.replaced = self.replaced
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
         """Be the buckets of the units' copies, which have the order that was found by then."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied._recorders = []
+        copied._params, copied._recorders, copied.replaced = [], [], Replaced()
+        for unit in copied.units:
+            if unit.gradients is not None:
+                copied._tell(unit.gradients)
         return copied
 
     def _take_from(self, unit: Unit) -> None:
@@ -144,7 +152,6 @@ class Buckets:
         # As at the beginning of a backward: so it is seen what users have replaced.
         unit.gradients.sharded.hide()
         unit.gradients.sharded.show()
-        self._num_replaced_before += unit.gradients.sharded.num_replaced
         unit.group.tensors.let_go()
 
     # --- the order of the first backward -----------------------------------------------------
@@ -188,13 +195,6 @@ class Buckets:
         assert roles.replicate_group is not None
         broadcast_from_first(order, roles.replicate_group, label="(order of gradients)")
         return [int(index) for index in order.tolist()]
-
-    @property
-    def num_replaced(self) -> int:
-        """How many gradients users have put in the place of views so far."""
-        states = [unit.gradients.sharded for unit in self.units if unit.gradients is not None]
-        now = sum(each.num_replaced for each in states if isinstance(each, PlainGrads))
-        return now + self._num_replaced_before
 
 
 def _is_in_use(unit: Unit) -> bool:

@@ -20,6 +20,7 @@ from meshard._params.plain_param import PlainParam
 from meshard._runtime.companions import chain_of, nest
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.hooks import register_hooks
+from meshard._runtime.plain_grads import PlainGrads
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of, units_in
 from meshard._runtime.unit_copy import copy_with_units
 from meshard.accumulation import no_sync
@@ -56,7 +57,7 @@ class ReplicateModule(GradientSetters):
     def num_replaced_gradients(self) -> int:
         """How often a ``.grad`` was found to be another tensor than the view of its bucket."""
         buckets: Buckets = as_module(self).__dict__["_meshard_buckets"]
-        return buckets.num_replaced
+        return buckets.replaced.count
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted: nothing on its way, no window open."""
@@ -70,6 +71,8 @@ class ReplicateModule(GradientSetters):
                 unit.group.reshard()
                 unit.group.tensors.take_replacements()
                 unit.group.tensors.rebuild()
+                if unit.gradients is not None and isinstance(unit.gradients.sharded, PlainGrads):
+                    unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -161,6 +161,8 @@ class GradientState:
             param.unsharded.grad = None
 
     def _take(self) -> _Arrived:
+        if isinstance(self.sharded, PlainGrads) and not self.sharded.is_hidden:
+            return _Arrived([None] * len(self._group.params), frozenset())  # see drop_arrived
         gradients: list[torch.Tensor | None] = []
         missing = []
         for index, param in enumerate(self._group.params):

@@ -19,6 +19,13 @@ from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.sharded_grads import Held, ShardedGrads, mark_as_ours
 
 
+class Replaced:
+    """Counts the gradients that users have put in the place of ours, in a whole module."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class PlainGrads(ShardedGrads):
     """The ``.grad`` of the parameters of one bucket.
 
@@ -29,7 +36,7 @@ class PlainGrads(ShardedGrads):
     def __init__(self, group: ParamGroup) -> None:
         super().__init__(group)
         self.are_views = True  # else .grad are copies of what is in the bucket
-        self.num_replaced = 0  # gradients that users have put in the place of ours
+        self.replaced = Replaced()  # of all buckets of the module
         self._bucket: torch.Tensor | None = None  # used again in every step
         self.is_hidden = False
         self._strangers: dict[int, torch.Tensor] = {}  # the users' own gradients, while hidden
@@ -84,7 +91,7 @@ class PlainGrads(ShardedGrads):
             if is_ours:
                 kept.add(index)
             else:
-                self._strangers[index] = gradient
+                self._strangers[index] = self._of_its_own(gradient)
         self.is_hidden = True
         if self._shown is not None:
             self._keep_only(frozenset(kept))
@@ -100,10 +107,22 @@ class PlainGrads(ShardedGrads):
             self._shown.erase(gone)
             self._shown = self._shown._replace(used=kept)
 
+    def _of_its_own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what a user has put into ``.grad``, in memory that is not the bucket's."""
+        if self._shown is None:
+            return gradient
+        bucket = self._shown.flat.untyped_storage().data_ptr()
+        is_alias = not gradient.is_sparse and gradient.untyped_storage().data_ptr() == bucket
+        return gradient.clone() if is_alias else gradient
+
+    def leave(self) -> None:
+        """Have nothing to do with what is in ``.grad`` any more: it is as if users had put it."""
+        self._shown = self._bucket = None
+
     def _warn_of_strangers(self) -> None:
         if not self._strangers:
             return
-        if not self.num_replaced:
+        if not self.replaced.count:
             names = ", ".join(repr(self._group.params[i].fqn) for i in sorted(self._strangers))
             warnings.warn(
                 f".grad of {names} in {self._group.label!r} was replaced by another tensor; it is "
@@ -112,7 +131,7 @@ class PlainGrads(ShardedGrads):
                 "said once; num_replaced_gradients counts.",
                 stacklevel=2,
             )
-        self.num_replaced += len(self._strangers)
+        self.replaced.count += len(self._strangers)
 
     def show(self) -> None:
         """The backward is over: let every ``.grad`` be what has been accumulated."""
@@ -172,6 +191,24 @@ class PlainGrads(ShardedGrads):
     def move(self, home: Home) -> list[torch.Tensor]:
         """Refuse: a replicated module is not offloaded."""
         raise NotImplementedError
+
+    def _is_ours(self, index: int) -> bool:
+        if super()._is_ours(index):
+            return True
+        gradient, own = self._grad(index), self._view_of(index)
+        if gradient is None or own is None or gradient.is_sparse:
+            return False
+        # The same memory under another name: grad.detach(), or a view.
+        is_same = gradient.data_ptr() == own.data_ptr() and gradient.dtype == own.dtype
+        return is_same and gradient.stride() == own.stride()
+
+    def _view_of(self, index: int) -> torch.Tensor | None:
+        """Return what a ``.grad`` is, as long as nobody has replaced it and it is a view."""
+        if self._shown is None or index not in self._shown.used or not self.are_views:
+            return None
+        param, flat = self._group.params[index], self._only(self._shown, index)
+        assert isinstance(param, PlainParam)
+        return None if flat is None else param.shaped(flat)
 
     def _grad(self, index: int) -> torch.Tensor | None:
         return self._group.params[index].sharded.grad

@@ -100,6 +100,7 @@ class PlainTensors:
             layouts = [param.layout for param in self.params]
             flat = FlatLayout.build(layouts, self.compute_dtypes, tuple(cast))
             self._copies = UnshardedStorage(flat, self.place.device)
+            self._copies.allocate()  # for the views to be made
             for index in cast:
                 param = self.params[index]
                 assert isinstance(param, PlainParam)
@@ -108,6 +109,7 @@ class PlainTensors:
                 param.unsharded = torch.nn.Parameter(view.data, requires_grad=flag)
                 mark_as(param.unsharded, Mark.WHOLE_FACE, param.fqn)
                 self._casts.append((view, param.sharded))
+            self._copies.free()
 
     def let_go(self) -> None:
         """Leave the parameters as if they had never been in here."""

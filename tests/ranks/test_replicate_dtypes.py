@@ -1,0 +1,196 @@
+"""In which dtypes may a replicated module compute, send and add up?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import meshard
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
+from tests.support.replicated import SMALL, Pair, run
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def computing_in(dtype):
+    """Return how a plain model computes in ``dtype`` with parameters that it keeps in another."""
+
+    def way(model, x):
+        params = {name: param.to(dtype) for name, param in model.named_parameters()}
+        integer_loss(functional_call(model, params, (x.to(dtype),)).float()).backward()
+
+    return way
+
+
+def run_wide(model, x):
+    integer_loss(model(x).float()).backward()
+
+
+def computes_in(dtype, reduce_dtype, as_views):
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    pair = Pair(mp_policy=policy, gradient_as_bucket_view=as_views)
+    ways = run_wide, computing_in(dtype)
+    pair.steps(range(4), *ways)
+    assert pair.ours(integer_batch(0, 0)).dtype == dtype
+    for number in (5, 6):
+        pair.backward(number, *ways)
+        pair.compare()
+    if as_views:
+        pair.assert_views()
+    with CommLedger(pair.ours) as ledger:
+        pair.backward(7, *ways)
+    assert {event.dtype for event in ledger.events} == {reduce_dtype or dtype}
+    for param in pair.ours.parameters():
+        assert param.dtype == param.grad.dtype == FP32
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [None, FP32, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP64])
+def test_copies_of_parameters_compute_in_another_dtype(run_ranks, dtype, reduce_dtype, as_views):
+    run_ranks(computes_in, 2, dtype, reduce_dtype, as_views)
+
+
+def outputs():
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32, cast_forward_inputs=False)
+    model = meshard.replicate(IntegerModel(), mp_policy=policy)
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(integer_batch(0, 0))
+    assert model(integer_batch(0, 0).bfloat16()).dtype == FP32
+    assert all(param.dtype == FP32 for param in model.parameters())
+
+
+def test_inputs_and_outputs_are_cast_as_the_policy_says(run_ranks):
+    run_ranks(outputs, 2)
+
+
+def frozen_copies():
+    """What computes in another dtype sees what is done to what it is a copy of."""
+    pair = Pair(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    ways = run_wide, computing_in(BF16)
+    pair.steps(range(2), *ways)
+    for model in (pair.ours, pair.plain):
+        model.blocks[0].requires_grad_(False)
+    pair.step(2, *ways)
+    for model in (pair.ours, pair.plain):
+        with torch.no_grad():
+            model.shift.add_(1)
+            model.blocks[1].linear.bias.data.mul_(2)
+        model.blocks[0].requires_grad_(True)
+        model.blocks[2].linear.weight = nn.Parameter(-model.blocks[2].linear.weight.detach())
+    pair.renew_optimizers()
+    pair.steps(range(3, 6), *ways)
+
+
+def test_copies_follow_what_is_done_to_parameters(run_ranks):
+    run_ranks(frozen_copies, 2)
+
+
+def narrow_parameters(dtype, reduce_dtype, accumulate_dtype, as_views):
+    """Parameters of few bits: gradients of a window are added up in more."""
+    model = nn.Linear(3, 2, bias=False, dtype=dtype)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype)
+    meshard.replicate(model, mp_policy=policy, gradient_as_bucket_view=as_views)
+    ones = torch.ones(1, 3, dtype=dtype)
+    for mode in (*[GradientSync.NONE] * 12, GradientSync.FULL) * 20:
+        with meshard.gradient_sync(model, mode):
+            model(ones).sum().backward()
+    assert model.weight.grad.dtype == dtype
+    assert (model.weight.grad == 260).all()
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("reduce_dtype", "accumulate_dtype"), [(FP32, None), (None, FP32)])
+def test_narrow_gradients_are_added_up_in_more_bits(
+    run_ranks, dtype, reduce_dtype, accumulate_dtype, as_views
+):
+    run_ranks(narrow_parameters, 2, dtype, reduce_dtype, accumulate_dtype, as_views)
+
+
+def edited_copies():
+    """A copy of the sum that was changed (clipped, unscaled) counts as changed."""
+    model = nn.Linear(3, 2, bias=False, dtype=BF16)
+    meshard.replicate(model)
+    ones = torch.ones(1, 3, dtype=BF16)
+    for _ in range(2):
+        model(ones).sum().backward()
+        model.weight.grad.mul_(4)
+        model(ones).sum().backward()
+        assert (model.weight.grad == 5).all()
+        model.zero_grad(set_to_none=False)
+        model(ones).sum().backward()
+        assert (model.weight.grad == 1).all()
+        model.zero_grad()
+    assert model.num_replaced_gradients == 0
+
+
+def test_changes_of_narrow_gradients_count(run_ranks):
+    run_ranks(edited_copies, 2)
+
+
+def large_half():
+    """Sums of float16 that overflow, if they are divided after it."""
+    model = nn.Linear(2, 2, bias=False)
+    meshard.replicate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP16))
+    (model(torch.full((1, 2), 20000.0))).sum().backward()
+    assert (model.weight.grad == 20000).all()
+
+
+def test_a_half_precision_wire_does_not_overflow(run_ranks):
+    run_ranks(large_half, 4)
+
+
+class Mixed(IntegerModel):
+    """Blocks of three dtypes, and activations between them in float32."""
+
+    def __init__(self):
+        super().__init__()
+        for block, dtype in zip(self.blocks, (FP64, FP32, BF16), strict=True):
+            block.to(dtype)
+        self.blocks[1].linear.bias.data = self.blocks[1].linear.bias.data.double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            weight, bias = block.linear.weight, block.linear.bias
+            x = x.to(weight.dtype) @ weight.t()
+            x = ternary(x.float() + bias.float())
+        return ternary(x + self.shift)
+
+
+def mixed(as_views, cap):
+    pair = Pair(Mixed(), gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
+    for unit in pair.ours._meshard_buckets.units:
+        assert len({param.sharded.dtype for param in unit.group.params}) == 1
+    pair.steps(range(4))
+    for number in (5, 6):
+        pair.backward(number)
+        pair.compare()
+    if as_views:
+        assert pair.ours.num_replaced_gradients == 0
+
+
+@pytest.mark.parametrize("cap", [SMALL, 25])
+@pytest.mark.parametrize("as_views", [True, False])
+def test_parameters_of_several_dtypes(run_ranks, as_views, cap):
+    run_ranks(mixed, 2, as_views, cap)
+
+
+def autocast():
+    """Under autocast parameters and gradients stay wide, as of the plain module."""
+    pair = Pair()
+
+    def way(model, x):
+        with torch.autocast("cpu", dtype=BF16):
+            output = model(x)
+        integer_loss(output.float()).backward()
+
+    pair.steps(range(3), way, way)
+    pair.backward(3, way, way)
+    pair.assert_views()
+    run(pair.ours, integer_batch(0, 0))
+
+
+def test_autocast(run_ranks):
+    run_ranks(autocast, 2)

@@ -1,0 +1,260 @@
+"""Which parameters may a replicated module have, and what may become of them?"""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import meshard
+from tests.support.integer_model import IntegerModel, integer_batch, ternary
+from tests.support.replicated import SMALL, Pair, run
+
+
+class Strange(nn.Module):
+    """Convolutions, a scalar, an empty parameter, a tie, a frozen one and one never used."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+
+        def values(*shape):
+            return nn.Parameter(torch.randint(-2, 3, shape, generator=generator) / 2)
+
+        self.first = values(4, 2, 3, 3)
+        self.depthwise = values(4, 1, 3, 3)
+        self.transposed = nn.Parameter(values(4, 6).data.t())
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.empty = values(0, 3)
+        self.head = values(6, 6)
+        self.tied = self.head
+        self.frozen = values(6).requires_grad_(False)
+        self.unused = values(3)
+
+    def forward(self, x):
+        x = x.repeat(1, 6)[:, :32].view(-1, 2, 4, 4)
+        x = ternary(functional.conv2d(x, self.first, padding=1))
+        x = ternary(functional.conv2d(x, self.depthwise, padding=1, groups=4)).sum((2, 3))
+        x = ternary(ternary(x @ self.transposed.t()) * self.scalar + self.frozen + self.empty.sum())
+        return ternary(ternary(x @ self.head) @ self.tied)
+
+
+def strange(memory_format, as_views):
+    model = Strange()
+    for name in ("first", "depthwise"):
+        param = getattr(model, name)
+        param.data = param.data.to(memory_format=memory_format)
+    pair = Pair(model, gradient_as_bucket_view=as_views)
+    assert len(pair.ours._meshard_buckets.units) > 2
+    pair.steps(range(4))
+    pair.backward(4)
+    assert pair.ours.unused.grad is pair.ours.frozen.grad is None
+    assert pair.ours.scalar.grad.shape == () and pair.ours.empty.grad.shape == (0, 3)
+    assert pair.ours.transposed.grad.stride() == (1, 6)
+    if as_views:
+        pair.assert_views()
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_sorts_of_parameters(run_ranks, world, memory_format, as_views):
+    run_ranks(strange, world, memory_format, as_views)
+
+
+def thawing(keep_grads):
+    """Which parameters are frozen changes from step to step, with gradients there or not."""
+    pair = Pair()
+    frozen = [{0}, {0, 3}, set(), {1, 2, 3, 4, 5, 6}, {0, 1, 2, 3, 4, 5, 6}, {2}, set()]
+    for number, chosen in enumerate(frozen):
+        for model in (pair.ours, pair.plain):
+            for index, param in enumerate(model.parameters()):
+                param.requires_grad_(index not in chosen)
+        if len(chosen) == 7:
+            with torch.no_grad():
+                pair.ours(integer_batch(0, 0))
+            continue
+        pair.backward(number)
+        pair.compare()
+        if not keep_grads:
+            pair.update()
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_parameters_may_be_frozen_and_thawed_between_steps(run_ranks, keep_grads):
+    run_ranks(thawing, 2, keep_grads)
+
+
+def replaced(when):
+    pair = Pair()
+    for number in range(4):
+        if number == when:
+            for model in (pair.ours, pair.plain):
+                old = model.blocks[1].linear.weight
+                model.blocks[1].linear.weight = nn.Parameter(-old.detach())
+                model.blocks[2].linear.bias.data = -model.blocks[2].linear.bias.data
+            pair.renew_optimizers()
+        pair.step(number)
+    pair.backward(4)
+    pair.assert_views()
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_parameters_may_be_replaced(run_ranks, when):
+    run_ranks(replaced, 2, when)
+
+
+def replaced_by_another_shape():
+    model = meshard.replicate(IntegerModel())
+    model.shift = nn.Parameter(torch.zeros(5))
+    with pytest.raises(RuntimeError, match=r"'shift' of .* was replaced after replicate"):
+        model(integer_batch(0, 0))
+
+
+def test_a_replacement_of_another_shape_is_refused(run_ranks):
+    run_ranks(replaced_by_another_shape, 1)
+
+
+def loading(assign, when):
+    pair = Pair()
+    assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
+    for number in range(4):
+        if number == when:
+            state = IntegerModel(seed=5).state_dict()
+            for model in (pair.ours, pair.plain):
+                model.load_state_dict(copy.deepcopy(state), assign=assign)
+            if assign:
+                pair.renew_optimizers()
+        pair.step(number)
+    pair.backward(4)
+    pair.assert_views()
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("assign", [True, False])
+def test_state_dicts_are_those_of_the_plain_module(run_ranks, assign, when):
+    run_ranks(loading, 2, assign, when)
+
+
+def to_dtype(when, keep_grads):
+    pair = Pair()
+    for number in range(4):
+        if number == when:
+            for model in (pair.ours, pair.plain):
+                model.to(torch.float64)
+        kwargs = {}
+        if number >= when:
+            kwargs = dict.fromkeys(("ours", "plain"), lambda m, x: run(m, x.double()))
+        pair.backward(number, **kwargs)
+        pair.compare()
+        if not keep_grads:
+            pair.update()
+    pair.assert_views()
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_modules_may_be_cast(run_ranks, when, keep_grads):
+    run_ranks(to_dtype, 2, when, keep_grads)
+
+
+def copies(when, as_views):
+    """A copy trains by itself, and so does what it is a copy of."""
+    pair = Pair(gradient_as_bucket_view=as_views)
+    pair.steps(range(when))
+    pair.backward(8)
+    twin = copy.deepcopy(pair.ours)
+    assert isinstance(twin, meshard.ReplicateModule) and isinstance(twin, IntegerModel)
+    plain_twin = copy.deepcopy(pair.plain)
+    assert all(param.grad is None for param in twin.parameters())  # as of any module
+    pair.update()
+    pair.steps((9, 10))
+    other = object.__new__(Pair)
+    other.ours, other.plain = twin, plain_twin
+    other.renew_optimizers()
+    other.steps((11, 12, 13))
+    pair.step(15)
+    for each in (pair, other):
+        each.backward(16)
+        each.compare()
+        grads = [param.grad for param in each.ours.parameters()]
+        assert all((grad._base is None) for grad in grads)
+        assert (len({grad.untyped_storage().data_ptr() for grad in grads}) < 7) is as_views
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_deep_copies_train_by_themselves(run_ranks, when, as_views):
+    run_ranks(copies, 2, when, as_views)
+
+
+def aliases():
+    """Gradients that were put back as other tensors of the same memory, their own or another's."""
+    pair = Pair()
+    for number in range(4):
+        pair.backward(2 * number)
+        for model in (pair.ours, pair.plain):
+            params = list(model.parameters())
+            params[1].grad = params[1].grad.detach()
+            params[2].grad = params[2].grad.view_as(params[2])
+        pair.backward(2 * number + 1)
+        pair.compare()
+        pair.update()
+    pair.backward(8)
+    pair.assert_views()
+
+
+def test_gradients_put_back_under_another_name_are_the_same(run_ranks):
+    run_ranks(aliases, 2)
+
+
+def swapped():
+    """Gradients of two parameters are exchanged: each lies where the other belongs."""
+    pair = Pair(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), bucket_cap_mb=25)
+    for model in (pair.ours, pair.plain):
+        for param in model.parameters():
+            param.data = param.data.mul(4).round()
+
+    def forward(model, x):
+        model(x).sum().backward()
+
+    for number in range(3):
+        pair.backward(2 * number, forward, forward)
+        for model in (pair.ours, pair.plain):
+            one, two = model[0].weight, model[1].weight
+            one.grad, two.grad = two.grad, one.grad
+        with pytest.warns(UserWarning, match="replaced") if not number else nullcontext():
+            pair.backward(2 * number + 1, forward, forward)
+        pair.compare()
+        pair.ours.zero_grad()
+        pair.plain.zero_grad()
+    assert pair.ours.num_replaced_gradients == 6
+
+
+def test_gradients_may_be_exchanged(run_ranks):
+    run_ranks(swapped, 2)
+
+
+def embedded():
+    """An embedding with sparse gradients, of which each rank uses other rows."""
+    table = nn.Embedding(10, 3, sparse=True)
+    nn.init.constant_(table.weight, 1.0)
+    model = nn.Sequential(table, nn.Linear(3, 2, bias=False))
+    nn.init.constant_(model[1].weight, 2.0)
+    plain = copy.deepcopy(model)
+    plain[0].sparse = False
+    meshard.replicate(model, bucket_cap_mb=SMALL).set_gradient_divide_factor(1.0)
+    rank = dist.get_rank()
+    for number in range(3):
+        model(torch.tensor([number, number, rank])).sum().backward()
+        for each in range(2):
+            plain(torch.tensor([number, number, each])).sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_sparse_gradients_become_dense(run_ranks):
+    run_ranks(embedded, 2)

@@ -1,0 +1,297 @@
+"""May a replicated module be run in every way in which a plain one may be?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import meshard
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.replicated import Pair, run
+
+
+class Interrupted(IntegerModel):
+    """Raises in its forward or its backward, if it is told to."""
+
+    raises_in = ""
+
+    def forward(self, x):
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            if place == 1 and self.raises_in == "forward":
+                raise ValueError("in forward")
+            if place == 1 and self.raises_in == "backward" and x.requires_grad:
+                x.register_hook(_fail)
+        return x + self.shift
+
+
+def _fail(_):
+    raise ValueError("in backward")
+
+
+def raising(where, when):
+    pair = Pair(Interrupted())
+    for number in range(4):
+        if number == when:
+            pair.ours.raises_in = where
+            with pytest.raises(ValueError, match=f"in {where}"):
+                run(pair.ours, integer_batch(number, dist.get_rank()))
+            pair.ours.raises_in = ""
+            if where == "backward":
+                with pytest.raises(RuntimeError, match=r"the last backward .* raised"):
+                    pair.optimizers[0].step()
+        pair.step(number)
+    pair.backward(4)
+    pair.compare()
+    pair.assert_views()
+
+
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_the_next_step_has_the_same_bits(run_ranks, where, when):
+    run_ranks(raising, 2, where, when)
+
+
+def raising_with_gradients():
+    """Gradients of a window that had ended stay after a forward that raised."""
+    pair = Pair(Interrupted())
+    pair.step(0)
+    pair.backward(1)
+    pair.ours.raises_in = "forward"
+    with pytest.raises(ValueError, match="in forward"):
+        pair.ours(integer_batch(1, 0))
+    pair.ours.raises_in = ""
+    pair.compare()
+    pair.backward(2)
+    pair.compare()
+
+
+def test_gradients_stay_after_a_forward_that_raised(run_ranks):
+    run_ranks(raising_with_gradients, 2)
+
+
+class Recomputed(IntegerModel):
+    """Recomputes its blocks in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x + self.shift
+
+
+def recomputed(use_reentrant, whole):
+    model = IntegerModel() if whole else Recomputed()
+    model.use_reentrant = use_reentrant
+
+    def needs(x):
+        return x.requires_grad_() if use_reentrant else x
+
+    def run_whole(model, x):
+        integer_loss(checkpoint(model, needs(x), use_reentrant=use_reentrant)).backward()
+
+    pair = Pair(model)
+    way = run_whole if whole else lambda model, x: run(model, needs(x))
+    pair.steps(range(4), way, way)
+    pair.backward(4, way, way)
+    pair.assert_views()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_inside_and_around(run_ranks, use_reentrant, whole):
+    run_ranks(recomputed, 2, use_reentrant, whole)
+
+
+def two_forwards(model, x):
+    first, second = model(x), model(x + 1)
+    integer_loss(second).backward()
+    integer_loss(first).backward()
+
+
+def two_forwards_in_order(model, x):
+    first, second = model(x), model(x + 1)
+    integer_loss(first).backward()
+    integer_loss(second).backward()
+
+
+def several_backwards(model, x):
+    loss = integer_loss(model(x))
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def one_loss_of_two_forwards(model, x):
+    (integer_loss(model(x)) + integer_loss(model(x - 1))).backward()
+
+
+def with_a_regulariser(model, x):
+    loss = integer_loss(model(x))
+    for param in model.parameters():
+        loss = loss + 3 * param.sum()
+    loss.backward()
+
+
+def with_an_early_regulariser(model, x):
+    penalty = sum(param.sum() for param in model.parameters())
+    (integer_loss(model(x)) + 2 * penalty).backward()
+
+
+def after_evaluation(model, x):
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model(x)
+    model.eval()
+    run(model, x)
+    model.train()
+
+
+def after_a_forward_alone(model, x):
+    model(x + 1)
+    run(model, x)
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        two_forwards,
+        two_forwards_in_order,
+        several_backwards,
+        one_loss_of_two_forwards,
+        with_a_regulariser,
+        with_an_early_regulariser,
+        after_evaluation,
+        after_a_forward_alone,
+    )
+}
+
+
+def in_a_way(name, as_views):
+    pair = Pair(gradient_as_bucket_view=as_views)
+    pair.steps(range(4), WAYS[name], WAYS[name])
+    for number in (4, 5):  # added to what is there
+        pair.backward(number, WAYS[name], WAYS[name])
+        pair.compare()
+    if as_views:
+        pair.assert_views()
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_to_run_a_step(run_ranks, name, as_views):
+    run_ranks(in_a_way, 2, name, as_views)
+
+
+def not_the_last():
+    pair = Pair()
+    for number in range(3):
+        pair.ours.set_is_last_backward(False)
+        pair.backward(10 * number)
+        pair.backward(10 * number + 1)
+        pair.ours.set_is_last_backward(True)
+        pair.backward(10 * number + 2)
+        pair.compare()
+        pair.update()
+    pair.ours.set_is_last_backward(False)
+    pair.backward(40)
+    with pytest.raises(RuntimeError, match="still on their way"):
+        pair.optimizers[0].step()
+    meshard.finalize_gradients(pair.ours)
+    pair.compare()
+    pair.update()
+
+
+def test_reductions_may_outlast_a_backward_that_is_not_the_last(run_ranks):
+    run_ranks(not_the_last, 2)
+
+
+def regulariser_alone():
+    """A backward that no forward belongs to: a penalty of the parameters, not of the data."""
+    pair = Pair()
+    pair.step(0)
+
+    def penalty(model, scale):
+        (scale * sum(param.sum() for param in model.parameters())).backward()
+
+    for number in range(1, 4):
+        penalty(pair.ours, 2.0)
+        penalty(pair.plain, 4.0)  # of both ranks
+        pair.backward(number)
+        pair.compare()
+        pair.update()
+    pair.backward(4)
+    with pytest.raises(RuntimeError, match="outside the forward of the replicated module"):
+        penalty(pair.ours, 2.0)
+
+
+def test_gradients_from_outside_of_any_forward(run_ranks):
+    run_ranks(regulariser_alone, 2)
+
+
+class Generative(nn.Module):
+    """Calls the replicated module several times."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        once = self.inner(x)
+        again = self.inner(torch.cat([once, x[:, :3]], dim=1))
+        return once + again
+
+
+def called_twice():
+    pair = Pair()
+
+    def twice(model, x):
+        integer_loss(Generative(model)(x)).backward()
+
+    pair.steps(range(4), twice, twice)
+
+
+def test_a_module_called_twice_in_one_forward(run_ranks):
+    run_ranks(called_twice, 2)
+
+
+def interleaved():
+    """Two replicated modules, one after the other in one graph, as of a GAN."""
+    first, second = IntegerModel(), IntegerModel(seed=3)
+    pairs = Pair(first), Pair(second)
+
+    def chain(one, two, x):
+        integer_loss(two(torch.cat([one(x), x[:, :3]], dim=1))).backward()
+
+    for number in range(4):
+        chain(pairs[0].ours, pairs[1].ours, integer_batch(number, dist.get_rank()))
+        for rank in range(2):
+            chain(pairs[0].plain, pairs[1].plain, integer_batch(number, rank))
+        for pair in pairs:
+            pair.compare()
+            pair.update()
+
+
+def test_two_replicated_modules_in_one_graph(run_ranks):
+    run_ranks(interleaved, 2)
+
+
+def evaluated():
+    """What a module returns in evaluation, on one rank alone, is that of the plain one."""
+    pair = Pair()
+    for number in range(3):
+        pair.step(number)
+        if dist.get_rank() == number % 2:
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    x = integer_batch(number, 7)
+                    assert torch.equal(pair.ours(x), pair.plain(x))
+    assert_same(full_state(pair.ours), full_state(pair.plain), bitwise=True)
+    assert all(grad is None for grad in full_grads(pair.ours).values())
+
+
+def test_one_rank_alone_may_evaluate(run_ranks):
+    run_ranks(evaluated, 2)

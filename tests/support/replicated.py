@@ -1,0 +1,87 @@
+"""Does a replicated model get the gradients of one process that sees every rank's batch?"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
+from tests.support.parity import assert_same, full_grads, full_state
+
+Run = Callable[[nn.Module, torch.Tensor], None]
+SMALL = 2e-4  # MiB: several buckets of an IntegerModel
+
+
+def run(model: nn.Module, x: torch.Tensor) -> None:
+    """Run forward and backward once."""
+    integer_loss(model(x)).backward()
+
+
+class Pair:
+    """A replicated model and the plain one, which is given what all ranks are given.
+
+    Gradients are integers, sums over all ranks, and must be the same bits.
+
+    Args:
+        model: Its copy is kept plain. None: an ``IntegerModel``.
+        **kwargs: Of ``replicate``.
+    """
+
+    def __init__(self, model: nn.Module | None = None, **kwargs: Any) -> None:
+        model = IntegerModel() if model is None else model
+        self.plain = copy.deepcopy(model)
+        self.ours: Any = meshard.replicate(model, **{"bucket_cap_mb": SMALL, **kwargs})
+        self.ours.set_gradient_divide_factor(1.0)
+        self.renew_optimizers()
+
+    def renew_optimizers(self) -> None:
+        """Build both optimizers again: parameters are others now."""
+        self.optimizers = [
+            torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+            for model in (self.ours, self.plain)
+        ]
+
+    def backward(self, number: int, ours: Run = run, plain: Run = run) -> None:
+        """Run both once, and compare nothing."""
+        ours(self.ours, integer_batch(number, dist.get_rank()))
+        for rank in range(dist.get_world_size()):
+            plain(self.plain, integer_batch(number, rank))
+
+    def compare(self, *, bitwise: bool = True) -> None:
+        """Compare gradients, values and strides."""
+        assert_same(full_grads(self.ours), full_grads(self.plain), bitwise=bitwise)
+        for name, param in self.ours.named_parameters():
+            if param.grad is not None:
+                assert param.grad.dtype == param.dtype, name
+                assert param.grad.stride() == param.stride(), name
+
+    def update(self, *, set_to_none: bool = True) -> None:
+        """Step both, compare parameters, and clear gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        assert_same(full_state(self.ours), full_state(self.plain), bitwise=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, number: int, ours: Run = run, plain: Run = run) -> None:
+        """Train both by one step."""
+        self.backward(number, ours, plain)
+        self.compare()
+        self.update()
+
+    def steps(self, numbers: Iterable[int], ours: Run = run, plain: Run = run) -> None:
+        """Train both by several steps."""
+        for number in numbers:
+            self.step(number, ours, plain)
+
+    def assert_views(self) -> None:
+        """Gradients take memory once per bucket, and none was replaced."""
+        grads = [param.grad for param in self.ours.parameters() if param.grad is not None]
+        buckets = [unit for unit in self.ours._meshard_buckets.units if unit.group is not None]
+        storages = {grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}
+        assert len(storages) <= len(buckets)
+        assert self.ours.num_replaced_gradients == 0
