@@ -21,6 +21,7 @@ from meshard._runtime.companions import chain_of, nest
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.hooks import register_hooks
 from meshard._runtime.plain_grads import PlainGrads
+from meshard._runtime.private_torch import untraced
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of, units_in
 from meshard._runtime.unit_copy import copy_with_units
 from meshard.accumulation import no_sync
@@ -263,6 +264,7 @@ class BeforeForward:
         copied._buckets = _nothing
         return copied
 
+    @untraced
     def __call__(self, module: nn.Module, _: Any) -> None:
         """See above. **Collective:** all ranks of the mesh."""
         if not torch.is_grad_enabled():

@@ -85,6 +85,7 @@ class GradientState:
             group, reduce_dtype=self.plan.reduce_dtype, accumulate_dtype=self.plan.chosen_dtype
         )
         copied._window = self._window.copy()
+        copied.sharded.be_like(self.sharded)
         return copied
 
     @property

@@ -66,6 +66,9 @@ class HostGrads:
         self._is_first = False  # what arrives is not added to any .grad
         self._growing: frozenset[int] = frozenset()  # on their way into what .grad shows
 
+    def be_like(self, other: object) -> None:
+        """See ``ShardedGrads.be_like``: there is nothing to choose."""
+
     def add(self, new: Held) -> Queued:
         """Add reduced gradients to ``.grad``, once ``settle`` has been called.
 

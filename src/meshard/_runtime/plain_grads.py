@@ -41,6 +41,11 @@ class PlainGrads(ShardedGrads):
         self.is_hidden = False
         self._strangers: dict[int, torch.Tensor] = {}  # the users' own gradients, while hidden
 
+    def be_like(self, other: object) -> None:
+        """See ``ShardedGrads.be_like``."""
+        if isinstance(other, PlainGrads):
+            self.are_views = other.are_views
+
     # --- the bucket --------------------------------------------------------------------------
 
     def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:

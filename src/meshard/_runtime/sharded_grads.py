@@ -72,6 +72,11 @@ class ShardedGrads:
         self.is_kept = False  # the memory, from step to step
         self._kept: KeptGrads | None = None
 
+    def be_like(self, other: object) -> None:
+        """Take over what users have chosen for the gradients of a unit, for its copy."""
+        if isinstance(other, ShardedGrads):
+            self.is_kept = other.is_kept
+
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return ``[shard_numel]`` for new sums, the same in each step; None if it is in use.
 
