@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshard._comm.notes import is_debugging
 from meshard._geometry.mesh_roles import MeshRoles, device_of, group_of_neighbours
 from meshard._runtime.companions import accompany
-from meshard._runtime.unit import UnitSettings
+from meshard._runtime.unit import UnitSettings, unit_of
 from meshard.build_unit import (
     Collected,
     check_parameters,
@@ -183,6 +183,12 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
             name = type(each).__name__.removeprefix("FSDP")
             raise ValueError(
                 f"fully_shard was applied twice to the same {name}; apply it once to each module."
+            )
+        if unit_of(each) is not None:
+            name = type(each).__name__.removeprefix("Replicated")
+            raise ValueError(
+                f"fully_shard was applied to a {name} that is replicated; apply one of fully_shard "
+                "and replicate to each module."
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(each):
             raise ValueError(

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshard._runtime.unit import units_in
+from meshard._runtime.plain_tensors import PlainTensors
+from meshard._runtime.unit import Unit, units_in
 from meshard.flat_optimizer import Params
 from meshard.flat_stepper import POINTWISE
 from meshard.gradient_clips import check_limit, unit_clip
@@ -64,8 +65,8 @@ def overlap_optimizer(
         RuntimeError: A forward or backward is under way.
         TypeError: ``optimizer`` makes no ``Optimizer``, or one that must be given a closure.
         ValueError: There is no unit in ``module``, a parameter is in none or stepped in backward by
-            another optimizer already, ``differentiable=True``, a limit is not positive, or ``clip``
-            and ``max_norm`` do not come together.
+            another optimizer already, ``differentiable=True``, a limit is not positive, ``clip``
+            and ``max_norm`` do not come together, or ``clip`` is for a replicated module.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
@@ -84,6 +85,12 @@ def overlap_optimizer(
     check_rest(units, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
     _check_deferred(clip, max_norm)
+    if clip is not None and any(_is_replicated(unit) for unit in units):
+        raise ValueError(
+            'clip="deferred" steps a parameter when it is read next, which nobody hears of where '
+            "replicate keeps it an ordinary tensor; clip each bucket (max_unit_norm), or step as "
+            "usual after meshard.clip_grad_norm_."
+        )
     if param_groups is None:
         param_groups = [param for param in module.parameters() if param.requires_grad]
     make = functools.partial(cast("MakeOptimizer", optimizer), **optimizer_kwargs)
@@ -93,6 +100,10 @@ def overlap_optimizer(
     if type(template) in POINTWISE:
         make = functools.partial(type(template))
     return OverlappedOptimizer(template, make, units, change, max_norm)
+
+
+def _is_replicated(unit: Unit) -> bool:
+    return unit.group is not None and isinstance(unit.group.tensors, PlainTensors)
 
 
 def _check_deferred(clip: str | None, max_norm: float | None) -> None:

@@ -116,7 +116,7 @@ def replicate(
 
     Args:
         module: The outermost module that is called.
-        mesh: All its axes replicate. None: 1D over the default group, as in ``fully_shard``.
+        mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as in ``fully_shard``.
         bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB. Buckets are made
             once more in the second iteration, in the order in which gradients arrived.
         gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own, which takes that
@@ -146,6 +146,11 @@ def replicate(
     _check(module, bucket_cap_mb, gradient_as_bucket_view, broadcast_buffers, init_sync)
     policy = as_policy(mp_policy)
     check_mesh(mesh)
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(
+            f"replicate needs a mesh of one or two axes, all of which replicate, got {mesh}; pass "
+            "the data-parallel part of a larger mesh, as in mesh['data']."
+        )
     found = collect([module], as_set(ignored_params))
     roles = MeshRoles.of(mesh if mesh is not None else default_mesh()).keeping_whole()
     device = device_of(roles.mesh)

@@ -39,6 +39,7 @@ class PlainGrads(ShardedGrads):
         self.replaced = Replaced()  # of all buckets of the module
         self._bucket: torch.Tensor | None = None  # used again in every step
         self.is_hidden = False
+        self._is_settled = False  # hidden no more for the rest of a backward: see settle
         self._strangers: dict[int, torch.Tensor] = {}  # the users' own gradients, while hidden
 
     def be_like(self, other: object) -> None:
@@ -143,6 +144,9 @@ class PlainGrads(ShardedGrads):
         if not self.is_hidden:
             return
         self.is_hidden = False
+        if self._is_settled:
+            self._is_settled = False  # they are, unless an optimizer has dropped them since
+            return
         strangers, self._strangers = self._strangers, {}
         if self._shown is not None:
             self._show(self._shown)
@@ -153,6 +157,8 @@ class PlainGrads(ShardedGrads):
 
     def add(self, new: Held) -> None:
         """Add reduced gradients; ``new`` may be kept and written to later."""
+        if self._is_settled:
+            self.show()
         was_hidden = self.is_hidden
         self.hide()
         total = new
@@ -178,19 +184,24 @@ class PlainGrads(ShardedGrads):
 
     def settle(self) -> None:
         """Have all that was added in ``.grad``, in the middle of a backward too."""
-        if self.is_hidden:
+        if self.is_hidden and not self._is_settled:
             self.show()
-            self.is_hidden = True  # autograd is through with these parameters
+            self.is_hidden = self._is_settled = True  # autograd is through with these parameters
+
+    def show_early(self) -> bool:
+        """As for ``HostGrads``."""
+        self.settle()
+        return True
 
     def clear(self) -> None:
         """Drop every ``.grad``."""
         super().clear()
-        self.is_hidden = False
+        self.is_hidden = self._is_settled = False
         self._strangers.clear()
 
     def release_cleared(self) -> None:
         """Forget what was shown once the user has dropped it."""
-        if not self.is_hidden:
+        if not self.is_hidden or self._is_settled:
             super().release_cleared()
 
     def move(self, home: Home) -> list[torch.Tensor]:
