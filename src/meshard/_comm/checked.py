@@ -112,10 +112,21 @@ class CheckedCommunicator:
             output, source, group=group, label=label, keep_signs=keep_signs
         )
 
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
         """See ``Communicator.all_reduce``; raises if the ranks differ."""
         self.check("all_reduce", label, buffer, group)
-        return self.inner.all_reduce(buffer, group=group, label=label)
+        return self.inner.all_reduce(buffer, group=group, label=label, output=output)
+
+    def sums_apart(self, group: dist.ProcessGroup) -> bool:
+        """See ``Communicator.sums_apart``."""
+        return self.inner.sums_apart(group)
 
     def check(self, op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Raise if the ranks of ``group`` differ; for a collective that is issued elsewhere."""

@@ -17,35 +17,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed the collectives on one tensor; the old names warn there.
-if hasattr(dist, "all_gather_single"):
-    all_gather_single = dist.all_gather_single
-    reduce_scatter_single = dist.reduce_scatter_single
-else:
-    all_gather_single = dist.all_gather_into_tensor
-    reduce_scatter_single = dist.reduce_scatter_tensor
-
-_METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
-
-
-def start_all_gather_on(
-    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
-) -> dist.Work:
-    """Do what torch's function does once it has looked at its arguments, at every call anew."""
-    if _METHODS_ARE_RENAMED:
-        return group.all_gather_single(output, source)
-    return group._allgather_base(output, source)
-
-
-def start_all_to_all_on(
-    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
-) -> dist.Work:
-    """Likewise exchange rows: as many with each rank as ``sizes`` says, or all as many."""
-    if _METHODS_ARE_RENAMED:
-        return group.all_to_all_single(output, source, sizes, sizes)
-    return group.alltoall_base(output, source, sizes, sizes)
-
-
 # One tensor [ranks, n], or a list of tensors [n].
 Rows = torch.Tensor | list[torch.Tensor]
 
@@ -174,8 +145,24 @@ class Communicator(Protocol):
         ``all_gather``. With ``keep_signs`` a sum of negative zeros is a negative zero.
         """
 
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
-        """Sum ``buffer`` over the ranks of ``group`` in place."""
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
+        """Sum ``buffer`` over the ranks of ``group``, in place if there is no ``output``.
+
+        Another ``output`` only where ``sums_apart``.
+        """
+
+    def sums_apart(self, group: dist.ProcessGroup) -> bool:
+        """Whether ``all_reduce`` reads what ``allocate`` has lent to be sent, and sums elsewhere.
+
+        In place it would have to be copied first.
+        """
 
     def queued(self, *keep: torch.Tensor) -> Queued:
         """Return a wait for the local work queued on the current lane; ``keep`` lives until it."""
@@ -292,6 +279,10 @@ class BaseCommunicator:
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.lend_rows``: one tensor is sent."""
         return None
+
+    def sums_apart(self, group: dist.ProcessGroup) -> bool:
+        """See ``Communicator.sums_apart``."""
+        return False
 
     def observe(
         self,

@@ -187,9 +187,16 @@ class CustomCommunicator(BaseCommunicator):
             )
         return self._pending(work, output, source, widen=None if narrow is output else narrow)
 
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
         """See ``Communicator.all_reduce``."""
-        return self._inner.all_reduce(buffer, group=group, label=label)
+        return self._inner.all_reduce(buffer, group=group, label=label, output=output)
 
     def _announce(
         self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str

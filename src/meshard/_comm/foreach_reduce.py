@@ -103,6 +103,8 @@ class ReduceRequest:
         label: Name of the unit.
         output: ``[shard_numel]`` in the wider of the two dtypes, where the result should be; may be
             a row of ``buffer``. None: anywhere.
+        sums_apart: ``buffer`` is one row that was allocated to be sent by the all-reduce, whose sum
+            goes to ``output``.
     """
 
     buffer: Rows
@@ -116,6 +118,7 @@ class ReduceRequest:
     marks: UsageMarks
     label: str
     output: torch.Tensor | None = None
+    sums_apart: bool = False
 
 
 class Reduced(NamedTuple):
@@ -236,7 +239,12 @@ class Reduction:
             divide_(self._wire, self._divisors.before_all_reduce)
             self._wire = self._wire.to(request.wire_dtype)
             request.marks.write(self._wire, self._unused)
-            self._pending = self._comm.all_reduce(self._wire, group=group, label=request.label)
+            wire, output = self._wire, request.output if request.sums_apart else None
+            self._pending = self._comm.all_reduce(
+                wire, group=group, label=request.label, output=output
+            )
+            if output is not None:
+                self._wire = output
 
     def _after_all_reduce(self) -> None:
         request = self._request

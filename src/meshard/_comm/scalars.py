@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommEvent, all_gather_single, tell
+from meshard._comm.communicator import CommEvent, tell
+from meshard._comm.communicator_calls import all_gather_single
 from meshard._comm.notes import compare_notes, is_debugging
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import BaseCommunicator, all_gather_single
+from meshard._comm.communicator import BaseCommunicator
+from meshard._comm.communicator_calls import all_gather_single
 from meshard._comm.notes import compare_notes, is_debugging
 
 _ISSUER = BaseCommunicator()

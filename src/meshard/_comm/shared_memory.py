@@ -127,18 +127,23 @@ class _Scatter(_Heard):
 
 
 class _Sum(_Heard):
-    """An all-reduce of ``buffer`` between two ranks, in place."""
+    """An all-reduce of ``buffer`` between two ranks, in place or into ``output``."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_buffer", "_output")
 
-    def __init__(self, neighbours: Neighbours, buffer: torch.Tensor) -> None:
-        super().__init__(neighbours, neighbours.say(buffer, copy=True))  # it becomes the sum
+    def __init__(
+        self, neighbours: Neighbours, buffer: torch.Tensor, output: torch.Tensor | None
+    ) -> None:
+        # In place, what the neighbour reads must not become the sum.
+        super().__init__(neighbours, neighbours.say(buffer, copy=output is None))
         self._buffer = buffer
+        self._output = buffer if output is None else output
 
     def _read(self) -> None:
         (other,) = self._neighbours.others
         buffer = self._buffer
-        buffer.add_(self._neighbours.listen(self._message, other, buffer.numel(), buffer.dtype))
+        theirs = self._neighbours.listen(self._message, other, buffer.numel(), buffer.dtype)
+        torch.add(buffer, theirs, out=self._output)
 
 
 class SharedMemoryCommunicator(WorkCommunicator):
@@ -244,11 +249,22 @@ class SharedMemoryCommunicator(WorkCommunicator):
         with profiled("reduce_scatter", label):
             return _Scatter(neighbours, output, source, keep_signs=keep_signs)
 
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
         """See ``Communicator.all_reduce``."""
         neighbours = self._neighbours_in(group) if group.size() == 2 else None
         if neighbours is None:
-            return super().all_reduce(buffer, group=group, label=label)
+            return super().all_reduce(buffer, group=group, label=label, output=output)
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
-            return _Sum(neighbours, buffer)
+            return _Sum(neighbours, buffer, output)
+
+    def sums_apart(self, group: dist.ProcessGroup) -> bool:
+        """See ``Communicator.sums_apart``: two ranks do."""
+        return group.size() == 2 and self._neighbours_in(group) is not None

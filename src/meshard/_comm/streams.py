@@ -45,10 +45,9 @@ from meshard._comm.communicator import (
     Pending,
     Queued,
     Rows,
-    all_gather_single,
     profiled,
-    reduce_scatter_single,
 )
+from meshard._comm.communicator_calls import all_gather_single, reduce_scatter_single
 from meshard._comm.notes import is_debugging
 from meshard._comm.shared_memory import SharedMemoryCommunicator
 
@@ -194,7 +193,14 @@ class StreamCommunicator(BaseCommunicator):
             output.copy_(narrow)
             return self.queued(source, narrow)
 
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
         """See ``Communicator.all_reduce``."""
         if group.size() == 1:
             return DONE

@@ -20,9 +20,8 @@ from meshard._comm.communicator import (
     Queued,
     Rows,
     profiled,
-    start_all_gather_on,
-    start_all_to_all_on,
 )
+from meshard._comm.communicator_calls import start_all_gather_on, start_all_to_all_on
 
 _NOTHING = contextlib.nullcontext()
 
@@ -135,7 +134,14 @@ class WorkCommunicator(BaseCommunicator):
             work = start_all_to_all_on(group, received, source, [])
         return WorkPending(work, lambda: sums.sum_rows(output, received, keep_signs=keep_signs))
 
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> Pending:
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
         """See ``Communicator.all_reduce``."""
         if group.size() == 1:
             return DONE

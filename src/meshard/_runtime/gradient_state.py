@@ -28,7 +28,7 @@ from meshard._runtime.plain_tensors import PlainTensors
 from meshard._runtime.sharded_grads import Held, ShardedGrads
 from meshard._runtime.unrecorded import unrecorded
 from meshard._runtime.window import Window
-from meshard._runtime.wire_buffers import buffer_for
+from meshard._runtime.wire_buffers import WireMemory, memory_for
 
 
 class _Arrived(NamedTuple):
@@ -206,14 +206,6 @@ class GradientState:
             return None
         return self.sharded.free_bucket(layout, dtype)
 
-    def _free_output(self, layout: GradientLayout, wire: torch.dtype) -> torch.Tensor | None:
-        """Likewise return memory for what has been reduced."""
-        if self.num_in_flight or isinstance(self.sharded, HostGrads):
-            return None
-        return self.sharded.free_memory(
-            layout, torch.promote_types(wire, self.plan.accumulate_dtype)
-        )
-
     def _open_window(self) -> None:
         self._window.is_open = True
         self._cleared = frozenset()
@@ -252,9 +244,18 @@ class GradientState:
         self._check_factor(options)
         roles = self._group.place.roles
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
-        is_full = options.over_replicas or roles.replicate_group is None
-        output = self._free_output(layout, wire_dtype) if is_full else None
-        buffer, used = self._whole_buffer(layout, came, wire_dtype, options, output)
+        memory = memory_for(
+            layout,
+            wire_dtype,
+            self.plan.accumulate_dtype,
+            group=self._group,
+            grads=self.sharded,
+            options=options,
+            is_idle=not self.num_in_flight,
+            is_pending=self.is_pending,
+            is_laid_out=self._unreduced is not None,
+        )
+        buffer, used = self._whole_buffer(layout, came, wire_dtype, options, memory)
         if options.zero_unused:
             used = frozenset(layout.indices)
         if options.before:
@@ -265,7 +266,8 @@ class GradientState:
         request = ReduceRequest(
             buffer=buffer,
             wire_dtype=wire_dtype,
-            output=output,
+            output=memory.output,
+            sums_apart=memory.sums_apart,
             partial=partial,
             shard_group=options.shard_group or roles.shard_group,
             replicate_group=roles.replicate_group if options.over_replicas else None,
@@ -277,6 +279,7 @@ class GradientState:
         )
         reduction = Reduction(request, self._group.comm)
         self.num_in_flight += 1
+        is_full = options.over_replicas or roles.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 
     def _check_factor(self, options: ReduceOptions) -> None:
@@ -291,28 +294,17 @@ class GradientState:
         came: _Arrived,
         wire_dtype: torch.dtype,
         options: ReduceOptions,
-        output: torch.Tensor | None,
+        memory: WireMemory,
     ) -> tuple[Rows, frozenset[int]]:
-        if self._unreduced is not None:
+        if memory.buffer is None:
             return self._add_to_unreduced(layout, came, options.arrived)
         gradients, used = came
+        buffer = memory.buffer
         # float16 is divided before it is narrowed to, or sums would overflow that need not.
-        is_narrowing = wire_dtype == torch.float16 and any(
+        if wire_dtype == torch.float16 and any(
             gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
-        )
-        buffer: Rows
-        if is_narrowing:
+        ):
             buffer = layout.allocate(self.plan.accumulate_dtype)
-        else:
-            buffer = buffer_for(
-                layout,
-                wire_dtype,
-                comm=self._group.comm,
-                group=options.shard_group or self._group.place.roles.shard_group,
-                bucket=self._free_bucket(layout, wire_dtype),
-                own=output,
-                as_one=bool(options.arrived or options.before),
-            )
         layout.pack(buffer, gradients)
         if options.arrived:
             assert isinstance(buffer, torch.Tensor)

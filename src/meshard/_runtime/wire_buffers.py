@@ -1,42 +1,85 @@
-"""Where do the whole gradients of a unit lie while they are reduced?"""
+"""Where do the whole gradients of a unit lie while they are reduced, and where does the sum?"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import torch.distributed as dist
 
-from meshard._comm.communicator import Communicator, Lane, Rows
+from meshard._comm.communicator import Lane, Rows
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._runtime.gradient_plan import ReduceOptions
+from meshard._runtime.host_grads import HostGrads
+from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.plain_grads import PlainGrads
+from meshard._runtime.sharded_grads import ShardedGrads
 
 
-def buffer_for(
+class WireMemory(NamedTuple):
+    """Memory for one reduction."""
+
+    buffer: Rows | None  # uninitialised; None: the gradients lie somewhere already
+    output: torch.Tensor | None = None  # where the sum should be; None: anywhere
+    sums_apart: bool = False  # see Communicator.sums_apart
+
+
+def memory_for(
     layout: GradientLayout,
-    dtype: torch.dtype,
+    wire: torch.dtype,
+    total: torch.dtype,
     *,
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    bucket: torch.Tensor | None,
-    own: torch.Tensor | None,
-    as_one: bool,
-) -> Rows:
-    """Return ``[shard_count, shard_numel]``, uninitialised, or as many rows.
+    group: ParamGroup,
+    grads: ShardedGrads | HostGrads,
+    options: ReduceOptions,
+    is_idle: bool,
+    is_pending: bool,
+    is_laid_out: bool,
+) -> WireMemory:
+    """Return where gradients and their sum should lie.
 
     Args:
         layout: Of the gradients.
-        dtype: In which they are sent.
-        comm: What they are sent by.
-        group: The shard group.
-        bucket: Memory that is there already.
-        own: Where the sum of this rank's row will be, if that is known. Of rows that are of the
-            same dtype it is the own one.
-        as_one: One tensor, which reduce hooks are given.
+        wire: The dtype in which they are sent.
+        total: The dtype in which they are added up.
+        group: Whose gradients.
+        grads: What shows the sums.
+        options: Of the reduction.
+        is_idle: No reduction of this group is on its way.
+        is_pending: Something is accumulated beside ``.grad``.
+        is_laid_out: And so the gradients lie somewhere already.
     """
-    if bucket is not None:
-        return bucket
-    rows = None if as_one else comm.lend_rows(layout.shard_numel, dtype, group=group)
+    roles, comm = group.place.roles, group.comm
+    as_one = bool(options.arrived or options.before)  # hooks are given one tensor
+    if isinstance(grads, PlainGrads):
+        bucket = grads.free_bucket(layout, wire) if is_idle and not is_pending else None
+        across = roles.replicate_group if options.over_replicas else None
+        may_sum_apart = not is_laid_out and not as_one and wire == total and layout.numel
+        if may_sum_apart and across is not None and comm.sums_apart(across):
+            whole = layout.allocate(wire) if bucket is None else bucket
+            sent = comm.allocate(
+                layout.numel,
+                Lane.ALL_REDUCE,
+                dtype=wire,
+                device=layout.device,
+                group=across,
+                is_sent=True,
+            )
+            return WireMemory([sent], whole.view(-1), sums_apart=True)
+        if bucket is not None:
+            return WireMemory(bucket)
+    output = None
+    is_full = options.over_replicas or roles.replicate_group is None
+    if is_full and is_idle and isinstance(grads, ShardedGrads):
+        output = grads.free_memory(layout, torch.promote_types(wire, total))
+    if is_laid_out:
+        return WireMemory(None, output)
+    shard_group = options.shard_group or roles.shard_group
+    rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group)
     if rows is not None:
-        if own is not None and own.dtype == dtype:
-            rows[group.rank()] = own
-        return rows
-    flat = comm.allocate(layout.numel, Lane.SCATTER, dtype=dtype, device=layout.device, group=group)
-    return flat.view(layout.shard_count, -1)
+        if output is not None and output.dtype == wire:
+            rows[shard_group.rank()] = output
+        return WireMemory(rows, output)
+    flat = comm.allocate(
+        layout.numel, Lane.SCATTER, dtype=wire, device=layout.device, group=shard_group
+    )
+    return WireMemory(flat.view(layout.shard_count, -1), output)
