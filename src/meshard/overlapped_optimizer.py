@@ -60,7 +60,7 @@ class OverlappedOptimizer(Optimizer):
         self._window: DeferredWindow | None = None
         self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
-        self.state.update(template.state)
+        self._state.update(template.state)
         self._plan()
         self._attach()
 
