@@ -50,3 +50,12 @@ def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
     printed = run_example("hsdp_microbatches.py", tmp_path).strip()
     page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
     assert f"```text\n{printed}\n```" in page, printed
+
+
+@pytest.mark.slow
+def test_the_overlapped_optimizer_saves_gradients_and_draws_them(tmp_path):
+    printed = run_example("overlap_optimizer.py", tmp_path, "--units", "4", "--width", "256")
+    assert "same weights, bit for bit: yes" in printed
+    overlapped = next(line for line in printed.splitlines() if "overlapped" in line)
+    assert overlapped.split()[1:5] == ["0.1", "MiB", "0.0", "MiB"]  # of one unit; of none
+    assert (tmp_path / "gradients.png").read_bytes().startswith(PNG_SIGNATURE)

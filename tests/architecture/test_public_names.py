@@ -29,6 +29,7 @@ OWN_NAMES = [
     "describe",
     "fully_shard_units",
     "materialize",
+    "overlap_optimizer",
 ]
 
 # Methods that FSDP2 has, with their arguments.
