@@ -87,7 +87,7 @@ class Buckets:
         self._policy = policy
         self._cap = cap
         self._are_views = are_views
-        self._arrivals: list[int] = []
+        self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders: list[torch.utils.hooks.RemovableHandle] = []
         self.replaced = Replaced()
         order = list(range(len(params)))[::-1]
@@ -149,9 +149,7 @@ class Buckets:
             return
         assert isinstance(unit.group.tensors, PlainTensors)
         assert isinstance(unit.gradients.sharded, PlainGrads)
-        # As at the beginning of a backward: so it is seen what users have replaced.
-        unit.gradients.sharded.hide()
-        unit.gradients.sharded.show()
+        unit.gradients.sharded.give_away()
         unit.group.tensors.let_go()
 
     # --- the order of the first backward -----------------------------------------------------
@@ -164,8 +162,7 @@ class Buckets:
 
     def note_arrival(self, index: int) -> None:
         """Note that the gradient of parameter ``index`` is there."""
-        if index not in self._arrivals:
-            self._arrivals.append(index)
+        self._arrivals.setdefault(index)
 
     def begin_iteration(self) -> bool:
         """A forward begins. Make the buckets anew, if it is time to.
@@ -189,7 +186,7 @@ class Buckets:
 
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order: what got no gradient comes last."""
-        late = [i for i in reversed(range(len(self._params))) if i not in set(self._arrivals)]
+        late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._place.device)
         roles = self._place.roles
         assert roles.replicate_group is not None

@@ -173,11 +173,13 @@ class OverlappedOptimizer(Optimizer):
             param_group: As for every optimizer.
 
         Raises:
-            ValueError: A parameter is in none of the units.
+            ValueError: A parameter is in none of the units, or stepped in backward by another
+                optimizer already.
         """
         super().add_param_group(param_group)
         if self._is_attached:
             try:
+                check_not_overlapped(self.param_groups[-1]["params"])
                 self._plan()
             except ValueError:
                 del self.param_groups[-1]

@@ -51,6 +51,8 @@ class PlainParam(ShardedParam):
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient as ``[numel]``, in the order in which the parameter lies in memory."""
         param = self.sharded
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         if gradient.stride() != param.stride() or not _is_dense(param):
             ordered = torch.empty_strided(
                 param.shape, _dense_strides(param), dtype=gradient.dtype, device=gradient.device

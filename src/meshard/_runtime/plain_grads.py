@@ -41,6 +41,8 @@ class PlainGrads(ShardedGrads):
         self.is_hidden = False
         self._is_settled = False  # hidden no more for the rest of a backward: see settle
         self._strangers: dict[int, torch.Tensor] = {}  # the users' own gradients, while hidden
+        self._given_back: frozenset[int] = frozenset()  # of these, by the last backward
+        self._in_place_of_ours: frozenset[int] = frozenset()
 
     def be_like(self, other: object) -> None:
         """See ``ShardedGrads.be_like``."""
@@ -99,9 +101,11 @@ class PlainGrads(ShardedGrads):
             else:
                 self._strangers[index] = self._of_its_own(gradient)
         self.is_hidden = True
+        strangers = frozenset(self._strangers)
         if self._shown is not None:
             self._keep_only(frozenset(kept))
-            self._warn_of_strangers()
+            self._in_place_of_ours |= strangers - self._given_back
+        self._in_place_of_ours &= strangers
 
     def _keep_only(self, kept: frozenset[int]) -> None:
         """Forget what users have cleared or replaced."""
@@ -115,21 +119,30 @@ class PlainGrads(ShardedGrads):
 
     def _of_its_own(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return what a user has put into ``.grad``, in memory that is not the bucket's."""
-        if self._shown is None:
+        if gradient.is_sparse:
             return gradient
-        bucket = self._shown.flat.untyped_storage().data_ptr()
-        is_alias = not gradient.is_sparse and gradient.untyped_storage().data_ptr() == bucket
-        return gradient.clone() if is_alias else gradient
+        held = (self._bucket, None if self._shown is None else self._shown.flat)
+        memory = {flat.untyped_storage().data_ptr() for flat in held if flat is not None}
+        return gradient.clone() if gradient.untyped_storage().data_ptr() in memory else gradient
 
     def leave(self) -> None:
         """Have nothing to do with what is in ``.grad`` any more: it is as if users had put it."""
         self._shown = self._bucket = None
 
-    def _warn_of_strangers(self) -> None:
-        if not self._strangers:
+    def give_away(self) -> None:
+        """The bucket is no more: others take over what is in ``.grad``, by value."""
+        self.hide()  # as at the beginning of a backward, to see what users have replaced
+        self._note_taken(frozenset(self._strangers))
+        self.show()
+
+    def _note_taken(self, strangers: frozenset[int]) -> None:
+        """Note that users' gradients have been added to ours, and say so if that costs a copy."""
+        replaced = strangers & self._in_place_of_ours
+        self._in_place_of_ours -= replaced
+        if not replaced:
             return
         if not self.replaced.count:
-            names = ", ".join(repr(self._group.params[i].fqn) for i in sorted(self._strangers))
+            names = ", ".join(repr(self._group.params[i].fqn) for i in sorted(replaced))
             warnings.warn(
                 f".grad of {names} in {self._group.label!r} was replaced by another tensor; it is "
                 "taken over by value, which costs a copy. Change gradients in place "
@@ -137,7 +150,7 @@ class PlainGrads(ShardedGrads):
                 "said once; num_replaced_gradients counts.",
                 stacklevel=2,
             )
-        self.replaced.count += len(self._strangers)
+        self.replaced.count += len(replaced)
 
     def show(self) -> None:
         """The backward is over: let every ``.grad`` be what has been accumulated."""
@@ -148,6 +161,7 @@ class PlainGrads(ShardedGrads):
             self._is_settled = False  # they are, unless an optimizer has dropped them since
             return
         strangers, self._strangers = self._strangers, {}
+        self._given_back = frozenset(strangers)
         if self._shown is not None:
             self._show(self._shown)
         for index, gradient in strangers.items():
@@ -169,6 +183,7 @@ class PlainGrads(ShardedGrads):
                 old, new = self._laid_out(old, indices), self._laid_out(new, indices)
             old.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             total = old._replace(used=old.used | new.used)
+        taken = frozenset(self._strangers) & new.used
         for index, local in total.shards(0):
             gradient = self._strangers.get(index)
             if gradient is not None and index in new.used:
@@ -176,6 +191,7 @@ class PlainGrads(ShardedGrads):
                 assert isinstance(param, PlainParam)
                 local.add_(param.own_part_of(gradient))
                 del self._strangers[index]
+        self._note_taken(taken)
         self._shown = total
         if not was_hidden:
             self.show()

@@ -1,0 +1,115 @@
+"""What users put into ``.grad`` of a replicated module, and who may step its parameters."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from tests.support.integer_model import integer_batch, integer_loss
+from tests.support.replicated import Pair
+
+
+def frozen_with_a_gradient():
+    pair = Pair(bucket_cap_mb=25)
+    pair.backward(0)
+    for model in (pair.ours, pair.plain):
+        model.blocks[1].linear.weight.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in (1, 2, 3):  # buckets are made anew, and what was accumulated is kept
+            pair.backward(number)
+            pair.compare()
+    assert pair.ours.num_replaced_gradients == 0
+
+
+def test_a_gradient_that_is_left_when_a_parameter_is_frozen_was_not_replaced(run_ranks):
+    run_ranks(frozen_with_a_gradient, 2)
+
+
+def replaced_in_a_window():
+    pair = Pair()
+    pair.steps(range(2))  # buckets are final
+    pair.backward(0)
+    for model in (pair.ours, pair.plain):
+        model.shift.grad = model.shift.grad * 2
+    with pair.ours.no_sync():
+        pair.backward(1)
+        pair.backward(2)
+    assert pair.ours.num_replaced_gradients == 0  # nothing has been copied
+    with pytest.warns(UserWarning, match="'shift'.*was replaced by another tensor"):
+        pair.backward(3)
+    pair.compare()
+    assert pair.ours.num_replaced_gradients == 1
+    pair.backward(4)
+    pair.compare()
+    assert pair.ours.num_replaced_gradients == 1
+
+
+def test_a_replaced_gradient_is_counted_when_it_is_taken_over(run_ranks):
+    run_ranks(replaced_in_a_window, 2)
+
+
+def of_an_earlier_step():
+    pair = Pair()
+    pair.steps(range(2))  # buckets are final
+    pair.backward(2)
+    earlier = [[param.grad for param in m.parameters()] for m in (pair.ours, pair.plain)]
+    for model in (pair.ours, pair.plain):
+        model.zero_grad()
+    losses = [integer_loss(pair.ours(integer_batch(3, dist.get_rank())))]
+    losses += [integer_loss(pair.plain(integer_batch(3, r))) for r in range(dist.get_world_size())]
+    for model, grads in zip((pair.ours, pair.plain), earlier, strict=True):
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
+    for loss in losses:
+        loss.backward()
+    pair.compare()
+
+
+def test_a_gradient_of_an_earlier_step_may_come_back(run_ranks):
+    run_ranks(of_an_earlier_step, 2)
+
+
+def sparse():
+    pair = Pair()
+    for model in (pair.ours, pair.plain):
+        model.shift.grad = torch.tensor([0.0, 3.0, 0.0, 1.0])
+    pair.ours.shift.grad = pair.ours.shift.grad.to_sparse()
+    pair.backward(0)
+    pair.compare()
+
+
+def test_a_sparse_gradient_of_the_user_is_added(run_ranks):
+    run_ranks(sparse, 2)
+
+
+def arrivals():
+    model = meshard.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    buckets = model._meshard_buckets
+    for index in (2, 0, 2, 1, 0):
+        buckets.note_arrival(index)
+    assert buckets._agreed_order() == [2, 0, 1, 3]
+
+
+def test_arrivals_keep_their_first_order(run_ranks):
+    run_ranks(arrivals, 1)
+
+
+def two_optimizers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for layer in (*model, model):
+        meshard.fully_shard(layer)
+    first = meshard.overlap_optimizer(model, torch.optim.SGD, model[0].parameters(), lr=1.0)
+    second = meshard.overlap_optimizer(model, torch.optim.SGD, model[1].parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="stepped in backward by another optimizer already"):
+        second.add_param_group({"params": [*model[0].parameters()]})
+    assert len(second.param_groups) == 1
+    first.detach()
+    second.add_param_group({"params": [*model[0].parameters()]})
+
+
+def test_a_param_group_of_another_optimizer_in_backward_is_refused(run_ranks):
+    run_ranks(two_optimizers, 2)
