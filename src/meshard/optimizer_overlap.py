@@ -62,7 +62,6 @@ def overlap_optimizer(
         one, in both directions.
 
     Raises:
-        NotImplementedError: ``module`` is one of ``replicate``.
         RuntimeError: A forward or backward is under way.
         TypeError: ``optimizer`` makes no ``Optimizer``, or one that must be given a closure.
         ValueError: There is no unit in ``module``, a parameter is in none or stepped in backward by

@@ -9,7 +9,6 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._runtime.optimizer_steps import owner_of
@@ -251,7 +250,6 @@ class OverlappedOptimizer(Optimizer):
         """Find out which unit has which parameters.
 
         Raises:
-            NotImplementedError: One belongs to a module of ``replicate``.
             ValueError: One is in no unit, or stepped in backward by another optimizer.
         """
         units: dict[object, Unit] = {unit.group: unit for unit in self._units}
@@ -262,11 +260,6 @@ class OverlappedOptimizer(Optimizer):
                 unit = units.get(owner_of(param))
                 if unit is None:
                     raise ValueError(_no_unit(param, number))
-                if not isinstance(param, DTensor):
-                    raise NotImplementedError(
-                        "overlap_optimizer is not built for modules of replicate yet "
-                        f"({unit.label!r} is a bucket of one); step in the ordinary way."
-                    )
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
         self.wait()
         self._check_shared_units(members)

@@ -7,6 +7,7 @@ unit, or whoever reads a parameter, by then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,10 +121,13 @@ class UnitStepper:
         if group.tensors.link is not None:
             self._step_on_host(group, groups, state)
             return
-        with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", group.label):
+        # Whoever holds a plain tensor reads it, and nothing could wait for the step then.
+        is_beside = not comm.waits_block_host and isinstance(self.params[0], DTensor)
+        lane = comm.lane(Lane.OPTIMIZER) if is_beside else contextlib.nullcontext()
+        with lane, torch.no_grad(), profiled("optimizer", group.label):
             self._take(groups, state)
             self._flat.run(self._taken, state, is_seen=False)
-            if not comm.waits_block_host:
+            if is_beside:
                 comm.retire(_locals(param.grad for param in self.params))
                 group.stepping = QueuedStep(group, comm.queued())
         self._drop_gradients()

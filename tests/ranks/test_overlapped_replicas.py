@@ -1,17 +1,36 @@
-"""What if every rank keeps whole parameters?"""
+"""Is a step in backward the ordinary one where every rank keeps whole parameters?"""
 
 import pytest
 import torch
-from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
+from tests.ranks.test_flat_optimizer import MANY
+from tests.ranks.test_overlapped_steps import SCHEDULES, Net, train_both
+from tests.ranks.test_overlapped_use import SignDescent
+from tests.support.models import seeded
+
+
+def make():
+    """A model in many buckets."""
+    return meshard.replicate(seeded(Net()), init_device_mesh("cpu", (2,)), bucket_cap_mb=0.0002)
+
+
+def compare(name):
+    cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
+    for schedule in SCHEDULES:
+        train_both(make, cls, options, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "another class"])
+def test_as_the_ordinary_one(run_ranks, name):
+    run_ranks(compare, 2, name)
 
 
 def refused():
-    model = meshard.replicate(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match="modules of replicate yet"):
-        meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="max_unit_norm"):
+        meshard.overlap_optimizer(make(), torch.optim.SGD, clip="deferred", max_norm=1.0)
 
 
-def test_replicas_are_refused(run_ranks):
+def test_deferred_steps_are_refused(run_ranks):
     run_ranks(refused, 2)
