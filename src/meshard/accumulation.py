@@ -213,6 +213,7 @@ def _units(module: nn.Module) -> list[Unit]:
     units = list(units_in(module))
     if not units:
         raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard first."
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first."
         )
     return units

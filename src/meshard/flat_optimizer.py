@@ -63,7 +63,8 @@ def flat_optimizer(
         )
     if not any(True for _ in units_in(module)):
         raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard first."
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first."
         )
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")

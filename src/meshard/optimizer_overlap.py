@@ -80,7 +80,8 @@ def overlap_optimizer(
     units = list(units_in(module))
     if not units:
         raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard first."
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first."
         )
     check_rest(units, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)

@@ -91,7 +91,8 @@ def register_reduce_hook(
         units = units_of(module)
     if not units:
         raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard first."
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first."
         )
     for unit in units:
         unit.settings.reduce_hooks.append(registration)

@@ -46,6 +46,15 @@ def test_the_training_example_trains_and_reports(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
+    printed = run_example("replicate.py", tmp_path, *TINY)
+    rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
+    assert [int(step) for step, _, _ in rows] == [0, 1, 2]
+    assert all(ours == theirs for _, ours, theirs in rows), printed
+    assert (tmp_path / "replicate.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.slow
 def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
     printed = run_example("hsdp_microbatches.py", tmp_path).strip()
     page = (ROOT / "docs" / "gradient-accumulation.md").read_text()

@@ -87,7 +87,9 @@ def clipped(norm_type, narrow):
 
         for number in range(3):
             pair.backward(number, way, way)
-            ours = meshard.clip_grad_norm_(pair.ours, max_norm, norm_type)
+            with CommLedger() as ledger:
+                ours = meshard.clip_grad_norm_(pair.ours, max_norm, norm_type)
+            assert ledger.counts == {}  # every rank has all gradients
             theirs = nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
             torch.testing.assert_close(
                 ours, theirs.float(), rtol=1e-6 if not narrow else 1e-2, atol=0

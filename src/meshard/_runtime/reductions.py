@@ -17,6 +17,7 @@ from meshard._comm.communicator import Communicator, Pending
 from meshard._comm.notes import compare_text
 from meshard._runtime.gradient_plan import ReduceOptions
 from meshard._runtime.gradient_state import ReductionInFlight
+from meshard._runtime.plain_grads import PlainGrads
 from meshard._runtime.unit import ReduceHook, Unit
 
 
@@ -79,6 +80,10 @@ class Reductions:
             RuntimeError: The unit has been stepped in this backward already.
         """
         if unit.gradients is None:
+            return
+        if not over_replicas and isinstance(unit.gradients.sharded, PlainGrads):
+            # There is one shard, so nothing to send. Added up in the bucket, it takes no memory.
+            self.accumulate(unit)
             return
         if unit.on_reduced and unit.reduced_in == self._backward:
             raise RuntimeError(_TOO_LATE.format(unit.label))

@@ -1,0 +1,191 @@
+"""Do gradients of a replicated module follow what is done to graphs, hooks and windows?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.replicated import Pair, run
+
+
+def smooth():
+    return seeded(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)), 0)
+
+
+def penalty_of_inputs(model, x):
+    x = x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def penalty_of_parameters(model, x):
+    output = model(x)
+    slopes = torch.autograd.grad(output.square().sum(), [*model.parameters()], create_graph=True)
+    (output.sum() + sum(slope.square().sum() for slope in slopes)).backward()
+
+
+def penalised(way):
+    pair = Pair(smooth().double())
+
+    def double(model, x):
+        way(model, x.double())
+
+    for number in range(4):
+        pair.backward(number, double, double)
+        assert_same(full_grads(pair.ours), full_grads(pair.plain), torch.float64)
+        pair.ours.zero_grad()
+        pair.plain.zero_grad()
+    assert pair.ours.num_replaced_gradients == 0
+
+
+@pytest.mark.parametrize("way", [penalty_of_inputs, penalty_of_parameters])
+def test_gradients_of_gradients(run_ranks, way):
+    run_ranks(penalised, 2, way)
+
+
+def compiled(what):
+    model = smooth()
+    if what == "blocks":
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    pair = Pair(model)
+    if what == "module":
+        pair.ours.compile(backend="aot_eager")
+    called = torch.compile(pair.ours, backend="aot_eager") if what == "wrapper" else pair.ours
+
+    def way(model, x):
+        (called if model is pair.ours else model)(x).square().sum().backward()
+
+    for number in range(4):
+        pair.backward(number, way, way)
+        assert_same(full_grads(pair.ours), full_grads(pair.plain))
+        pair.ours.zero_grad()
+        pair.plain.zero_grad()
+    pair.backward(4, way, way)
+    pair.assert_views()
+
+
+@pytest.mark.parametrize("what", ["blocks", "module", "wrapper"])
+def test_compiled(run_ranks, what):
+    run_ranks(compiled, 2, what, timeout=120)
+
+
+def forward_alone():
+    pair = Pair()
+
+    def way(model, x):
+        integer_loss(model.forward(x)).backward()
+
+    pair.steps(range(3), way, way)
+
+
+def test_forward_may_be_called_directly(run_ranks):
+    run_ranks(forward_alone, 2)
+
+
+def cleared_in_part(as_views):
+    pair = Pair(gradient_as_bucket_view=as_views)
+    for number in range(4):
+        pair.backward(number)
+        pair.compare()
+        for model in (pair.ours, pair.plain):
+            for place, param in enumerate(model.parameters()):
+                if place % 3 == 0:
+                    param.grad = None
+                elif place % 3 == 1:
+                    param.grad.zero_()
+                else:
+                    param.grad.mul_(2)
+        pair.backward(number + 10)
+        pair.compare()
+        pair.ours.zero_grad()
+        pair.plain.zero_grad()
+    assert pair.ours.num_replaced_gradients == 0
+
+
+@pytest.mark.parametrize("as_views", [True, False])
+def test_some_gradients_may_be_cleared_and_others_changed(run_ranks, as_views):
+    run_ranks(cleared_in_part, 2, as_views)
+
+
+def reset():
+    """An interrupted window is forgotten; gradients of one that had ended are not."""
+    pair = Pair()
+    pair.step(0)
+    with pair.ours.no_sync():
+        run(pair.ours, integer_batch(0, 0))
+    pair.ours.reset_iter_state()
+    pair.step(1)
+    pair.backward(2)
+    pair.ours(integer_batch(0, 0))
+    pair.ours.reset_iter_state()
+    pair.compare()
+    pair.update()
+    pair.step(3)
+
+
+def test_interrupted_windows_are_forgotten(run_ranks):
+    run_ranks(reset, 2)
+
+
+def hooks_return_others():
+    pair = Pair()
+    for model in (pair.ours, pair.plain):
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad.clone() * 2)
+    pair.steps(range(3))
+
+
+def test_hooks_may_return_other_tensors(run_ranks):
+    run_ranks(hooks_return_others, 2)
+
+
+class Around(nn.Module):
+    """A plain module around a replicated one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.inner(x) + self.shift
+
+
+def copied_around():
+    pair = Pair()
+    pair.steps(range(2))
+    twin = copy.deepcopy(Around(pair.ours))
+    assert isinstance(twin.inner, meshard.ReplicateModule)
+    plain = Around(copy.deepcopy(pair.plain))
+    for number in range(3):
+        run(twin, integer_batch(number, dist.get_rank()))
+        for rank in range(2):
+            run(plain, integer_batch(number, rank))
+        assert_same(full_grads(twin.inner), full_grads(plain.inner), bitwise=True)
+    pair.steps(range(3, 5))
+
+
+def test_modules_around_may_be_copied(run_ranks):
+    run_ranks(copied_around, 2)
+
+
+def one_layer():
+    model = IntegerModel()
+    meshard.replicate(model.blocks[0])
+    meshard.replicate(model.blocks[1])
+    run(model, integer_batch(0, dist.get_rank()))
+    for block in model.blocks[:2]:
+        weight = block.linear.weight.grad.clone()
+        dist.broadcast(weight, 0)
+        assert torch.equal(weight, block.linear.weight.grad)
+
+
+def test_parts_of_a_model_may_be_replicated_by_themselves(run_ranks):
+    run_ranks(one_layer, 2)

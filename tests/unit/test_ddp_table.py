@@ -1,0 +1,26 @@
+"""Does the page on replicate say what becomes of everything that torch's DDP has?"""
+
+import inspect
+import re
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
+
+PAGE = Path(__file__).parents[2] / "docs" / "replicate.md"
+ROWS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+
+
+def test_every_argument_has_a_row():
+    arguments = list(inspect.signature(DistributedDataParallel).parameters)
+    assert sorted(set(arguments) - set(ROWS)) == []
+
+
+def test_every_public_method_has_a_row():
+    names = [name for name in vars(DistributedDataParallel) if not name.startswith("_")]
+    assert sorted(set(names) - set(ROWS)) == []
+
+
+def test_every_row_is_about_something_that_is_there():
+    known = {*inspect.signature(DistributedDataParallel).parameters, *dir(DistributedDataParallel)}
+    assert sorted(set(ROWS) - known - {"replicate"}) == []
+    assert len(ROWS) == len(set(ROWS)), "a row is there twice"
