@@ -125,7 +125,8 @@ def replicate(
             copy of the parameters in that dtype is made for each forward and its backward.
         ignored_params: Parameters to leave as they are, gradients too.
         broadcast_buffers: Give all ranks the buffers of the first one before every forward that
-            records a graph.
+            records a graph. They are overwritten in place, which autograd refuses in the middle of
+            two forwards before one backward if forward computes with them.
         init_sync: Give all ranks the parameters and buffers of the first one now. If not, all
             ranks must hold the same.
 
@@ -155,6 +156,8 @@ def replicate(
     roles = MeshRoles.of(mesh if mesh is not None else default_mesh()).keeping_whole()
     device = device_of(roles.mesh)
     _check_parameters(found, device)
+    if init_sync or broadcast_buffers:
+        _check_buffers(module)
     if init_sync:
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
@@ -211,6 +214,18 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
                 f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "
                 "parameters only. What is placed on other meshes already goes to fully_shard, "
                 "whose shard_placement_fn may return Replicate()."
+            )
+
+
+def _check_buffers(module: nn.Module) -> None:
+    for name, buffer in module.named_buffers():
+        if any(
+            size > 1 and not stride
+            for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"buffer {name!r} is expanded: several of its elements are one, so it cannot be "
+                "overwritten by that of the first rank; register its clone()."
             )
 
 

@@ -26,7 +26,8 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     states and schedulers stay equal.
 
     **Collective:** every rank of the mesh, at each iteration (one number per rank). For each batch
-    run one forward of ``module`` and one backward that reduces fully (``GradientSync.FULL``).
+    run one forward of ``module`` and one backward that reduces fully (``GradientSync.FULL``). All
+    ranks wait for one that leaves the loop early.
 
     Args:
         module: What ``replicate`` was applied to.

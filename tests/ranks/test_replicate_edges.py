@@ -113,3 +113,32 @@ def two_optimizers():
 
 def test_a_param_group_of_another_optimizer_in_backward_is_refused(run_ranks):
     run_ranks(two_optimizers, 2)
+
+
+def start_from_the_first_rank(dtype):
+    model = nn.Linear(2, 2)
+    value = torch.arange(6).view(2, 3) + dist.get_rank()
+    model.register_buffer("table", value.to(dtype))
+    model.register_buffer("scalar", torch.tensor(dist.get_rank()).to(dtype))
+    meshard.replicate(model)
+    return model.table.float().flatten().tolist() + [model.scalar.float().item()]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
+def test_buffers_of_any_dtype_start_from_the_first_rank(run_ranks, dtype):
+    first, second = run_ranks(start_from_the_first_rank, 2, dtype)
+    expected = [*torch.arange(6).to(dtype).float().tolist(), 0.0]
+    assert first == second == expected
+
+
+def an_expanded_buffer():
+    model = nn.Linear(2, 2)
+    model.register_buffer("ones", torch.ones(1).expand(3))
+    with pytest.raises(ValueError, match="buffer 'ones' is expanded"):
+        meshard.replicate(model)
+    assert type(model) is nn.Linear
+    meshard.replicate(model, init_sync=False)
+
+
+def test_an_expanded_buffer_is_named(run_ranks):
+    run_ranks(an_expanded_buffer, 2)

@@ -31,7 +31,8 @@ def broadcast_from(
     if group.size() == 1 or not buffer.numel():
         return
     _announce("broadcast", buffer, group, label)
-    dist.broadcast(buffer, group=group, group_src=source)
+    # As bytes: gloo knows neither int16 nor float8.
+    dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
 
 
 def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:
