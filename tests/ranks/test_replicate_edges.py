@@ -121,7 +121,7 @@ def start_from_the_first_rank(dtype):
     model.register_buffer("table", value.to(dtype))
     model.register_buffer("scalar", torch.tensor(dist.get_rank()).to(dtype))
     meshard.replicate(model)
-    return model.table.float().flatten().tolist() + [model.scalar.float().item()]
+    return [*model.table.float().flatten().tolist(), model.scalar.float().item()]
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
