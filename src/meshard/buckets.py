@@ -59,6 +59,28 @@ def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
     return buckets
 
 
+def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
+    """Make one of the last two buckets of one dtype; of the last two, if each has another dtype.
+
+    Args:
+        buckets: At least two, as ``partition`` returns them.
+        dtypes: Of the parameters.
+
+    >>> buckets = [[0], [1], [2], [3]]
+    >>> join_two(buckets, [torch.float32, torch.float32, torch.float32, torch.bfloat16])
+    >>> buckets
+    [[0], [1, 2], [3]]
+    """
+    seen: dict[torch.dtype, int] = {}
+    for number in range(len(buckets) - 1, -1, -1):
+        later = seen.setdefault(dtypes[buckets[number][0]], number)
+        if later != number:
+            break
+    else:
+        number, later = len(buckets) - 2, len(buckets) - 1
+    buckets[number] = buckets[number] + buckets.pop(later)
+
+
 class Buckets:
     """The buckets of one replicated module, a unit each: the first to be reduced is the innermost.
 
@@ -97,10 +119,9 @@ class Buckets:
     def _fill(self, order: list[int]) -> None:
         """Give each unit its parameters."""
         parts = partition([self._params[place].sharded for place in order], self._cap)
-        # There are as many units as there were buckets at first: the last one may get more.
-        while len(parts) > len(self.units):
-            last = parts.pop()
-            parts[-1] = parts[-1] + last
+        dtypes = [self._params[place].sharded.dtype for place in order]
+        while len(parts) > len(self.units):  # of which there are as many as buckets at first
+            join_two(parts, dtypes)
         for number, unit in enumerate(reversed(self.units)):
             if number < len(parts):
                 self._give(unit, [self._params[order[place]] for place in parts[number]])

@@ -175,18 +175,19 @@ class PlainGrads(ShardedGrads):
             self.show()
         was_hidden = self.is_hidden
         self.hide()
-        total = new
+        total, taken = new, frozenset(self._strangers) & new.used
         if self._shown is not None:
             old = self._shown
             if old.layout is not new.layout:
                 indices = tuple(sorted({*old.layout.indices, *new.layout.indices}))
                 old, new = self._laid_out(old, indices), self._laid_out(new, indices)
+            if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
+                old, new = new, old  # parameters have been cast to more bits since
             old.flat.add_(new.flat)  # where one has no gradient, its slot is negative zero
             total = old._replace(used=old.used | new.used)
-        taken = frozenset(self._strangers) & new.used
         for index, local in total.shards(0):
             gradient = self._strangers.get(index)
-            if gradient is not None and index in new.used:
+            if gradient is not None and index in taken:
                 param = self._group.params[index]
                 assert isinstance(param, PlainParam)
                 local.add_(param.own_part_of(gradient))

@@ -74,13 +74,14 @@ class PlainTensors:
         """Listen to the parameters as they are now, and make the copies that they need."""
         self.let_go()
         params = [param.sharded for param in self.params]
+        self._dtypes = [each.dtype for each in params]
         self.compute_dtypes = [
             self._param_dtype if self._param_dtype and each.is_floating_point() else each.dtype
             for each in params
         ]
         self.is_one_dtype = len(set(self.compute_dtypes)) == 1
         layouts = [param.layout for param in self.params]
-        self.layout = FlatLayout.build(layouts, [each.dtype for each in params])
+        self.layout = FlatLayout.build(layouts, self._dtypes)
         cast = [i for i, each in enumerate(params) if each.dtype != self.compute_dtypes[i]]
         if cast:
             self._make_copies(cast)
@@ -185,8 +186,10 @@ class PlainTensors:
 
     def version_unless_replaced(self) -> int | None:
         """See ``Faces.version_unless_replaced``."""
-        for param in self.params:
+        for param, dtype in zip(self.params, self._dtypes, strict=True):
             sharded = param.sharded
+            if sharded.dtype is not dtype:
+                return None  # a submodule was cast, and autograd has dropped the hooks
             for parameters, name in param._slots:
                 held = parameters.get(name)
                 if held is not sharded and held is not param.unsharded:
@@ -199,7 +202,7 @@ class PlainTensors:
         Raises:
             RuntimeError: A parameter was replaced by one of another shape or type.
         """
-        replaced = False
+        replaced = [param.sharded.dtype for param in self.params] != self._dtypes
         for param in self.params:
             strangers = param.strangers()
             if not strangers:

@@ -1,0 +1,160 @@
+"""What if a replicated module is nearly empty, cast in part, or leaves parameters out?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.replicated import SMALL, Pair, run
+
+
+class CastInPart(IntegerModel):
+    """Computes each block in the dtype of its weight."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.to(block.linear.weight.dtype))
+        return x.to(self.shift.dtype) + self.shift
+
+
+def cast_in_part(when, keep_grads, cap):
+    pair = Pair(CastInPart(), bucket_cap_mb=cap)
+    for number in range(5):
+        if number == when:
+            for model in (pair.ours, pair.plain):
+                model.blocks[1].double()
+            # Gradients that are there are cast too, by torch; so they are others now.
+        if keep_grads and number == when:
+            with pytest.warns(UserWarning, match="replaced by another tensor"):
+                pair.backward(number)
+        else:
+            pair.backward(number)
+        pair.compare()
+        if not keep_grads:
+            pair.update()
+
+
+@pytest.mark.parametrize("cap", [SMALL, 25])
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("when", [1, 3])
+def test_a_submodule_may_be_cast(run_ranks, when, keep_grads, cap):
+    run_ranks(cast_in_part, 2, when, keep_grads, cap)
+
+
+def wide_after_a_cast():
+    """Gradients have the bits of the new dtype, on the wire too."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    meshard.replicate(model)
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        model.zero_grad()
+    model[0].double()
+    third = torch.full((1, 1), 1 / 3, dtype=torch.float64)
+    model(third).sum().backward()
+    assert model[0].weight.grad.item() == 1 / 3
+    model(third).sum().backward()
+    assert model[0].weight.grad.item() == 2 / 3
+
+
+def test_a_cast_counts_for_what_is_sent(run_ranks):
+    run_ranks(wide_after_a_cast, 2)
+
+
+def nearly_empty():
+    nothing = meshard.replicate(nn.Identity())
+    assert torch.equal(nothing(torch.ones(2)), torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    nothing(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+    frozen = meshard.replicate(nn.Linear(2, 2).requires_grad_(False))
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(3):
+        frozen(x).sum().backward()
+    assert frozen.weight.grad is None
+    buffers = nn.BatchNorm1d(2, affine=False)
+    meshard.replicate(buffers, broadcast_buffers=True)
+    for _ in range(3):
+        buffers(torch.full((2, 2), float(dist.get_rank())))
+    sent = buffers.running_mean.clone()
+    dist.broadcast(sent, 0)
+    assert dist.get_rank() == 0 or not torch.equal(buffers.running_mean, sent)
+
+
+def test_modules_without_trainable_parameters(run_ranks):
+    run_ranks(nearly_empty, 2)
+
+
+def ignoring():
+    """What is ignored is left as it is: not sent at first, nor its gradient reduced."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[1].weight, float(rank))
+    meshard.replicate(model, ignored_params={model[1].weight})
+    assert (model[1].weight == rank).all()
+    for _ in range(3):
+        out = model(torch.full((1, 2), 1.0 + rank))
+        expected = torch.autograd.grad(out.sum(), model[1].weight, retain_graph=True)[0]
+        out.sum().backward()
+        assert torch.equal(model[1].weight.grad, expected)
+        model.zero_grad()
+
+
+def test_ignored_parameters_are_left_alone(run_ranks):
+    run_ranks(ignoring, 2)
+
+
+class InAnotherOrder(nn.Module):
+    """Uses its parameters in the order in which it lists them backwards."""
+
+    def __init__(self):
+        super().__init__()
+        dtypes = [torch.float32, torch.bfloat16] * 4
+        sizes = [3, 40, 50, 5, 20, 60, 70, 9]
+        self.params = nn.ParameterList(
+            nn.Parameter(torch.ones(size, dtype=dtype))
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+
+    def forward(self, x):
+        for param in reversed(list(self.params)):
+            x = x + (param.float() * x.detach().mean()).sum()
+        return x
+
+
+def one_dtype_each():
+    model = meshard.replicate(InAnotherOrder(), bucket_cap_mb=2e-4)
+
+    def dtypes():
+        groups = [unit.group for unit in model._meshard_buckets.units if unit.group is not None]
+        assert sum(len(group.params) for group in groups) == 8
+        return [{param.sharded.dtype for param in group.params} for group in groups]
+
+    assert all(len(found) == 1 for found in dtypes())
+    for _ in range(3):
+        model(torch.ones(3)).sum().backward()
+        model.zero_grad()
+    assert all(len(found) == 1 for found in dtypes())
+
+
+def test_buckets_made_anew_have_one_dtype_each(run_ranks):
+    run_ranks(one_dtype_each, 2)
+
+
+def only_one_rank_uses_anything():
+    model = meshard.replicate(IntegerModel(), bucket_cap_mb=SMALL)
+    model.set_gradient_divide_factor(1.0)
+    plain = IntegerModel()
+    for number in range(4):
+        if dist.get_rank() == number % 2:
+            run(model, integer_batch(number, 0))
+        else:
+            (integer_loss(model(integer_batch(number, 0))) * 0).backward()
+        run(plain, integer_batch(number, 0))
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_one_rank_may_contribute_everything(run_ranks):
+    run_ranks(only_one_rank_uses_anything, 2)
