@@ -195,3 +195,39 @@ def test_ranks_use_different_layers_of_units_called_in_any_order(
     run_ranks, calls, reentrant, inner_too
 ):
     run_ranks(train_parts, 2, CALLS[calls], reentrant, inner_too)
+
+
+class FrozenBetween(nn.Module):
+    """A root around a frozen unit around a trained one; the root's own parameters come last."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+        self.middle[0].requires_grad_(False)
+        self.last = nn.Linear(3, 5)
+
+    def forward(self, x, with_bias):
+        return nn.functional.linear(
+            self.middle(x), self.last.weight, self.last.bias if with_bias else None
+        )
+
+
+def frozen_between():
+    model = seeded(FrozenBetween())
+    plain = copy.deepcopy(model)
+    for unit in (model.middle[1], model.middle, model):
+        meshard.fully_shard(unit)
+    x = torch.arange(6.0).view(2, 3)
+    for step in range(3):
+        # Rank 0 has all gradients of the root before the unit inside has any; rank 1 has not.
+        model(x + step, dist.get_rank() == 0).sum().backward()
+        for rank in range(2):
+            (plain(x + step, rank == 0).sum() / 2).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_ranks_agree_on_the_order_around_a_frozen_unit(run_ranks):
+    run_ranks(frozen_between, 2)

@@ -253,23 +253,22 @@ class Lifecycle:
             self._reduce_if_ready(unit)
 
     def _reduce_if_ready(self, unit: Unit) -> None:
-        if not unit.step.is_ready or unit.has_open_children:
+        if (unit.step.awaits_gradients and not unit.step.is_ready) or unit.has_open_children:
             return
-        unit.step.note_taken()
-        self._take_gradients(unit)
+        if unit.step.is_ready:  # else nothing in it is trained
+            unit.step.note_taken()
+            self._take_gradients(unit)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
             self._reduce_if_ready(parent)
 
     def _take_gradients(self, unit: Unit) -> None:
-        sync = unit.settings.sync
-        if sync is not GradientSync.NONE:
-            is_full = sync is GradientSync.FULL
-            self._reductions.start(
-                unit, over_replicas=is_full, ends_window=self.is_last_backward and is_full
-            )
-        else:
+        if unit.settings.sync is GradientSync.NONE:
             self._reductions.accumulate(unit)
+            return
+        is_full = unit.settings.sync is GradientSync.FULL
+        ends_window = self.is_last_backward and is_full
+        self._reductions.start(unit, over_replicas=is_full, ends_window=ends_window)
 
     def finish_backward(self) -> None:
         """Autograd is done: sweep up what never came, and finish what was started."""

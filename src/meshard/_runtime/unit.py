@@ -279,9 +279,17 @@ class Unit:
 
     @property
     def has_open_children(self) -> bool:
-        """Whether gradients of a unit directly inside are, or may be, still to come."""
-        steps = (child.step for ref in self.children if (child := ref()) is not None)
-        return any(step.awaits_gradients or step.may_run_again for step in steps)
+        """Whether gradients of a unit inside are, or may be, still to come."""
+        for ref in self.children:
+            child = ref()
+            if child is None:
+                continue
+            if child.step.awaits_gradients or child.step.may_run_again:
+                return True
+            # Nothing of it may be trained, but something further inside.
+            if child.children and child.has_open_children:
+                return True
+        return False
 
     def mark_leftover(self) -> None:
         """Note that the outermost forward, that of this unit, has left parameters whole."""
