@@ -73,6 +73,8 @@ class HeldUnits:
         """Keep a unit whole."""
         if not unit.step.is_held:
             unit.step.is_held = True
+            if unit.group is not None:
+                unit.group.note_version()  # what has become stale is let go
             self._units.append(weakref.ref(unit))
 
     def hold_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:

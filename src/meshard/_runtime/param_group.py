@@ -144,6 +144,11 @@ class ParamGroup:
         """Whether the whole copy is older than the shards."""
         return self.residence is not Residence.SHARDED and self._whole_version != self.version
 
+    def note_version(self) -> None:
+        """The whole copy is as new as the shards, and may outlast the backward it was made for."""
+        if self._whole_version == _UNKNOWN:
+            self._whole_version = self.version
+
     def owns(self, param: torch.Tensor) -> bool:
         """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
         return any(own.sharded is param for own in self.params)
