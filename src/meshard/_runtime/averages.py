@@ -26,7 +26,7 @@ def watch_averages() -> None:
     """Look after every ``AveragedModel`` of a sharded module from now on."""
     global _is_watching
     if not _is_watching:
-        # There is no hook for it.
+        # There is no hook for it, so the method is replaced, which mypy refuses.
         AveragedModel.update_parameters = _update_shards  # type: ignore[method-assign]
         _is_watching = True
 

@@ -132,6 +132,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Map what pytree does not open: dataclasses, dicts and named tuples that were subclassed."""
     if isinstance(value, tuple) and hasattr(value, "_replace"):  # PackedSequence
+        # Of a named tuple: hasattr has told us, but not mypy.
         old = value._asdict()  # type: ignore[attr-defined]
     elif isinstance(value, dict):
         old = value
@@ -145,6 +146,7 @@ def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if not changes:
         return value
     if isinstance(value, tuple):
+        # Likewise.
         return value._replace(**changes)  # type: ignore[attr-defined]
     # Not dataclasses.replace: it calls __init__, which may compute, or lack fields.
     changed = copy.copy(value)

@@ -72,7 +72,7 @@ def watch_optimizers(owner: Stepped, params: list[torch.Tensor]) -> None:
     if not _is_watching:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
-        # There is no hook for zero_grad.
+        # There is no hook for zero_grad, so methods are replaced, which mypy refuses.
         Optimizer.zero_grad = _clearing(  # type: ignore[method-assign]
             Optimizer.zero_grad, _params_of
         )
@@ -191,6 +191,7 @@ def _watch_zero_grad(optimizer_class: type[Optimizer]) -> None:
     """Wrap the ``zero_grad`` of a class that has one of its own."""
     own = vars(optimizer_class).get("zero_grad")
     if own is not None and not hasattr(own, "_meshard_clears"):
+        # Replaced on purpose, as above.
         optimizer_class.zero_grad = _clearing(own, _params_of)  # type: ignore[method-assign]
 
 
@@ -220,5 +221,6 @@ def _clearing(
             for owner in owners:
                 owner.clear_pending(ids)
 
+    # A mark on a function, whose type has no such attribute.
     zero_grad_and_clear._meshard_clears = True  # type: ignore[attr-defined]
     return zero_grad_and_clear

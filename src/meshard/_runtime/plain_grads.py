@@ -223,7 +223,7 @@ class PlainGrads(ShardedGrads):
 
     def move(self, home: Home) -> list[torch.Tensor]:
         """Refuse: a replicated module is not offloaded."""
-        raise NotImplementedError
+        raise NotImplementedError  # PlainTensors.move comes first, and says what to do instead
 
     def _is_ours(self, index: int) -> bool:
         if super()._is_ours(index):

@@ -158,7 +158,7 @@ class ShardedGrads:
         if held.layout.indices == indices:
             return held
         layout = GradientLayout(held.layout.params, indices, held.layout.device)
-        return Held(layout, held.layout.move(held.flat, layout, held.used), held.used)
+        return Held(layout, held.laid_out(layout), held.used)
 
     def _is_ours(self, index: int) -> bool:
         gradient = self._group.params[index].sharded.grad
