@@ -59,6 +59,10 @@ def serve(rank: int, connection: Connection, store_port: int, dump_path: str) ->
             return
         reply = _answer(rank, call, store)
         connection.send_bytes(pickle.dumps(reply))
+        if not dist.is_initialized():
+            # The group was not made, and torch has counted it here only: names of later groups
+            # would differ from those of the other ranks, which would wait. The pool starts anew.
+            return
         # Only now: where a rank failed, leaving the group may block on the ranks that did not.
         _leave_group()
         del call, reply
@@ -86,6 +90,8 @@ def _answer(rank: int, call: Call, store: Any) -> Reply:
             # Later than the pool gives up: its stacks say more than a collective that timed out.
             timeout=timedelta(seconds=call.timeout + 30),
         )
+        # Connected together too: a rank that fails at once would close what others still open.
+        dist.barrier()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             result = _run(fn, args, kwargs)
@@ -108,8 +114,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _leave_group() -> None:
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     # A mesh of the next call may equal one of this call, but its groups have other names: DTensor
     # would answer with the mesh that it has seen first.
     from torch.distributed.tensor import debug
