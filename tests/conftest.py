@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from tests.support.covering import select
 from tests.support.rank_pool import RankPool
 
 SEED = 20
@@ -32,6 +33,8 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+pytest_collection_modifyitems = select
 
 
 @pytest.fixture(scope="session")

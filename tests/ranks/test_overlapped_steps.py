@@ -1,6 +1,7 @@
 """Does an optimizer in backward do bit for bit what the ordinary one does after it?"""
 
-import pytest
+from itertools import product
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from tests.ranks.test_flat_optimizer import MANY, assert_same_state, plain_state
+from tests.support.covering import covering
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 
@@ -101,14 +103,11 @@ def train_both(make_model, cls, options, windows=range(WINDOWS), *, schedule="F"
     return (ours, overlapped), (theirs, plain)
 
 
-def compare(shape, name, dtype):
+def compare(shape, name, dtype, schedule):
     cls, options = MANY[name]
-    for schedule in SCHEDULES:
-        train_both(lambda: make(shape, DTYPES[dtype]), cls, options, schedule=schedule)
+    train_both(lambda: make(shape, DTYPES[dtype]), cls, options, schedule=schedule)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MANY)
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_as_the_ordinary_one(run_ranks, shape, name, dtype):
-    run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype)
+@covering("shape, name, dtype, schedule", product([(2,), (2, 2)], MANY, DTYPES, SCHEDULES), ids=str)
+def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
+    run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)
