@@ -197,6 +197,42 @@ def test_ranks_use_different_layers_of_units_called_in_any_order(
     run_ranks(train_parts, 2, CALLS[calls], reentrant, inner_too)
 
 
+class RecomputedBetween(nn.Module):
+    """Before the last unit, one that is recomputed by a checkpoint that calls backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), Part()
+
+    def forward(self, x, uses):
+        x = checkpoint(self.inner, self.first(x), use_reentrant=True)
+        return self.last(x, uses, False)
+
+
+def recomputed_between(two_losses):
+    plain = seeded(RecomputedBetween())
+    model = copy.deepcopy(plain)
+    for unit in (*model.children(), model):
+        meshard.fully_shard(unit, reshard_after_forward=True)
+    xs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    rank = dist.get_rank()
+    with meshard.CommLedger(model) as ledger:
+        loss = model(xs[rank], (ALL, SOME)[rank]).square().mean()
+        other = model(xs[rank], ALL).square().mean()  # records a graph, too
+        (loss + other if two_losses else loss).backward()
+    for x, uses in zip(xs, (ALL, SOME), strict=True):
+        loss = plain(x, uses).square().mean()
+        ((loss + plain(x, ALL).square().mean() if two_losses else loss) / 2).backward()
+    assert_same(full_grads(model), full_grads(plain))
+    return [(event.op, event.unit) for event in ledger.events]
+
+
+@pytest.mark.parametrize("two_losses", [False, True])
+def test_a_recomputation_belongs_to_the_forward_whose_backward_runs(run_ranks, two_losses):
+    events, others = run_ranks(recomputed_between, 2, two_losses)
+    assert events == others
+
+
 class FrozenBetween(nn.Module):
     """A root around a frozen unit around a trained one; the root's own parameters come last."""
 

@@ -122,7 +122,7 @@ class ModuleHooks:
             return None
         # When forward raises, torch calls this inside its except block, without an output.
         failed = output is None and sys.exc_info()[0] is not None
-        of = unit.lifecycle.schedule.current
+        of = unit.lifecycle.schedule.present
         if failed:
             explain(sys.exc_info()[1])
         # A root without parameters too: its units may hold gradients and not run in this forward.

@@ -47,7 +47,6 @@ class Lifecycle:
         self.comm = comm  # given to every unit
         self._units: list[weakref.ref[Unit]] = []
         self._open: list[tuple[Unit, ForwardCall]] = []
-        self._passes: list[ForwardPass] = []  # whose backward may come, oldest first
         self._resume = Phase.RESTING  # the phase around a backward
         self._num_backwards = self._nested_before = 0
         self._prefetcher = Prefetcher(self._units)
@@ -91,10 +90,8 @@ class Lifecycle:
             self.abort()
         if self.phase is Phase.RESTING:
             self.held.begin_forward()
-            self.schedule.begin_forward()
+            self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             self.phase = Phase.FORWARD
-            if torch.is_grad_enabled():
-                self._passes.append(self.schedule.current)
         if self.phase is Phase.FORWARD:
             self._open.append((unit, self.schedule.enter(unit.number)))
         group = unit.group
@@ -120,7 +117,7 @@ class Lifecycle:
             # A recomputation; checkpointing may stop one by an exception.
             if group is not None and not unit.step.is_in_backward:
                 group.show_sharded()
-            return self.schedule.current.last_call.get(unit.number)
+            return self.schedule.present.last_call.get(unit.number)
         call = None
         if self._open and self._open[-1][0] is unit:
             call = self._open.pop()[1]
@@ -190,7 +187,8 @@ class Lifecycle:
             other = self._units[number]()
             if other is not None and other is not unit:
                 self._complete(other, of)
-        unit.step.in_pass, unit.step.in_call = of, call
+        self.schedule.in_backward = unit.step.in_pass = of
+        unit.step.in_call = call
         if unit.group is None:
             return None
         if not unit.step.is_in_backward:
@@ -233,7 +231,7 @@ class Lifecycle:
 
     def _note_complete_gradients(self, unit: Unit) -> None:
         is_whole = num_nested() == self._nested_before  # else checkpoints hand over parts
-        if is_whole and not StepSchedule.runs_before(self._passes, unit.step.in_pass, unit.number):
+        if is_whole and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
 
@@ -246,7 +244,7 @@ class Lifecycle:
             unit.group.show_sharded()
             if unit.settings.reshard_after_backward and not unit.step.is_held:
                 unit.group.reshard()
-        if of is not None and StepSchedule.runs_before(self._passes, of, unit.number):
+        if of is not None and self.schedule.runs_before(of, unit.number):
             return
         if unit.step.awaits_gradients:
             unit.step.is_ready = True
@@ -273,7 +271,7 @@ class Lifecycle:
     def finish_backward(self) -> None:
         """Autograd is done: sweep up what never came, and finish what was started."""
         units = list(self.units())
-        self._passes.clear()
+        self.schedule.end_backward()
         self.held.end_backward()
         for unit in reversed(units):  # what is inside comes before what is around it
             self._complete(unit)
@@ -341,7 +339,6 @@ class Lifecycle:
         self._prefetcher.forget()
         self.schedule.forget()
         self.held.let_go()
-        self._passes.clear()
         is_void = is_void or interrupted.has_open_window(self.units())
         self._reductions.abandon()
         interrupted.put_to_rest(self.units(), is_void=is_void)

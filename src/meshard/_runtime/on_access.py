@@ -103,7 +103,7 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
     while (running := lifecycle.running()) and running[-1] in _reading:
         unit = running[-1]
         _reading.discard(unit)
-        of = lifecycle.schedule.current
+        of = lifecycle.schedule.present
         records = not failed and torch.is_grad_enabled()
         if records and is_hidden(output, unit, args, {}):
             lifecycle.held.hold_hidden(unit, output, of)

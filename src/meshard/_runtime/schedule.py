@@ -8,7 +8,6 @@ gathers a unit for the next forward before the optimizer has stepped it.)
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -53,20 +52,35 @@ class StepSchedule:
     def __init__(self) -> None:
         self._previous: list[int] = []
         self._place = -1  # of the last entry, in the previous pass
+        self._passes: list[ForwardPass] = []  # whose backward may come, oldest first
         self.current = ForwardPass()
+        self.in_backward: ForwardPass | None = None  # the last whose backward has come to a unit
         self.newest: ForwardCall | None = None  # the last that has begun
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, with_graph: bool = True) -> None:
         """Start recording a pass; the one before becomes the prediction."""
         if self.current.entries:
             self._previous = self.current.entries
         self.current = ForwardPass()
         self._place = -1
+        if with_graph:
+            self._passes.append(self.current)
+
+    def end_backward(self) -> None:
+        """No pass has a backward to come: what a new one differentiates is run anew."""
+        self._passes.clear()
+        self.in_backward = None
 
     def forget(self) -> None:
         """Drop what an interrupted pass recorded, and keep the prediction."""
+        self.end_backward()
         self.current = ForwardPass()
         self._place = -1
+
+    @property
+    def present(self) -> ForwardPass:
+        """The pass that runs. What is recomputed belongs to one that need not be the last."""
+        return self.current if self.in_backward is None else self.in_backward
 
     def enter(self, unit: int) -> ForwardCall:
         """Record that a unit's forward begins."""
@@ -132,22 +146,20 @@ class StepSchedule:
             over.append(of.first_entries[of.swept][0])
         return over
 
-    @staticmethod
-    def runs_before(passes: Sequence[ForwardPass], of: ForwardPass | None, unit: int) -> bool:
-        """Return whether ``unit`` also ran in one of ``passes`` before ``of``.
+    def runs_before(self, of: ForwardPass | None, unit: int) -> bool:
+        """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.
 
         Its backward is still to come there. A rank that used the unit only in the later pass has
         all gradients early, another has not; all wait, and reduce at the same place.
 
         Args:
-            passes: Those whose backward may come, oldest first.
             of: The pass whose backward runs; None: the last one.
             unit: The unit.
         """
-        if len(passes) < 2:
+        if len(self._passes) < 2:
             return False
-        until = passes[-1] if of is None else of
-        for each in passes:
+        until = self._passes[-1] if of is None else of
+        for each in self._passes:
             if each is until:
                 return False
             if unit in each.units:
