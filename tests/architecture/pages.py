@@ -1,9 +1,14 @@
 """Which blocks of Python does a page hold, and do they run?
 
-``python -m tests.architecture.pages PAGE`` runs them in order, in one namespace.
+``python -m tests.architecture.pages PAGE`` runs them in order, in one namespace. Without a page, it
+reads requests from its input: see ``serve``.
 """
 
+import gc
+import json
+import os
 import re
+import signal
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -45,5 +50,30 @@ def run(page: Path) -> None:
             exec(compiled, namespace)
 
 
+def serve() -> None:
+    """Run pages of which each is named in a line of the input, and print their exit codes.
+
+    A line is ``[page, folder, output, seconds]`` in JSON. Every page has a process that begins as a
+    copy of this one and ends as any other: all that they share is that torch is imported once.
+    """
+    import torch.distributed.tensor  # noqa: F401
+
+    import meshard  # noqa: F401
+
+    gc.freeze()  # else every copy ends by walking what was imported
+    while request := sys.stdin.readline():
+        page, folder, output, seconds = json.loads(request)
+        child = os.fork()
+        if not child:
+            signal.alarm(seconds)
+            os.chdir(folder)
+            file = os.open(output, os.O_CREAT | os.O_WRONLY, 0o600)
+            os.dup2(file, sys.stdout.fileno())
+            os.dup2(file, sys.stderr.fileno())
+            run(Path(page))
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    run(Path(sys.argv[1])) if sys.argv[1:] else serve()
