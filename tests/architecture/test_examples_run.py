@@ -13,6 +13,7 @@ from tests.architecture.sources import ROOT
 EXAMPLES = ROOT / "examples"
 # The smallest run; `--json` names the file for the report, the figure goes to the folder we are in.
 TINY = ["--steps", "3"]
+SMALL_GPT = ["--width", "40", "--depth", "2", "--sample", "20"]
 
 REPORT_KEYS = {"bytes_per_step", "held_out_loss", "peak_bytes_per_rank", "steps", "tokens_per_s"}
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -37,7 +38,7 @@ def run_example(name, folder, *args):
 @pytest.mark.slow
 def test_the_training_example_trains_and_reports(tmp_path):
     report = tmp_path / "report.json"
-    run_example("train_gpt.py", tmp_path, *TINY, "--json", str(report))
+    run_example("train_gpt.py", tmp_path, *TINY, *SMALL_GPT, "--json", str(report))
     values = json.loads(report.read_text())
     assert set(values) >= REPORT_KEYS
     assert all(math.isfinite(values[key]) for key in ("held_out_loss", "tokens_per_s"))

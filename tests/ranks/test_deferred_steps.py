@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.ranks.test_flat_optimizer import MANY, assert_same_state, groups_of, 
 from tests.ranks.test_overlapped_steps import DTYPES, SCHEDULES, batch, grads, make, window
 from tests.ranks.test_overlapped_use import SignDescent
 from tests.ranks.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
+from tests.support.covering import covering
 from tests.support.parity import assert_same, full_state, whole
 
 MAX_NORM = 0.5
@@ -41,24 +43,25 @@ def deferred(model, optimizer, windows, **kwargs):
     return norms
 
 
-def compare(shape, name, dtype, schedules=SCHEDULES, grouped=False):
+def compare(shape, name, dtype, schedule, grouped=False):
     cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
-    for schedule in schedules:
-        ours, theirs = make(shape, DTYPES[dtype]), make(shape, DTYPES[dtype])
-        groups = [groups_of(model) if grouped else trainable(model) for model in (ours, theirs)]
-        late = overlap_optimizer(ours, cls, groups[0], **options, **DEFERRED)
-        plain = cls(groups[1], **options)
-        norms = deferred(ours, late, range(5), schedule=schedule)
-        assert norms == clipped(theirs, plain, range(5), schedule=schedule)
-        assert max(norms) > MAX_NORM
-        assert_same(full_state(ours), full_state(theirs), bitwise=True)
-        assert_same_state(plain_state(late), plain_state(plain))
+    ours, theirs = make(shape, DTYPES[dtype]), make(shape, DTYPES[dtype])
+    groups = [groups_of(model) if grouped else trainable(model) for model in (ours, theirs)]
+    late = overlap_optimizer(ours, cls, groups[0], **options, **DEFERRED)
+    plain = cls(groups[1], **options)
+    norms = deferred(ours, late, range(5), schedule=schedule)
+    assert norms == clipped(theirs, plain, range(5), schedule=schedule)
+    assert max(norms) > MAX_NORM
+    assert_same(full_state(ours), full_state(theirs), bitwise=True)
+    assert_same_state(plain_state(late), plain_state(plain))
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum", "another class"])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_as_the_ordinary_one(run_ranks, shape, name):
-    run_ranks(compare, torch.Size(shape).numel(), shape, name, "float32")
+NAMES = ("adamw", "momentum", "another class")
+
+
+@covering("shape, name, schedule", product([(2,), (2, 2)], NAMES, SCHEDULES), ids=str)
+def test_as_the_ordinary_one(run_ranks, shape, name, schedule):
+    run_ranks(compare, torch.Size(shape).numel(), shape, name, "float32", schedule)
 
 
 def test_mixed_precision_and_groups(run_ranks):

@@ -3,8 +3,8 @@
 One script as text is run as it is with torch's library and with ours, on the same ranks.
 """
 
-import itertools
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.covering import covering
 from tests.support.parity import assert_same
 
 SCRIPT = """
@@ -117,38 +118,37 @@ def run_script(library, mesh, reshard, dtypes, recompute):
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-GRID = list(itertools.product([True, False, 2], [{}, BF16], [False, True]))
+MESHES = [((4,), True), ((2, 2), True), ((2, 2), False)]  # False: they read one another's memory
 
 
-def compare(mesh_shape, sends):
+def compare(mesh_and_sends, reshard, dtypes, recompute):
+    mesh_shape, sends = mesh_and_sends
     mesh = init_device_mesh(
         "cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :]
     )
-    for reshard, dtypes, recompute in GRID:
-        what = f"reshard {reshard}, {dtypes}, recompute {recompute}"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the peer warns of outputs that are views
-            theirs, peer = run_script("torch.distributed.fsdp", mesh, reshard, dtypes, recompute)
-        ours, mine = run_script("meshard", mesh, reshard, dtypes, recompute)
-        assert len(ours) == len(theirs)
-        dtype = torch.bfloat16 if dtypes else torch.float32
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(one, other, dtype, what=f"{what}, value {number}")
-        for kind, count in mine.counts.items():
-            assert count <= peer.counts.get(kind, 0), f"{what}: {mine.counts} {peer.counts}"
-            assert mine.bytes[kind] <= peer.bytes[kind], f"{what}: {mine.bytes} {peer.bytes}"
-        if sends:
-            assert mine.counts["gather"] > 6
-    return len(GRID)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the peer warns of outputs that are views
+        theirs, peer = run_script("torch.distributed.fsdp", mesh, reshard, dtypes, recompute)
+    ours, mine = run_script("meshard", mesh, reshard, dtypes, recompute)
+    assert len(ours) == len(theirs)
+    dtype = torch.bfloat16 if dtypes else torch.float32
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(one, other, dtype, what=f"value {number}")
+    for kind, count in mine.counts.items():
+        assert count <= peer.counts.get(kind, 0), f"{mine.counts} {peer.counts}"
+        assert mine.bytes[kind] <= peer.bytes[kind], f"{mine.bytes} {peer.bytes}"
+    if sends:
+        assert mine.counts["gather"] > 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh_shape", "sends"),
-    [((4,), True), ((2, 2), True), ((2, 2), False)],  # False: they read one another's memory
+@covering(
+    "mesh_and_sends, reshard, dtypes, recompute",
+    product(MESHES, [True, False, 2], [{}, BF16], [False, True]),
+    ids=str,
 )
 def test_one_changed_import_gives_the_same_training_with_no_more_communication(
-    run_ranks, mesh_shape, sends, monkeypatch
+    run_ranks, mesh_and_sends, reshard, dtypes, recompute, monkeypatch
 ):
-    monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(not sends)))
-    assert run_ranks(compare, 4, mesh_shape, sends, timeout=240) == [12] * 4
+    monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(not mesh_and_sends[1])))
+    run_ranks(compare, 4, mesh_and_sends, reshard, dtypes, recompute)
