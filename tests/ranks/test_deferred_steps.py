@@ -59,7 +59,7 @@ def compare(shape, name, dtype, schedule, grouped=False):
 NAMES = ("adamw", "momentum", "another class")
 
 
-@covering("shape, name, schedule", product([(2,), (2, 2)], NAMES, SCHEDULES), ids=str)
+@covering("shape, name, schedule", product([(2,), (2, 2)], NAMES, SCHEDULES))
 def test_as_the_ordinary_one(run_ranks, shape, name, schedule):
     run_ranks(compare, torch.Size(shape).numel(), shape, name, "float32", schedule)
 

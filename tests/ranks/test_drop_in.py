@@ -145,7 +145,6 @@ def compare(mesh_and_sends, reshard, dtypes, recompute):
 @covering(
     "mesh_and_sends, reshard, dtypes, recompute",
     product(MESHES, [True, False, 2], [{}, BF16], [False, True]),
-    ids=str,
 )
 def test_one_changed_import_gives_the_same_training_with_no_more_communication(
     run_ranks, mesh_and_sends, reshard, dtypes, recompute, monkeypatch

@@ -1,6 +1,7 @@
 """Do parameters that inner units use and outer ones own train like plain ones, bit for bit?"""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import GradientSync, fully_shard_units
+from tests.support.covering import covering
 from tests.support.integer_model import (
     LEARNING_RATE,
     IntegerBlock,
@@ -120,10 +122,15 @@ def test_gradients_of_hoisted_parameters_agree_bit_for_bit(run_ranks, recompute)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [None, "plain", "reentrant"])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("units", [(Trunk, IntegerBlock), IntegerBlock])
+@covering(
+    "units, mesh_shape, reshard_after_forward, recompute",
+    itertools.product(
+        [(Trunk, IntegerBlock), IntegerBlock],
+        [(2,), (2, 2)],
+        [True, False],
+        [None, "plain", "reentrant"],
+    ),
+)
 def test_they_agree_however_units_are_made_and_freed(
     run_ranks, units, mesh_shape, reshard_after_forward, recompute
 ):

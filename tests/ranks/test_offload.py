@@ -15,7 +15,7 @@ import meshard
 import meshard.offloading
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from tests.support.cases import CASES
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.parity import assert_same, full_grads, full_state, own_grads, own_state
 from tests.support.threads import run_threads
 
 HOST = CPUOffloadPolicy(pin_memory=False)
@@ -34,7 +34,7 @@ def make(case, mesh, dtype=None, **kwargs):
 
 
 def windows(case, model, schedules, *, is_last=True, edit=None, set_to_none=True, clear_every=1):
-    """Train one window per schedule; return every gradient and parameter on the way."""
+    """Train one window per schedule; return this rank's gradients and parameters on the way."""
     rank, seen, number = dist.get_rank(), [], 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for window, schedule in enumerate(schedules, 1):
@@ -47,13 +47,13 @@ def windows(case, model, schedules, *, is_last=True, edit=None, set_to_none=True
             if is_last and edit is not None:
                 edit(model)
             if is_last:
-                seen.append(full_grads(model))
+                seen.append(own_grads(model))
         norm = meshard.clip_grad_norm_(model, 0.5)
-        seen += [full_grads(model), {"norm": norm, "loss": loss.detach()}]
+        seen += [own_grads(model), {"norm": norm, "loss": loss.detach()}]
         optimizer.step()
         if window % clear_every == 0:
             optimizer.zero_grad(set_to_none=set_to_none)
-        seen.append(full_state(model))
+        seen.append(own_state(model))
     return seen
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.support.cases import CASES
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.parity import assert_same, full_grads, own_grads, own_state
 from tests.support.threads import run_threads
 
 
@@ -37,10 +37,10 @@ def train(case, model, optimizer, between, *, accumulate=2):
         for number in range(accumulate):
             case.loss(model(case.batch(10 * step + number, rank))).backward()
             between()
-        seen.append(full_grads(model))
+        seen.append(own_grads(model))
         optimizer.step()
         between()
-        seen.append(full_state(model))
+        seen.append(own_state(model))
         if step % 2:
             optimizer.zero_grad()
         between()

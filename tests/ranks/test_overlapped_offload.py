@@ -2,17 +2,19 @@
 
 import threading
 import time
+from itertools import product
 
 import pytest
 import torch
 
 import meshard
-from meshard import CPUOffloadPolicy, MixedPrecisionPolicy, overlap_optimizer
+from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.host_link import HostLink
 from meshard._runtime.host_grads import HostBuffers
 from tests.ranks.test_deferred_steps import DEFERRED, clipped, deferred
 from tests.ranks.test_flat_optimizer import MANY
 from tests.ranks.test_overlapped_steps import (
+    DTYPES,
     SCHEDULES,
     grads,
     make,
@@ -21,32 +23,28 @@ from tests.ranks.test_overlapped_steps import (
 )
 from tests.ranks.test_overlapped_use import SignDescent
 from tests.ranks.test_overlapped_windows import ADAMW, OPTIONS, trainable
+from tests.support.covering import covering
 from tests.support.parity import assert_same, full_state
 
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
-MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 def make_offloaded(shape=(2,), **kwargs):
     return make(shape, offload_policy=OFFLOAD, **kwargs)
 
 
-def compare(shape, name):
+def compare(shape, name, dtype, schedule):
     cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
-    for policy in (MixedPrecisionPolicy(), MIXED):
-        for schedule in SCHEDULES:
-            train_both(
-                lambda policy=policy: make_offloaded(shape, policy=policy),
-                cls,
-                options,
-                schedule=schedule,
-            )
+    policy = DTYPES[dtype]
+    train_both(lambda: make_offloaded(shape, policy=policy), cls, options, schedule=schedule)
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum", "another class"])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_as_the_ordinary_one(run_ranks, shape, name):
-    run_ranks(compare, torch.Size(shape).numel(), shape, name)
+NAMES = ("adamw", "momentum", "another class")
+
+
+@covering("shape, name, dtype, schedule", product([(2,), (2, 2)], NAMES, DTYPES, SCHEDULES))
+def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
+    run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)
 
 
 def as_without_offload():

@@ -108,6 +108,6 @@ def compare(shape, name, dtype, schedule):
     train_both(lambda: make(shape, DTYPES[dtype]), cls, options, schedule=schedule)
 
 
-@covering("shape, name, dtype, schedule", product([(2,), (2, 2)], MANY, DTYPES, SCHEDULES), ids=str)
+@covering("shape, name, dtype, schedule", product([(2,), (2, 2)], MANY, DTYPES, SCHEDULES))
 def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
     run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)

@@ -14,6 +14,7 @@ from meshard import fully_shard
 from meshard._comm import work_communicator
 from tests.benchmarks.memory import resident
 from tests.benchmarks.rounds import on_ranks
+from tests.support.covering import covering
 from tests.support.memory_formula import Sizes, peaks
 from tests.support.parity import assert_same, full_grads, full_state
 
@@ -147,8 +148,14 @@ def formula(width, units, reshards, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize(("width", "units", "ranks"), [(768, 8, 2), (1024, 4, 2), (1024, 4, 4)])
+@covering(
+    "width, units, ranks, reshards",
+    [
+        (*size, reshards)
+        for size in [(768, 8, 2), (1024, 4, 2), (1024, 4, 4)]
+        for reshards in (True, False)
+    ],
+)
 def test_peaks_are_those_of_the_formula(width, units, ranks, reshards):
     settings = {
         # glibc would keep what is freed, by a rule that adapts.
