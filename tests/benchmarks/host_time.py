@@ -156,7 +156,7 @@ def run(layers: tuple[int, ...] = (1, 12, 48), worlds: tuple[int, ...] = (8, 409
     """Measure several sizes; return the figures."""
     figures = {}
     for layer_count in layers:
-        args = parser().parse_args(["--layers", str(layer_count)])
+        args = parser(__doc__).parse_args(["--layers", str(layer_count)])
         added = measure(args)
         print(report(args, added), file=sys.stderr, flush=True)
         figures[f"{layer_count} parameters"] = {"added": added, "ratios": ratios(added)}
@@ -225,9 +225,9 @@ class _Over:
         return True
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return what reads the command line; other benchmarks of host time take the same."""
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
     made.add_argument("--units", type=int, default=48)
     made.add_argument("--layers", type=int, default=6, help="parameters per unit")
     made.add_argument("--width", type=int, default=16)
@@ -240,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Print a table, or JSON."""
-    args = parser().parse_args()
+    args = parser(__doc__).parse_args()
     added = measure(args)
     print(json.dumps(added) if args.json else report(args, added))
 

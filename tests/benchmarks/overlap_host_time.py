@@ -3,15 +3,17 @@
 Process CPU time on a fake process group, of one thread: all that the optimizer does in a step, be
 it called in backward, by ``step`` or by ``zero_grad``. Implementations take turns, step by step.
 
-    python tests/benchmarks/overlap_host_time.py [--units 48] [--layers 6] [--world 8]
+    python tests/benchmarks/overlap_host_time.py [--units 48] [--layers 6] [--world 8] [--fused]
+        [--min-step-bytes 1048576] [--json]
 
 The other two are ``torch.optim.AdamW(foreach=True)`` on the same DTensors, and on plain tensors of
-the sizes of their shards.
+the sizes of their shards. With ``--fused``, the overlapped one and that on plain tensors are fused.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -25,7 +27,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from meshard import OverlappedOptimizer, overlap_optimizer
-from tests.benchmarks.host_time import build
+from tests.benchmarks.host_time import build, parser
 from tests.support.fake import fake_group
 
 TARGETS = {"DTensors": 0.25, "plain tensors": 1.0}
@@ -64,9 +66,14 @@ class Timed:
         self._model: nn.Module = build("meshard", args.units, args.layers, args.width)
         self._optimizer: torch.optim.Optimizer
         self._plain: list[torch.Tensor] = []
+        kernels = "fused" if args.fused else "foreach"
         if kind == "overlapped":
             self._optimizer = overlap_optimizer(
-                self._model, torch.optim.AdamW, lr=0.0, foreach=True
+                self._model,
+                torch.optim.AdamW,
+                lr=0.0,
+                min_step_bytes=args.min_step_bytes,
+                **{kernels: True},
             )
             self._time_backward(self._optimizer)
         elif kind == "DTensors":
@@ -74,7 +81,7 @@ class Timed:
         else:
             shards = [param.to_local() for param in self._model.parameters()]  # type: ignore[operator]
             self._plain = [nn.Parameter(shard.detach().clone()) for shard in shards]
-            self._optimizer = torch.optim.AdamW(self._plain, lr=0.0, foreach=True)
+            self._optimizer = torch.optim.AdamW(self._plain, lr=0.0, **{kernels: True})
 
     def _time_backward(self, optimizer: OverlappedOptimizer) -> None:
         for module in (self._model, *self._model):  # type: ignore[misc]
@@ -126,25 +133,22 @@ def run(layers: tuple[int, ...] = (1, 12, 48)) -> Any:
     """Measure several sizes; return the figures."""
     found = {}
     for count in layers:
-        args = parser().parse_args(["--layers", str(count)])
+        args = command_line().parse_args(["--layers", str(count)])
         figures = measure(args)
         print(report(args, figures), file=sys.stderr, flush=True)
         found[f"{count} parameters"] = {"us": figures, "ratios": ratios(figures)}
     return found
 
 
-def parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--units", type=int, default=48)
-    made.add_argument("--layers", type=int, default=6, help="parameters per unit")
-    made.add_argument("--width", type=int, default=16)
-    made.add_argument("--world", type=int, default=8)
-    made.add_argument("--rounds", type=int, default=25)
-    made.add_argument("--warm-up", type=int, default=5)
+    made = parser(__doc__)
+    made.add_argument("--fused", action="store_true", help="fused kernels for all, not foreach")
+    made.add_argument("--min-step-bytes", type=int, default=2**20)
     return made
 
 
 if __name__ == "__main__":
-    _args = parser().parse_args()
-    print(report(_args, measure(_args)))
+    _args = command_line().parse_args()
+    _figures = measure(_args)
+    print(json.dumps(_figures) if _args.json else report(_args, _figures))
