@@ -19,8 +19,10 @@ from meshard._params.dtensors import local_of
 from meshard._runtime.group_tensors import GroupTensors
 from meshard._runtime.optimizer_steps import owner_of
 from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.sharded_grads import Held
 from meshard.flat_run import Member, Run, State
 from meshard.flat_snapshot import Groups, Snapshot
+from meshard.reduced_runs import Places
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -62,6 +64,7 @@ class FlatStepper:
         self._is_pointwise = is_pointwise
         self.before_forgetting: Callable[[], object] | None = None
         self.on_replaced: Callable[[list[torch.Tensor]], None] | None = None  # given old state
+        self.num_gradient_bytes = 0  # of the runs that have taken a gradient
         self.forget_runs()
         _alive.add(self)
 
@@ -75,12 +78,29 @@ class FlatStepper:
         self._loose: list[tuple[int, torch.Tensor]] = []
         self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
         self._left: Snapshot | None = None  # by the last step
+        self._before: Snapshot | None = None  # what the last step had left, during a step
+        self._places: Places | None = None
         self._is_behind = False  # members have not followed
 
     @property
     def is_flat(self) -> bool:
         """Whether all that was taken is in runs."""
         return not self._loose
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all that was taken is in runs, which have state already."""
+        return not self._loose and self._left is not None
+
+    @property
+    def numbers(self) -> list[int]:
+        """For each param group of what ``begin_step`` returns, which of ours it is."""
+        return self._numbers
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What was taken, of runs."""
+        return [run.flat.grad for run in self.runs if run.flat.grad is not None]
 
     def take(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
@@ -92,9 +112,34 @@ class FlatStepper:
         """
         self._look(groups, state, is_seen=is_seen)
         inner = self._made(groups, state)
+        self.num_gradient_bytes = sum([grad.nbytes for grad in self.gradients])
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
+
+    def take_reduced(
+        self, held: Held, group: ParamGroup, groups: Groups, state: States, *, is_seen: bool
+    ) -> bool:
+        """Take the gradients of one unit as they lie in one tensor; False: they must be in .grad.
+
+        That is so if some of them are not of our parameters, or if anything has changed since the
+        last step. Hyperparameters are left to the caller.
+
+        Args:
+            held: The gradients.
+            group: Of the unit; the shards of all of it are in runs.
+            groups: As for ``take``; only what they hold counts.
+            state: Likewise.
+            is_seen: Likewise.
+        """
+        left = self._left
+        if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
+            return False
+        places = self._places
+        if places is None or not places.are_of(self.runs, held, group):
+            places = self._places = Places(self.runs, held, group)
+        self.num_gradient_bytes = places.num_bytes
+        return places.give(held.flat)
 
     def run(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
         """Step what has been taken. The gradients of loose parameters must still be there.
@@ -104,19 +149,34 @@ class FlatStepper:
             state: Likewise; written to.
             is_seen: Users may look at ``state`` before they call ``catch_up``.
         """
-        inner = self._inner
+        self._step(self.begin_step())
+        self.end_step(groups, state)
+        if is_seen:
+            self.catch_up()
+
+    def begin_step(self) -> Optimizer:
+        """Return what has all gradients, hyperparameters and state, to be stepped at once."""
+        assert self._inner is not None
+        # If the step raises, the next one looks anew.
+        self._before, self._left = self._left, None
+        return self._inner
+
+    def end_step(self, groups: Groups, state: States) -> None:
+        """Note that it has been stepped; ``catch_up`` before users look at ``state``.
+
+        Args:
+            groups: As for ``take``; only what they hold counts.
+            state: Likewise; written to.
+        """
+        inner, left = self._inner, self._before
         assert inner is not None
-        left, self._left = self._left, None  # if this raises, the next step looks anew
-        self._step(inner)
         for run in self.runs:
             run.flat.grad = None  # or it would keep the memory after zero_grad
         if left is not None and left.was_stepped_in_place():
             self._is_behind = True
         else:
             left = self._show(inner, groups, state)
-        self._left = left
-        if is_seen:
-            self.catch_up()
+        self._left, self._before = left, None
 
     def catch_up(self) -> None:
         """Have in the state of every parameter how often it has been stepped."""

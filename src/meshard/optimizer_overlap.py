@@ -15,8 +15,8 @@ from meshard._runtime.unit import Unit, units_in
 from meshard.flat_optimizer import Params
 from meshard.flat_stepper import POINTWISE
 from meshard.gradient_clips import check_limit, unit_clip
+from meshard.joined_steps import MakeOptimizer
 from meshard.overlapped_optimizer import (
-    MakeOptimizer,
     OverlappedOptimizer,
     check_not_overlapped,
     check_rest,
@@ -32,6 +32,7 @@ def overlap_optimizer(
     clip_value: float | None = None,
     clip: str | None = None,
     max_norm: float | None = None,
+    min_step_bytes: int = 2**20,
     **optimizer_kwargs: Any,
 ) -> OverlappedOptimizer:
     """Have each unit of ``module`` stepped in backward, and its gradients freed at once.
@@ -55,6 +56,9 @@ def overlap_optimizer(
             before it is gathered (or when someone reads it). The norm is ``total_norm`` of what is
             returned.
         max_norm: What that norm is at most.
+        min_step_bytes: One call of an optimizer takes the host as long as some twenty tensors in
+            it. So small units wait, at the latest until the end of the backward, and are stepped
+            together when their gradients have so many bytes on a rank. 0: each by itself, at once.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
@@ -100,7 +104,7 @@ def overlap_optimizer(
     check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
         make = functools.partial(type(template))
-    return OverlappedOptimizer(template, make, units, change, max_norm)
+    return OverlappedOptimizer(template, make, units, change, max_norm, min_step_bytes)
 
 
 def _is_replicated(unit: Unit) -> bool:

@@ -18,9 +18,8 @@ from meshard.deferred_steps import DeferredStep, DeferredWindow
 from meshard.flat_run import State
 from meshard.flat_stepper import POINTWISE, FlatStepper
 from meshard.host_steps import HostWorker
+from meshard.joined_steps import JoinedSteps, MakeOptimizer
 from meshard.unit_stepper import ChangeGradients, UnitStepper
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 class OverlappedOptimizer(Optimizer):
@@ -34,6 +33,7 @@ class OverlappedOptimizer(Optimizer):
         units: Those that may have the parameters.
         change: Clips the gradients of a unit.
         max_norm: Of all gradients together; steps are put off until it is known.
+        min_step_bytes: Units are stepped together until their gradients have so many.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class OverlappedOptimizer(Optimizer):
         units: Iterable[Unit],
         change: ChangeGradients | None = None,
         max_norm: float | None = None,
+        min_step_bytes: int = 0,
     ) -> None:
         self._make = make
         self._is_pointwise = type(template) in POINTWISE
@@ -51,12 +52,14 @@ class OverlappedOptimizer(Optimizer):
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._ids: set[int] = set()
         self._planned: list[torch.Tensor] = []
+        self._num_steppers = 0
         self._number = 0  # of the present window
         self._num_stepped = 0  # in it
         self._is_seen = False  # users may hold parts of the state, and edit them
         self._is_attached = False
         self._max_norm = max_norm
         self._worker = HostWorker()
+        self._joined = JoinedSteps(make, min_step_bytes)
         self._window: DeferredWindow | None = None
         self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
@@ -208,7 +211,8 @@ class OverlappedOptimizer(Optimizer):
         stepper.window = self._number
         self._num_stepped += 1
         self._step(stepper)
-        if self._num_stepped == len(self._steppers):
+        if self._num_stepped == self._num_steppers:
+            self._joined.run()
             self._close(self._window)
 
     def _begin_window(self) -> None:
@@ -220,7 +224,7 @@ class OverlappedOptimizer(Optimizer):
         if self._max_norm is None or not self._is_attached:
             stepper.step(self.param_groups, self._state)
             return
-        grads = stepper.take(self.param_groups, self._state)
+        grads = stepper.put_aside(self.param_groups, self._state)
         if not grads:
             return
         if self._window is None or self._window.is_over:
@@ -267,9 +271,15 @@ class OverlappedOptimizer(Optimizer):
         for unit in sorted(members, key=lambda each: each.number):
             flat = FlatStepper(self._make, is_pointwise=self._is_pointwise)
             self._steppers[unit] = UnitStepper(
-                unit, members[unit], flat, worker=self._worker, change=self._change
+                unit,
+                members[unit],
+                flat,
+                joined=self._joined,
+                worker=self._worker,
+                change=self._change,
             )
             self._steppers[unit].is_seen = self._is_seen
+        self._num_steppers = len(self._steppers)
         self._planned = self._params()
         self._ids = set(map(id, self._planned))
 

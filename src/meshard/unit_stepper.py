@@ -20,45 +20,17 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import Lane, Queued, profiled
 from meshard._params.dtensors import local_of
 from meshard._runtime.param_group import ParamGroup, Residence
+from meshard._runtime.sharded_grads import Held, ShardedGrads
 from meshard._runtime.unit import Unit
 from meshard.flat_snapshot import Groups
 from meshard.flat_stepper import FlatStepper, States
 from meshard.host_steps import HostWorker
-from meshard.shown_shards import finish_step, hide_shards, show_shards
+from meshard.joined_steps import JoinedSteps, WaitingStep
+from meshard.queued_step import QueuedStep
+from meshard.shown_shards import finish_step
 
 _GRADIENT = attrgetter("grad")
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
-
-
-class QueuedStep:
-    """A step that is queued on a device: see ``StepUnderWay``.
-
-    Args:
-        group: Whose step.
-        pending: The event that follows it.
-    """
-
-    def __init__(self, group: ParamGroup, pending: Queued) -> None:
-        self._group = weakref.ref(group)
-        self._pending = pending
-        hide_shards(group)
-
-    def before_gather(self) -> None:
-        """Order the next use of the gather lane after it, and show the shards."""
-        group = self._group()
-        if group is not None:
-            show_shards(group)
-            group.comm.enter_after(Lane.GATHER, self._pending)
-
-    def finish(self) -> None:
-        """Order what the caller does next after it: a shard is about to be read."""
-        group = self._group()
-        if group is not None:
-            show_shards(group)
-        self._pending.wait()
-
-    def abandon(self) -> None:
-        """Do nothing: it has been taken."""
 
 
 class UnitStepper:
@@ -68,6 +40,7 @@ class UnitStepper:
         unit: Which.
         members: Its parameters, by the number of their param group.
         flat: What steps them.
+        joined: Steps it with others, if its gradients are small.
         worker: Steps it if its shards live in host memory.
         change: Is given their gradients before the step, to clip them.
     """
@@ -78,18 +51,24 @@ class UnitStepper:
         members: Mapping[int, list[torch.Tensor]],
         flat: FlatStepper,
         *,
+        joined: JoinedSteps,
         worker: HostWorker,
         change: ChangeGradients | None,
     ) -> None:
         self._unit = weakref.ref(unit)
         self._members = dict(members)
-        self._flat = flat
+        self.flat = flat
+        self._joined = joined
         self._worker = worker
         self._change = change
+        self._num_refused = 0  # times in a row that gradients were not to be taken as they are
+        self.numbers: Sequence[int] = list(members)
+        self._lists: Groups = [{"params": params} for params in members.values()]
         if unit.group is not None:
             group = weakref.ref(unit.group)
-            flat.before_forgetting = functools.partial(finish_step, group)
+            flat.before_forgetting = functools.partial(_forget, group, joined)
             flat.on_replaced = functools.partial(_retire, group)
+            self.waiting = WaitingStep(unit.group, joined)
         self.params = [param for params in members.values() for param in params]
         self.window = 0  # the last one in which it was stepped
         self.is_seen = False  # users have asked for the state
@@ -114,6 +93,21 @@ class UnitStepper:
             groups: All param groups of the optimizer.
             state: Its state.
         """
+        unit = self._unit()
+        if unit is None or unit.group is None or unit.gradients is None:
+            return
+        sharded = unit.gradients.sharded
+        held = sharded.offered
+        is_free = self._change is None and unit.group.stepping is None
+        # Refused once, the runs may fit from now on; twice, and they are of other parameters.
+        if held is not None and is_free and self._num_refused < 2 and self.flat.is_steady:
+            sharded.offered = None
+            self._drop_predicted(unit.group)
+            self._joined.add(self, held, groups, state)
+        else:
+            self._step_by_grad(groups, state)
+
+    def _step_by_grad(self, groups: Groups, state: States, *, may_wait: bool = True) -> None:
         group = self._ready(may_be_on_its_way=self._change is None)
         if group is None:
             return
@@ -126,28 +120,66 @@ class UnitStepper:
         lane = comm.lane(Lane.OPTIMIZER) if is_beside else contextlib.nullcontext()
         with lane, torch.no_grad(), profiled("optimizer", group.label):
             self._take(groups, state)
-            self._flat.run(self._taken, state, is_seen=False)
+            is_joined = may_wait and self.flat.is_steady
+            if not is_joined:
+                self.flat.run(self._taken, state, is_seen=False)
             if is_beside:
                 comm.retire(_locals(param.grad for param in self.params))
-                group.stepping = QueuedStep(group, comm.queued())
+                if not is_joined:
+                    group.stepping = QueuedStep(group, comm.queued())
         self._drop_gradients()
+        if is_joined:
+            self._joined.add(self, None, groups, state)
+        else:
+            group.note_step()
 
     def _step_on_host(self, group: ParamGroup, groups: Groups, state: States) -> None:
         with torch.no_grad():
             self._take(groups, state)
-        taken, flat = self._taken, self._flat
+        taken, flat = self._taken, self.flat
         if flat.is_flat:
             self._drop_gradients()
+            group.note_step()
             self._worker.submit(group, lambda: flat.run(taken, state))
             return
         group.finish_copies()
         with torch.no_grad():
             flat.run(taken, state)
         self._drop_gradients()
+        group.note_step()
+
+    # --- together with other units: see ``Joinable`` ---------------------------------------
+
+    @property
+    def group(self) -> ParamGroup | None:
+        """The parameters of the unit, while its model lives."""
+        unit = self._unit()
+        return None if unit is None else unit.group
+
+    def take(self, held: Held, state: States) -> bool:
+        """Take gradients before there is a ``.grad``; False: there must be."""
+        group = self.group
+        assert group is not None
+        is_taken = self.flat.take_reduced(held, group, self._lists, state, is_seen=self.is_seen)
+        self._num_refused = 0 if is_taken else self._num_refused + 1
+        return is_taken
+
+    def note_stepped(self, state: States) -> None:
+        """Note that what was taken has been stepped."""
+        self.flat.end_step(self._lists, state)
+
+    def step_apart(self, held: Held, groups: Groups, state: States) -> None:
+        """Step by gradients that could not be taken as they are."""
+        unit = self._unit()
+        if unit is None or unit.gradients is None:
+            return
+        assert isinstance(unit.gradients.sharded, ShardedGrads)
+        unit.gradients.sharded.add(held)
+        self._step_by_grad(groups, state, may_wait=False)
 
     # --- in two halves, for a step that is put off -----------------------------------------
 
-    def take(self, groups: Groups, state: States) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def put_aside(self, groups: Groups, state: States) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take the gradients away from ``.grad``, to step by them in ``run``.
 
         Args:
@@ -164,10 +196,11 @@ class UnitStepper:
             self._take(groups, state)
         self._grads = [(param, param.grad) for param in self.params if param.grad is not None]
         self._drop_gradients()
+        group.note_step()
         return self._grads
 
     def run(self, state: States, change: ChangeGradients, *keep: torch.Tensor) -> Queued:
-        """Step by what ``take`` has taken.
+        """Step by what ``put_aside`` has taken.
 
         **Stream:** the optimizer's lane.
 
@@ -185,10 +218,10 @@ class UnitStepper:
         comm = unit.group.comm
         with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", unit.label):
             change(_locals(grad for _, grad in grads))
-            for param, grad in () if self._flat.is_flat else grads:
+            for param, grad in () if self.flat.is_flat else grads:
                 param.grad = grad
-            self._flat.run(self._taken, state)
-            for param, _ in () if self._flat.is_flat else grads:
+            self.flat.run(self._taken, state)
+            for param, _ in () if self.flat.is_flat else grads:
                 param.grad = None
             comm.retire([*_locals(grad for _, grad in grads), *keep])
             return comm.queued()
@@ -196,12 +229,12 @@ class UnitStepper:
     def show(self) -> None:
         """Have the state as the ordinary optimizer has it; users ask for it."""
         self.is_seen = True
-        self._flat.catch_up()
+        self.flat.catch_up()
 
     def forget(self) -> None:
-        """Drop what ``take`` has taken."""
+        """Drop what ``put_aside`` has taken."""
         self._grads = []
-        self._flat.forget_runs()
+        self.flat.forget_runs()
 
     # --- around ----------------------------------------------------------------------------
 
@@ -240,9 +273,13 @@ class UnitStepper:
             unit.gradients.settle()
         if not self.has_gradients:
             return None
-        if unit.group.residence is Residence.GATHERING:
-            unit.group.reshard()  # it was predicted, but not used
+        self._drop_predicted(unit.group)
         return unit.group
+
+    @staticmethod
+    def _drop_predicted(group: ParamGroup) -> None:
+        if group.residence is Residence.GATHERING:
+            group.reshard()  # what was predicted, and not used, has old weights
 
     def _take(self, groups: Groups, state: States) -> None:
         self.finish()  # the step of another optimizer, say
@@ -250,7 +287,7 @@ class UnitStepper:
             self._change([param.grad for param in self.params if param.grad is not None])
         members = self._members.items()
         self._taken = [{**groups[number], "params": params} for number, params in members]
-        self._flat.take(self._taken, state, is_seen=self.is_seen)
+        self.flat.take(self._taken, state, is_seen=self.is_seen)
 
     def _drop_gradients(self) -> None:
         unit = self._unit()
@@ -258,7 +295,11 @@ class UnitStepper:
         for param in self.params:
             param.grad = None
         unit.gradients.sharded.release_cleared()
-        unit.group.note_step()
+
+
+def _forget(ref: weakref.ref[ParamGroup], joined: JoinedSteps) -> None:
+    finish_step(ref)
+    joined.forget()
 
 
 def _retire(ref: weakref.ref[ParamGroup], tensors: Sequence[torch.Tensor]) -> None:

@@ -48,9 +48,14 @@ def step(model, optimizer, schedule):
     return in_backward, in_step
 
 
-def both(cls, options):
+def alone(model, cls, **options):
+    """Each unit is stepped by itself, though it is small."""
+    return overlap_optimizer(model, cls, **options, min_step_bytes=0)
+
+
+def both(cls, options, overlap=alone):
     found = []
-    for make_optimizer in (overlap_optimizer, lambda m, cls, **kw: cls(m.parameters(), **kw)):
+    for make_optimizer in (overlap, lambda m, cls, **kw: cls(m.parameters(), **kw)):
         model = make()
         optimizer = make_optimizer(model, cls, **options)
         for _ in range(2):  # the first step makes the state
@@ -78,6 +83,28 @@ def test_no_gradient_is_left_and_one_is_alive_at_the_peak(run_ranks, name):
     run_ranks(freed, 1, name)
 
 
+def waiting(name):
+    """Up to ``min_step_bytes`` of gradients wait for others to be stepped with."""
+    cls, options = IN_PLACE[name]
+    for count in (2, 3, UNITS):
+        for limit in ((count - 1) * UNIT + 1, count * UNIT):
+            (backward, later), _ = both(
+                cls,
+                options,
+                lambda model, cls, limit=limit, **options: overlap_optimizer(
+                    model, cls, **options, min_step_bytes=limit
+                ),
+            )
+            assert backward.left == 0 and later.peak == 0
+            # A unit's weight and gradient, that which is being reduced, and those that wait.
+            assert backward.peak == ((1 + 2) + count - 1) * UNIT + (2 if count < UNITS else 0) * ROW
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_small_units_wait_until_they_have_so_many_bytes(run_ranks, name):
+    run_ranks(waiting, 1, name)
+
+
 def with_scratch():
     """What an optimizer takes for its step, it takes for one unit."""
     (backward, later), (plain_backward, plain_later) = both(
@@ -101,7 +128,7 @@ def accumulated():
         for is_overlapped in (True, False):
             model = make()
             if is_overlapped:
-                optimizer = overlap_optimizer(model, cls, **options)
+                optimizer = alone(model, cls, **options)
             else:
                 optimizer = cls(model.parameters(), **options)
             step(model, optimizer, schedule)

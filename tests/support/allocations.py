@@ -1,5 +1,6 @@
 """Which bytes did torch's allocator hand out and get back, in which order?"""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,10 +35,18 @@ class Allocations:
 
 @contextmanager
 def recorded(least: int = 1) -> Iterator[Allocations]:
-    """Record every allocation of CPU memory inside, of at least so many bytes."""
+    """Record every allocation of CPU memory inside, of at least so many bytes.
+
+    No garbage is collected meanwhile: what earlier tests have left would be taken for ours.
+    """
     found = Allocations()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield found
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield found
+    finally:
+        gc.enable()
     for event in profiler.profiler.kineto_results.events():
         is_ours = event.device_type() == torch.autograd.DeviceType.CPU
         if event.name() == "[memory]" and is_ours and abs(event.nbytes()) >= least:

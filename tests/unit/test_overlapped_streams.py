@@ -9,10 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 import meshard.build_unit
+import meshard.queued_step
 import meshard.unit_stepper
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import Lane
 from meshard._comm.streams import StreamCommunicator
+from meshard.joined_steps import JoinedSteps
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.unit.test_streams import MIXED, make_model
@@ -20,13 +22,16 @@ from tests.unit.test_streams import MIXED, make_model
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 
 
+UNIT_NORM = {"max_unit_norm": 1.0, "clip_value": 0.5}
 DEFERRED = {"clip": "deferred", "max_norm": 0.1}
+ALONE = {"min_step_bytes": 0}  # each unit; by default all of these wait for the end of backward
+TWO = {"min_step_bytes": 200}  # a block has 136 bytes of gradients on each of four ranks
 
 
 class Run:
     """A model on a recording device, with an optimizer that steps in backward."""
 
-    def __init__(self, monkeypatch, mesh_shape=(4,), cls=torch.optim.AdamW, clip=None, **kwargs):
+    def __init__(self, monkeypatch, mesh_shape=(4,), cls=torch.optim.AdamW, options=None, **kwargs):
         self.device = FakeDevice()
         self.recorder = Recorder(self.device)
         self.comm = StreamCommunicator(self.device)
@@ -36,7 +41,7 @@ class Run:
         for block in self.model[1:4]:
             meshard.fully_shard(block, mesh, **kwargs)
         meshard.fully_shard(self.model, mesh, **kwargs)
-        self.optimizer = overlap_optimizer(self.model, cls, lr=0.1, **(clip or {}))
+        self.optimizer = overlap_optimizer(self.model, cls, lr=0.1, **(options or {}))
 
     def window(self, schedule="F"):
         for place, letter in enumerate(schedule):
@@ -76,14 +81,15 @@ def sgd_run(monkeypatch):
     to read them would order everything.
     """
     with fake_group(4):
-        yield Run(monkeypatch, cls=functools.partial(torch.optim.SGD, momentum=0.9))
+        cls = functools.partial(torch.optim.SGD, momentum=0.9)
+        yield Run(monkeypatch, cls=cls, options=ALONE)
 
 
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("clip", [{}, {"max_unit_norm": 1.0, "clip_value": 0.5}, DEFERRED], ids=str)
-def test_training_has_no_race(run_on, mp_policy, cls, clip):
-    run = run_on(mp_policy=mp_policy, cls=cls, clip=clip)
+@pytest.mark.parametrize("options", [{}, ALONE, TWO, UNIT_NORM, DEFERRED], ids=str)
+def test_training_has_no_race(run_on, mp_policy, cls, options):
+    run = run_on(mp_policy=mp_policy, cls=cls, options=options)
     with run.recorder:
         for schedule in ("F", "FFF", "NNF", "RNF"):
             run.window(schedule)
@@ -138,10 +144,10 @@ def _open(model):
 
 
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("clip", [{}, DEFERRED], ids=str)
-def test_whatever_reads_waits(monkeypatch, read, clip):
+@pytest.mark.parametrize("options", [{}, ALONE, DEFERRED], ids=str)
+def test_whatever_reads_waits(monkeypatch, read, options):
     with fake_group(4):
-        check_read(Run(monkeypatch, clip=clip), READS[read])
+        check_read(Run(monkeypatch, options=options), READS[read])
 
 
 def check_read(run, read):
@@ -212,6 +218,26 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
     assert run.device.races == []
 
 
+@pytest.mark.parametrize(("options", "expected"), [({}, [4]), (TWO, [2, 2]), (ALONE, [1] * 4)])
+def test_units_are_stepped_together_until_they_have_so_many_bytes(monkeypatch, options, expected):
+    found = []
+    step = JoinedSteps._step
+
+    def log_step(self, units):
+        found.append(len(units))
+        step(self, units)
+
+    monkeypatch.setattr(JoinedSteps, "_step", log_step)
+    with fake_group(4):
+        run = Run(monkeypatch, options=options)
+        run.window()  # makes the state, unit by unit
+        with run.recorder:
+            run.window()
+            run.window("RF")
+    assert found == 2 * expected
+    assert run.device.races == []
+
+
 def test_gradients_are_given_back_when_the_step_is_over(run):
     with run.recorder:
         run.window()
@@ -244,7 +270,7 @@ def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
 
 
 def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(meshard.unit_stepper, "hide_shards", lambda group: None)
+    monkeypatch.setattr(meshard.queued_step, "hide_shards", lambda group: None)
     with run.recorder, torch.no_grad():
         with torch.enable_grad():
             run.window()

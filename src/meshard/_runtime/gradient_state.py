@@ -313,9 +313,15 @@ class GradientState:
 
     @unrecorded
     def finish_reduce(
-        self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
+        self,
+        in_flight: ReductionInFlight,
+        after: Sequence[TensorHook] = (),
+        *,
+        is_offered: bool = False,
     ) -> Pending | None:
         """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``.
+
+        If ``is_offered``, somebody may want what goes into ``.grad``: see ``ShardedGrads.offer``.
 
         Returns:
             Its copy to the host, if that is where it goes; it must be waited for.
@@ -338,4 +344,6 @@ class GradientState:
             return None
         if after:  # also without a gradient: the hook may communicate
             in_flight.layout.run_hooks(after, result.flat, result.used)
-        return self.sharded.add(result) if result.used else None
+        if not result.used or (is_offered and self.sharded.offer(result)):
+            return None
+        return self.sharded.add(result)

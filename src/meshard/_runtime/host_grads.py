@@ -60,6 +60,7 @@ class HostGrads:
     def __init__(self, group: ParamGroup, link: HostLink, home: Home) -> None:
         self._group = group
         self._link = link
+        self.offered: Held | None = None  # see ``offer``
         self._buffers = HostBuffers(home)
         self._shown = ShardedGrads(group)
         self._arriving: Held | None = None  # on its way into a buffer that no .grad shows yet
@@ -93,6 +94,13 @@ class HostGrads:
         host = self._buffers.take(new.flat, but=self._shown.flat)
         self._arriving = new._replace(flat=host)
         return self._link.store(host, new.flat, comm)
+
+    def offer(self, new: Held) -> bool:
+        """See ``ShardedGrads.offer``: it has to be moved first."""
+        return False
+
+    def take_back(self) -> None:
+        """See ``ShardedGrads.take_back``: nothing is offered."""
 
     def settle(self) -> None:
         """Wait for all copies, and have the gradients in ``.grad``. Blocks the host."""

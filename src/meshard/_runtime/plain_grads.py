@@ -199,6 +199,10 @@ class PlainGrads(ShardedGrads):
 
     # --- as elsewhere, but with plain tensors ------------------------------------------------
 
+    def offer(self, new: Held) -> bool:
+        """See ``ShardedGrads.offer``: ordinary tensors are stepped one by one."""
+        return False
+
     def settle(self) -> None:
         """Have all that was added in ``.grad``, in the middle of a backward too."""
         if self.is_hidden and not self._is_settled:

@@ -138,7 +138,8 @@ class Reductions:
         unit, in_flight, hooks, ends_window = self._queue.popleft()
         assert unit.gradients is not None
         after = [hook.after for hook in reversed(hooks) if hook.after] if hooks else ()
-        leaving = unit.gradients.finish_reduce(in_flight, after)
+        is_offered = ends_window and len(unit.on_reduced) == 1
+        leaving = unit.gradients.finish_reduce(in_flight, after, is_offered=is_offered)
         if self._leaving is not None:
             # Until compute has waited for it, a copy to the host keeps the device's memory.
             self._leaving.wait()
@@ -153,6 +154,8 @@ class Reductions:
         unit.reduced_in = self._backward
         for subscriber in tuple(unit.on_reduced):
             subscriber(unit)
+        if unit.gradients is not None:
+            unit.gradients.sharded.take_back()
 
     def finish_of(self, unit: Unit) -> None:
         """Finish all up to the last one of ``unit``."""

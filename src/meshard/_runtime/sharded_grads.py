@@ -66,6 +66,7 @@ class ShardedGrads:
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
         self._shown: Held | None = None  # as long as every .grad is what we put there
+        self.offered: Held | None = None  # to who steps by it at once; .grad does not show it
         # Where each .grad is, by parameter. A weakref would forbid Module.to to swap it, and a
         # reference would keep its memory.
         self._addresses: dict[int, int] = {}
@@ -210,11 +211,27 @@ class ShardedGrads:
         """Note that the ``.grad`` of some parameters has been cleared."""
         self.release_cleared()
 
+    def offer(self, new: Held) -> bool:
+        """Set ``offered``, if ``.grad`` would be views of it; who sets it to None has taken it.
+
+        A step that is flat needs no gradient of a single parameter, and may cost less than those.
+        """
+        self.offered = new if self.takes_as_is(new) else None
+        return self.offered is not None
+
+    def take_back(self) -> None:
+        """Add what was offered and not taken to ``.grad``."""
+        if self.offered is not None:
+            offered, self.offered = self.offered, None
+            self.add(offered)
+
     def settle(self) -> None:
-        """Have all that was added in ``.grad``: so it is."""
+        """Have all that was added in ``.grad``."""
+        self.take_back()
 
     def show_early(self) -> bool:
         """As for ``HostGrads``; it is there."""
+        self.take_back()
         return True
 
     def takes_as_is(self, new: Held) -> bool:
@@ -255,7 +272,7 @@ class ShardedGrads:
         """Drop every ``.grad``."""
         for param in self._group.params:
             param.sharded.grad = None
-        self._shown = None
+        self._shown = self.offered = None
 
     def _grad(self, index: int) -> torch.Tensor | None:
         gradient = self._group.params[index].sharded.grad
