@@ -6,7 +6,7 @@ Everything here works on local tensors: an operator on a DTensor costs more than
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from meshard._comm.scalars import agree_on_max, gather_values
 from meshard._geometry.mesh_roles import device_of
 from meshard._params.dtensors import local_of
 from meshard._runtime.optimizer_steps import at_rest, check_may_step
-from meshard._runtime.overlapped_params import find_overlapped, is_any_attached
+from meshard._runtime.overlapped_params import find_overlapped, note_scaled
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
 
@@ -220,6 +220,14 @@ def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
     return combined
 
 
+def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, (list, tuple)):
+        for each in outputs:
+            yield from _tensors_in(each)
+
+
 class ShardedGradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
 
@@ -250,18 +258,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale, before its backward.
 
-        Raises:
-            RuntimeError: An optimizer of ``overlap_optimizer`` is attached: it would step by
-                gradients that nobody has unscaled.
+        If that reaches parameters which an optimizer of ``overlap_optimizer`` steps, backward
+        raises before it steps any: nobody would have unscaled their gradients.
         """
-        if self.is_enabled() and is_any_attached():
-            raise RuntimeError(
-                "ShardedGradScaler cannot be used with overlap_optimizer, which steps in backward, "
-                "before gradients could be unscaled and found to be finite. Compute in bfloat16, "
-                "which needs no loss scaling (MixedPrecisionPolicy(param_dtype=torch.bfloat16)), "
-                "pass enabled=False, or step in the ordinary way (detach())."
-            )
-        return super().scale(outputs)
+        scaled = super().scale(outputs)
+        if self.is_enabled():
+            note_scaled(_tensors_in(scaled))
+        return scaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.

@@ -16,11 +16,8 @@ from meshard.flat_optimizer import Params
 from meshard.flat_stepper import POINTWISE
 from meshard.gradient_clips import check_limit, unit_clip
 from meshard.joined_steps import MakeOptimizer
-from meshard.overlapped_optimizer import (
-    OverlappedOptimizer,
-    check_not_overlapped,
-    check_rest,
-)
+from meshard.overlap_checks import check_not_overlapped, check_rest
+from meshard.overlapped_optimizer import OverlappedOptimizer
 
 
 def overlap_optimizer(
@@ -63,7 +60,7 @@ def overlap_optimizer(
 
     Returns:
         A ``torch.optim.Optimizer`` with the ``param_groups`` and the ``state_dict`` of the ordinary
-        one, in both directions.
+        one, in both directions. The units keep it, so it steps until its ``detach``.
 
     Raises:
         RuntimeError: A forward or backward is under way.

@@ -9,23 +9,32 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from meshard._runtime.optimizer_steps import owner_of
-from meshard._runtime.overlapped_params import find_overlapped, note_attached, note_detached
-from meshard._runtime.unit import Unit
+from meshard._runtime.overlapped_params import note_attached, note_detached
+from meshard._runtime.unit import Unit, units_in
 from meshard.deferred_steps import DeferredStep, DeferredWindow
 from meshard.flat_run import State
 from meshard.flat_stepper import POINTWISE, FlatStepper
 from meshard.host_steps import HostWorker
 from meshard.joined_steps import JoinedSteps, MakeOptimizer
+from meshard.overlap_checks import (
+    check_not_overlapped,
+    check_not_scaled,
+    check_rest,
+    no_unit,
+    refuse_scaler,
+)
 from meshard.unit_stepper import ChangeGradients, UnitStepper
 
 
 class OverlappedOptimizer(Optimizer):
     """Steps each unit in backward: see ``overlap_optimizer``.
 
-    ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer.
+    ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
+    keep it: it steps until ``detach``, also if you drop it (``attached_to`` finds it again).
 
     Args:
         template: The ordinary optimizer, whose place this takes.
@@ -154,8 +163,13 @@ class OverlappedOptimizer(Optimizer):
     def detach(self) -> None:
         """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
 
-        Param groups, state and LR schedulers stay as they are. Call ``overlap_optimizer`` to go
-        back, and load the ``state_dict``.
+        Param groups, state and LR schedulers stay as they are. Steps that ``clip="deferred"`` has
+        put off are taken, clipped: their window had ended. What a window that has not ended has
+        accumulated stays, and its last backward leaves it in ``.grad``.
+
+        To go back, call ``overlap_optimizer`` and load the ``state_dict``. It must have the same
+        parameters: by default those that require a gradient at that time, so pass ``param_groups``
+        if some were frozen or thawed since.
 
         Raises:
             RuntimeError: A forward or backward is under way.
@@ -187,6 +201,28 @@ class OverlappedOptimizer(Optimizer):
                 del self.param_groups[-1]
                 raise
 
+    @staticmethod
+    def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
+        """Return the optimizers that step units of ``module`` in backward, each once.
+
+        Args:
+            module: With units in it.
+        """
+        found: dict[int, OverlappedOptimizer] = {}
+        for unit in units_in(module):
+            for subscriber in unit.on_reduced:
+                owner = getattr(subscriber, "__self__", None)
+                if isinstance(owner, OverlappedOptimizer):
+                    found[id(owner)] = owner
+        return list(found.values())
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a ``torch.amp.GradScaler`` asks first: the moment to refuse it."""
+        if self._is_attached:
+            refuse_scaler()
+        return False
+
     # --- what happens in backward ----------------------------------------------------------
 
     def steps_in_backward(self, param: torch.Tensor) -> bool:
@@ -200,6 +236,7 @@ class OverlappedOptimizer(Optimizer):
         note_attached(self)
 
     def _on_reduced(self, unit: Unit) -> None:
+        check_not_scaled(unit)
         stepper = self._steppers.get(unit)
         if stepper is not None and stepper.window == self._number:
             self._begin_window()
@@ -263,7 +300,7 @@ class OverlappedOptimizer(Optimizer):
             for param in group["params"]:
                 unit = units.get(owner_of(param))
                 if unit is None:
-                    raise ValueError(_no_unit(param, number))
+                    raise ValueError(no_unit(param, number))
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
         self.wait()
         self._check_shared_units(members)
@@ -297,40 +334,3 @@ class OverlappedOptimizer(Optimizer):
                         f'with clip="deferred" an optimizer must be the only one that steps unit '
                         f"{unit.label!r} in backward; give it all parameters of the unit."
                     )
-
-
-def _no_unit(param: torch.Tensor, number: int) -> str:
-    return (
-        f"a parameter of shape {tuple(param.shape)} in param group {number} is in no unit of the "
-        "module, so there is no moment in backward at which its gradient is known to be complete; "
-        "leave it out of param_groups and step it by an ordinary optimizer of its own, or apply "
-        "fully_shard to the module around it."
-    )
-
-
-def check_rest(units: Iterable[Unit], what: str) -> None:
-    """Raise unless no unit is in the middle of a step.
-
-    Raises:
-        RuntimeError: Naming the unit.
-    """
-    for unit in units:
-        if not unit.lifecycle.is_between_steps():
-            raise RuntimeError(
-                f"{what} was called inside the forward or backward of unit {unit.label!r}; "
-                "call it between steps."
-            )
-
-
-def check_not_overlapped(params: Iterable[torch.Tensor]) -> None:
-    """Raise if another optimizer steps one of ``params`` in backward.
-
-    Raises:
-        ValueError: Likewise.
-    """
-    param = find_overlapped(params)
-    if param is not None:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is stepped in backward by another "
-            "optimizer already; call its detach() first, or give each its own parameters."
-        )
