@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import (
 
 import meshard
 from meshard import CommLedger, GradientSync, microbatches
+from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 
@@ -87,9 +89,10 @@ GATHERS = {None: 7, True: 8, False: 4}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("nesting", ["inside", "outside", "parts"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@covering(
+    "kind, nesting, reshard",
+    itertools.product(KINDS, ["inside", "outside", "parts"], [None, True, False]),
+)
 def test_recomputing_gathers_nothing_more(run_ranks, kind, nesting, reshard):
     expected = {
         "all_gather": GATHERS[reshard] * MICROBATCHES,

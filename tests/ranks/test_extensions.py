@@ -1,6 +1,7 @@
 """Do parameters train right that say themselves what is gathered of them?"""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import GradientSync
+from tests.support.covering import covering
 from tests.support.extensions import (
     Bfloat16Whole,
     Int8ForThePeer,
@@ -94,9 +96,10 @@ def assert_same_records(runs, expected):
             assert_same(run[step][2], params, bitwise=True, what=f"step {step}: params")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-@pytest.mark.parametrize("schedule", [(F,), (N, N, F), (R, F)], ids=["F", "NNF", "RF"])
+@covering(
+    "kind, shape, schedule",
+    itertools.product(KINDS, [(2,), (3,), (2, 2)], [(F,), (N, N, F), (R, F)]),
+)
 def test_training_is_that_of_one_process(run_ranks, kind, shape, schedule):
     num_ranks = torch.Size(shape).numel()
     expected = train_plain(kind, num_ranks, schedule)

@@ -1,5 +1,7 @@
 """Do sharded gradients stay where they are, with the same numbers, if their memory is kept?"""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -8,6 +10,7 @@ import meshard
 from meshard._runtime.unit import units_in
 from tests.ranks.test_lifetime import settled_tensor_bytes
 from tests.support.cases import CASES
+from tests.support.covering import covering
 from tests.support.parity import assert_same, own_grads
 
 CASE = CASES["mlp_stack"]
@@ -50,9 +53,10 @@ def same_bits(mesh_shape, modes, to_none):
     assert places[1] == places[2] == places[3]
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("modes", [("full",), ("none", "reduce_scatter", "full"), ("full", "full")])
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (3,)])
+MODES = [("full",), ("none", "reduce_scatter", "full"), ("full", "full")]
+
+
+@covering("mesh_shape, modes, to_none", product([(2,), (2, 2), (3,)], MODES, [True, False]))
 def test_the_same_tensors_hold_the_same_bits(run_ranks, mesh_shape, modes, to_none):
     run_ranks(same_bits, torch.Size(mesh_shape).numel(), mesh_shape, modes, to_none)
 

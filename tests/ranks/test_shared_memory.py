@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from meshard._comm.neighbours import meet
 from meshard._comm.segment import IS_SUPPORTED, Segment
 from meshard._comm.shared_memory import SharedMemoryCommunicator
 from meshard._comm.work_communicator import WorkCommunicator
+from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
@@ -78,13 +80,11 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
-def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy):
+@covering("mesh_shape, policy, schedule", product([(2,), (3,), (2, 2)], POLICIES, ["F", "NRF"]))
+def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, schedule):
     ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
-    for schedule in ("F", "NRF"):
-        for heard, later in run_ranks(train_both, ranks, mesh_shape, policy, schedule):
-            assert 0 < heard < later  # or nothing was shared, and this compares nothing
+    for heard, later in run_ranks(train_both, ranks, mesh_shape, POLICIES[policy], schedule):
+        assert 0 < heard < later  # or nothing was shared, and this compares nothing
 
 
 class Both:

@@ -36,12 +36,15 @@ def _greedy(pairs: Sequence[set[Any]], order: random.Random) -> list[int]:
     return sorted(chosen)
 
 
-def covering(names: str, rows: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+def covering(
+    names: str, rows: Iterable[tuple[Any, ...]], *, indirect: Sequence[str] = ()
+) -> pytest.MarkDecorator:
     """Parametrize a test like pytest does; rows that show no new pair are for ``-m exhaustive``.
 
     Args:
         names: Of the parameters, as pytest takes them; at least two.
         rows: The product, or what is left of it where not all values go together.
+        indirect: Which of the names are fixtures, as pytest takes them.
     """
     rows = list(rows)
     enough = set(every_pair(rows))
@@ -49,7 +52,7 @@ def covering(names: str, rows: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorato
         pytest.param(*row, marks=[] if place in enough else [pytest.mark.exhaustive])
         for place, row in enumerate(rows)
     ]
-    return pytest.mark.parametrize(names, marked, ids=_named)
+    return pytest.mark.parametrize(names, marked, ids=_named, indirect=indirect)
 
 
 def _named(value: Any) -> str:

@@ -1,9 +1,12 @@
 """Do parameters that say themselves what is gathered of them keep the order of streams?"""
 
+from itertools import product
+
 import pytest
 
 from meshard._comm.packed_gather import PackedGather
 from meshard._comm.streams import StreamCommunicator
+from tests.support.covering import covering
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice
 from tests.unit.test_streams import MIXED, run_steps
@@ -21,9 +24,10 @@ def run(monkeypatch, kind, mesh_shape, device=None, **kwargs):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (1,)])
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@covering(
+    "kind, mesh_shape, reshard_after_forward",
+    product(KINDS, [(4,), (2, 2), (1,)], [None, True, False]),
+)
 def test_a_step_has_no_race(monkeypatch, kind, mesh_shape, reshard_after_forward):
     device, recorder = run(
         monkeypatch,

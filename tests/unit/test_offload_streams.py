@@ -1,5 +1,7 @@
 """Is host memory read and written in order, while copies to and from a device are under way?"""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,6 +12,7 @@ from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard._comm.host_link import HostLink
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.home import Home
+from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
 from tests.unit.test_streams import MIXED, make_model
@@ -48,7 +51,10 @@ class Run:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
-@pytest.fixture(params=[(4,), (2, 2), (1,)], ids=str)
+MESHES = [(4,), (2, 2), (1,)]
+
+
+@pytest.fixture(params=MESHES, ids=str)
 def run_on(monkeypatch, request):
     size = torch.Size(request.param).numel()
     with fake_group(size):
@@ -61,11 +67,13 @@ def run(monkeypatch):
         yield Run(monkeypatch, (2, 2))
 
 
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
-@pytest.mark.parametrize("is_last", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_training_has_no_race(run_on, mp_policy, is_last, set_to_none):
-    run = run_on(mp_policy=mp_policy)
+@covering(
+    "run_on, is_mixed, is_last, set_to_none",
+    product(MESHES, [False, True], [True, False], [True, False]),
+    indirect=["run_on"],
+)
+def test_training_has_no_race(run_on, is_mixed, is_last, set_to_none):
+    run = run_on(mp_policy=MIXED if is_mixed else MixedPrecisionPolicy())
     with run.recorder:
         for schedule in ("FFF", "NNF", "RNF", "F"):
             run.window(schedule, is_last=is_last)

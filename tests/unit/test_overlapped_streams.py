@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import Lane
 from meshard._comm.streams import StreamCommunicator
 from meshard.joined_steps import JoinedSteps
+from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.unit.test_streams import MIXED, make_model
@@ -63,7 +65,10 @@ class Run:
         return 0 if optimizer is None else stream.clock.get(optimizer.number, 0)
 
 
-@pytest.fixture(params=[(4,), (2, 2), (1,)], ids=str)
+MESHES = [(4,), (2, 2), (1,)]
+
+
+@pytest.fixture(params=MESHES, ids=str)
 def run_on(monkeypatch, request):
     with fake_group(torch.Size(request.param).numel()):
         yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
@@ -85,11 +90,18 @@ def sgd_run(monkeypatch):
         yield Run(monkeypatch, cls=cls, options=ALONE)
 
 
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("options", [{}, ALONE, TWO, UNIT_NORM, DEFERRED], ids=str)
-def test_training_has_no_race(run_on, mp_policy, cls, options):
-    run = run_on(mp_policy=mp_policy, cls=cls, options=options)
+@covering(
+    "run_on, is_mixed, cls, options",
+    product(
+        MESHES,
+        [False, True],
+        [torch.optim.SGD, torch.optim.AdamW],
+        [{}, ALONE, TWO, UNIT_NORM, DEFERRED],
+    ),
+    indirect=["run_on"],
+)
+def test_training_has_no_race(run_on, is_mixed, cls, options):
+    run = run_on(mp_policy=MIXED if is_mixed else MixedPrecisionPolicy(), cls=cls, options=options)
     with run.recorder:
         for schedule in ("F", "FFF", "NNF", "RNF"):
             run.window(schedule)
