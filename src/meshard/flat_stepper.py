@@ -141,15 +141,23 @@ class FlatStepper:
         self.num_gradient_bytes = places.num_bytes
         return places.give(held.flat)
 
-    def run(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
+    def run(
+        self,
+        groups: Groups,
+        state: States,
+        *,
+        is_seen: bool = True,
+        by: Callable[[Optimizer], object] | None = None,
+    ) -> None:
         """Step what has been taken. The gradients of loose parameters must still be there.
 
         Args:
             groups: As for ``take``.
             state: Likewise; written to.
             is_seen: Users may look at ``state`` before they call ``catch_up``.
+            by: Steps the optimizer of the runs; None: it steps itself.
         """
-        self._step(self.begin_step())
+        (by or self._step)(self.begin_step())
         self.end_step(groups, state)
         if is_seen:
             self.catch_up()

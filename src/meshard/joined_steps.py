@@ -107,7 +107,7 @@ class JoinedSteps:
     """
 
     def __init__(self, make: MakeOptimizer, min_bytes: int) -> None:
-        self._make = make
+        self.make = make
         self._min_bytes = min_bytes
         self._waiting: list[tuple[Joinable, Held | None]] = []
         self._num_bytes = 0
@@ -207,7 +207,7 @@ class JoinedSteps:
         numbers = list(params)
         whole = parts[0]
         if len(parts) > 1:
-            whole = self._make([{**self._groups[n], "params": params[n]} for n in numbers])
+            whole = self.make([{**self._groups[n], "params": params[n]} for n in numbers])
             whole.state = defaultdict(dict)
             for part in parts:
                 for run in chain.from_iterable(own["params"] for own in part.param_groups):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -36,9 +37,9 @@ def host_for(
         extended: Names of parameters that say themselves what is gathered of them.
 
     Raises:
-        NotImplementedError: The policy steps the optimizer elsewhere than on the host, or there
-            are such parameters.
+        NotImplementedError: There are such parameters.
         TypeError: ``pin_memory`` is not a bool.
+        ValueError: ``step_device`` is neither the host nor ``device``.
     """
     global _has_warned
     if not isinstance(policy, TorchCPUOffloadPolicy):
@@ -50,13 +51,15 @@ def host_for(
             f"CPUOffloadPolicy for parameter {extended[0]!r} is not built yet, because it has "
             "fsdp_pre_all_gather; leave offload_policy out for its module."
         )
-    step_device = getattr(policy, "step_device", "cpu")
-    if step_device != "cpu":
-        raise NotImplementedError(
-            f"CPUOffloadPolicy(step_device={step_device!r}) is not built yet: the optimizer steps "
-            "where the shards live; leave step_device out, or leave offload_policy out."
+    step_device = torch.device(getattr(policy, "step_device", "cpu"))
+    if step_device.type not in ("cpu", device.type):
+        raise ValueError(
+            f"CPUOffloadPolicy(step_device={str(step_device)!r}) is neither 'cpu' nor the device "
+            f"of the mesh, {device.type!r}, which are where a unit can be stepped."
         )
     host = Home.host_of(device, pin=policy.pin_memory)
+    if step_device.type != "cpu":
+        host = replace(host, step_device=device)
     if policy.pin_memory and not host.is_pinned and not _has_warned:
         _has_warned = True
         warnings.warn(

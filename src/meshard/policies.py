@@ -86,7 +86,8 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
 
     Args:
         pin_memory: Page-lock the host shards, so that copies to the device are asynchronous.
-        step_device: ``"cpu"`` steps the optimizer on the host.
+        step_device: Where ``overlap_optimizer`` steps: ``"cpu"`` on the host, or the device of the
+            mesh, one unit after the other, with its states. Any other optimizer steps on the host.
 
     Raises:
         TypeError: ``pin_memory`` is not a bool, or ``step_device`` not a string.

@@ -22,6 +22,7 @@ from meshard._params.dtensors import local_of
 from meshard._runtime.param_group import ParamGroup, Residence
 from meshard._runtime.sharded_grads import Held, ShardedGrads
 from meshard._runtime.unit import Unit
+from meshard.device_steps import DeviceSteps, ReturningStep
 from meshard.flat_snapshot import Groups
 from meshard.flat_stepper import FlatStepper, States
 from meshard.host_steps import HostWorker
@@ -64,7 +65,11 @@ class UnitStepper:
         self._num_refused = 0  # times in a row that gradients were not to be taken as they are
         self.numbers: Sequence[int] = list(members)
         self._lists: Groups = [{"params": params} for params in members.values()]
+        self._device_steps: DeviceSteps | None = None
         if unit.group is not None:
+            place = unit.group.place
+            if place.host is not None and place.host.step_device is not None:
+                self._device_steps = DeviceSteps(joined.make, place.host.step_device, place.host)
             group = weakref.ref(unit.group)
             flat.before_forgetting = functools.partial(_forget, group, joined)
             flat.on_replaced = functools.partial(_retire, group)
@@ -137,6 +142,11 @@ class UnitStepper:
         with torch.no_grad():
             self._take(groups, state)
         taken, flat = self._taken, self.flat
+        if flat.is_flat and self._device_steps is not None:
+            self._drop_gradients()
+            group.note_step()
+            self._step_on_device(group, state, self._device_steps)
+            return
         if flat.is_flat:
             self._drop_gradients()
             group.note_step()
@@ -147,6 +157,16 @@ class UnitStepper:
             flat.run(taken, state)
         self._drop_gradients()
         group.note_step()
+
+    def _step_on_device(self, group: ParamGroup, state: States, steps: DeviceSteps) -> None:
+        comm, link = group.comm, group.tensors.link
+        assert link is not None
+        with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", group.label):
+            link.begin_step()
+            self.flat.run(self._taken, state, is_seen=False, by=steps.step)
+            queued = comm.queued()
+        link.end_step(queued)
+        group.stepping = ReturningStep(group, queued)
 
     # --- together with other units: see ``Joinable`` ---------------------------------------
 

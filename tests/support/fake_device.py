@@ -156,11 +156,13 @@ class Recorder(TorchDispatchMode):
         stream, is_copy = self._runs_on(func, [*reads, *writes])
         ticks = stream.tick()
         self.streams_used.add(stream.number)
-        for tensor in reads:
+        for tensor in () if _is_about_shape(func) else reads:
             self._read(tensor, stream, ticks, str(func))
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in _leaves(result) if isinstance(leaf, torch.Tensor)]
         known = {_key(tensor) for tensor in (*reads, *writes)}
+        if _is_about_shape(func):
+            writes.clear()
         for tensor in outputs:
             if _key(tensor) not in known:
                 self._allocated(tensor, stream, str(func))
@@ -237,10 +239,16 @@ class Recorder(TorchDispatchMode):
                 self._check(stream, access, f"reuse of memory by {what}")
 
 
+def _is_about_shape(func: Any) -> bool:
+    """Whether an operator touches no element of its operands: it queues nothing on a device."""
+    return bool(func.is_view) or any(name in str(func) for name in ("empty", "aten.set_."))
+
+
 class FakeHost:
     """Stands in for a ``Home`` in pinned host memory."""
 
     device = torch.device("cpu")
+    step_device: torch.device | None = None
     is_pinned = False  # what a CPU can offer; the fake device takes it to be pinned
 
     def __init__(self, device: FakeDevice) -> None:

@@ -163,8 +163,8 @@ def test_parameters_tied_across_units_are_refused_and_both_named():
         ({"offload_policy": CPUOffloadPolicy}, TypeError, "must be an OffloadPolicy"),
         (
             {"offload_policy": CPUOffloadPolicy(step_device="cuda")},
-            NotImplementedError,
-            r"CPUOffloadPolicy\(step_device='cuda'\) is not built yet",
+            ValueError,
+            r"step_device='cuda'\) is neither 'cpu' nor the device of the mesh, 'cpu'",
         ),
     ],
 )

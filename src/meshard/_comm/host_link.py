@@ -57,8 +57,7 @@ class HostLink:
         with comm.lane(Lane.HOST):
             self._order_writes()
             host.copy_(source, non_blocking=True)
-            self._writing = comm.queued(source)
-        return self._writing
+            return self._note_written(source, comm)
 
     def add(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> Queued:
         """Add ``source [n]`` on the device to ``host [n]``; stream and lifetime as ``store``.
@@ -72,8 +71,22 @@ class HostLink:
             total.copy_(host, non_blocking=True)
             total.add_(source)
             host.copy_(total, non_blocking=True)
-            self._writing = comm.queued(source)
-        return self._writing
+            return self._note_written(source, comm)
+
+    def _note_written(self, source: torch.Tensor, comm: Communicator) -> Queued:
+        # Two: whoever waits for the one must not let go of what the other holds for compute.
+        self._writing = comm.queued()
+        return comm.queued(source)
+
+    def begin_step(self) -> None:
+        """Order what is queued next after the copies that are under way: it reads and writes."""
+        for copy in (self._reading, self._writing):
+            if copy is not None:
+                copy.wait()
+
+    def end_step(self, step: Queued) -> None:
+        """Note that a step on the device is the last that writes."""
+        self._writing = step
 
     def _order_writes(self) -> None:
         if self._writing is not None:

@@ -16,10 +16,12 @@ class Home:
     Args:
         device: The device of the mesh, or the CPU; may be meta.
         is_pinned: Page-locked host memory, which a device copies from and to by itself.
+        step_device: Where ``overlap_optimizer`` steps what lives here; None: here.
     """
 
     device: torch.device
     is_pinned: bool = False
+    step_device: torch.device | None = None
 
     @classmethod
     def host_of(cls, device: torch.device, *, pin: bool) -> Home:
