@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from meshard._params.dtensors import local_of
 from meshard._runtime.group_tensors import GroupTensors
+from meshard._runtime.held_grads import Held
 from meshard._runtime.optimizer_steps import owner_of
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.sharded_grads import Held
 from meshard.flat_run import Member, Run, State
 from meshard.flat_snapshot import Groups, Snapshot
 from meshard.reduced_runs import Places

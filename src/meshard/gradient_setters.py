@@ -108,8 +108,9 @@ class GradientSetters:
     def set_keep_gradient_memory(self, keep_gradient_memory: bool, *, recurse: bool = True) -> None:
         """Keep the memory of sharded gradients from step to step.
 
-        The ``.grad`` of a unit's parameters are views of one flat tensor in any case. With this,
-        they are the same DTensors at the same addresses in every step, and no step allocates
+        The ``.grad`` of a unit's parameters are views of one flat tensor in any case, and in small
+        units on the CPU the same DTensors in every step, unless somebody holds one. With this,
+        they are the same DTensors at the same addresses in every unit, and no step allocates
         gradients; who keeps a ``.grad`` beyond ``zero_grad()`` sees the next one in it. It costs
         the memory of a gradient shard while the unit has none, mostly in forward. Gradients of
         parameters that are narrower than ``accumulate_dtype`` are copies, made anew in each step.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.sharded_grads import Held
 from meshard.flat_run import Run
 
 

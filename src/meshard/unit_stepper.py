@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import Lane, Queued, profiled
 from meshard._params.dtensors import local_of
+from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup, Residence
-from meshard._runtime.sharded_grads import Held, ShardedGrads
+from meshard._runtime.sharded_grads import ShardedGrads
 from meshard._runtime.unit import Unit
 from meshard.device_steps import DeviceSteps, ReturningStep
 from meshard.flat_snapshot import Groups

@@ -1,5 +1,6 @@
 """Do whole gradients keep their values, and their absence, on the wire?"""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,3 +125,21 @@ def test_a_mark_survives_a_division_that_underflows():
     assert torch.signbit(flat[0]) and flat[0] == 0
     marks.write(flat, unused)
     assert marks.used_after(marks.read(flat)) == {0}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16", "float32", "bfloat16")])
+def test_a_rank_may_own_one_element_of_each(count, dtypes):
+    shapes = [((count,), 0), ((1, count), 1), ((count, 1, 1), 0)]
+    params = [ParamLayout(torch.Size(shape), dim, count) for shape, dim in shapes]
+    layout = GradientLayout(params, (0, 1, 2), CPU)
+    gradients = [
+        torch.arange(count).add(10 * i).view(shape).to(getattr(torch, dtype))
+        for i, ((shape, _), dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    for dtype in (torch.float32, torch.bfloat16):
+        buffer = layout.allocate(dtype).fill_(float("nan"))
+        layout.pack(buffer, list(gradients))
+        for rank in range(count):
+            for index in range(3):
+                assert local_of(layout, buffer[rank], index, rank).item() == 10 * index + rank

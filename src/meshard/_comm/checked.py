@@ -91,7 +91,12 @@ class CheckedCommunicator:
         self.inner.trim(everything=everything)
 
     def lend_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.lend_rows``: never, likewise."""
         return None

@@ -107,12 +107,17 @@ class Communicator(Protocol):
         """
 
     def lend_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """Return what ``reduce_scatter`` is to be given, row by row; None: one tensor.
 
-        The other ranks read their rows ``[numel]`` where they lie. This rank's own is ordinary
-        memory, and may be the ``output``.
+        The other ranks read their rows ``[numel]`` where they lie. This rank's is ``own``, if that
+        is given, else ordinary memory; it may be the ``output``.
         """
 
     def all_gather(
@@ -275,7 +280,12 @@ class BaseCommunicator:
         """See ``Communicator.trim``: there is none."""
 
     def lend_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.lend_rows``: one tensor is sent."""
         return None

@@ -131,7 +131,12 @@ class GradientLayout:
             self._write(buffer, gradients, self.irregular)
 
     def _concatenate(self, gradients: list[torch.Tensor], target: torch.Tensor) -> None:
-        if self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
+        if target.size(1) == len(gradients) > 1:
+            # A rank owns one element of each. To move single elements takes long; whole gradients
+            # and one transposed copy take half of it (22 for 39 us with 6 gradients, 4096 ranks).
+            lines = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            target.copy_(lines.view(len(gradients), -1).t())
+        elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
             # One call for what follows: 6 us less for six gradients.
             torch._chunk_cat(gradients, 0, self.shard_count, out=target)
         else:

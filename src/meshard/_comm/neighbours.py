@@ -127,10 +127,12 @@ class Neighbours:
         leases[address] = lease
         return tensor
 
-    def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def allocate_rows(
+        self, numel: int, dtype: torch.dtype, own: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         """Return a row ``[numel]`` per rank, for ``say_rows``; that of this rank is its own."""
         rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
-        rows.insert(self.rank, torch.empty(numel, dtype=dtype))
+        rows.insert(self.rank, torch.empty(numel, dtype=dtype) if own is None else own)
         return rows
 
     def _spare_memory(self, num_bytes: int) -> None:

@@ -200,13 +200,18 @@ class SharedMemoryCommunicator(WorkCommunicator):
                 neighbours.trim(everything=everything)
 
     def lend_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.lend_rows``."""
         neighbours = self._neighbours_in(group)
         if neighbours is None:
-            return super().lend_rows(numel, dtype, group=group)
-        return neighbours.allocate_rows(numel, dtype)
+            return super().lend_rows(numel, dtype, group=group, own=own)
+        return neighbours.allocate_rows(numel, dtype, own)
 
     def borrow(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

@@ -89,10 +89,17 @@ class WorkCommunicator(BaseCommunicator):
         return _OwnRow(source) if group.size() == 1 else None
 
     def lend_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.lend_rows``."""
-        return [torch.empty(numel, dtype=dtype)] if group.size() == 1 else None
+        if group.size() > 1:
+            return None
+        return [torch.empty(numel, dtype=dtype) if own is None else own]
 
     def all_gather(
         self,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._geometry.layout import FlatLayout
+from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.sharded_grads import Held
 
 _MAX_LAYOUTS = 64
 

@@ -21,11 +21,12 @@ from meshard._comm.communicator import Pending, Rows
 from meshard._comm.foreach_reduce import ReduceRequest, Reduction
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._runtime.gradient_plan import GradientPlan, ReduceOptions, TensorHook
+from meshard._runtime.held_grads import Held
 from meshard._runtime.host_grads import HostGrads
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.plain_grads import PlainGrads
 from meshard._runtime.plain_tensors import PlainTensors
-from meshard._runtime.sharded_grads import Held, ShardedGrads
+from meshard._runtime.sharded_grads import ShardedGrads
 from meshard._runtime.unrecorded import unrecorded
 from meshard._runtime.window import Window
 from meshard._runtime.wire_buffers import WireMemory, memory_for

@@ -1,17 +1,21 @@
-"""How do sharded gradients stay where they are from step to step?
+"""How are sharded gradients the same tensors in every step?
 
-Their memory, and the DTensors over it, are made once. What a reduction yields is written there.
+The DTensors that ``.grad`` shows are made once, over one flat tensor, which takes longer than to
+move its memory; what a reduction yields is written there. The memory goes back whenever gradients
+are cleared, unless the user wants it to stay. What somebody else holds then, in Python or in a
+graph, is left to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import wrap_like
 from meshard._params.sharded_param import ShardedParam
+from meshard._runtime.holders import Holders
 
 
 class KeptGrads:
@@ -35,7 +39,37 @@ class KeptGrads:
         self._is_whole = all(params[index].sharded.dtype == dtype for index, _ in locals_)
         self._made_for = [params[index].sharded for index, _ in locals_]
         self.faces = {index: wrap_like(params[index].sharded, local) for index, local in locals_}
-        self._addresses = {index: local.data_ptr() for index, local in locals_}
+        start = self.flat.data_ptr()
+        self._offsets = [(index, local.data_ptr() - start) for index, local in locals_]
+        storage = self.flat.untyped_storage()
+        self._num_bytes, self._resize = storage.nbytes(), storage.resize_
+        self._has_memory = True
+        self._holders = Holders([self.flat, *self.faces.values(), *(own for _, own in locals_)])
+
+    def begin(self, mark: Callable[[torch.Tensor], None]) -> None:
+        """Mark every ``.grad``-to-be. Nobody else has seen these tensors."""
+        for face in self.faces.values():
+            mark(face)
+        del face  # this frame would count
+        self._holders.begin()
+
+    def take(self) -> None:
+        """Have memory, if it has been given back."""
+        if not self._has_memory:
+            self._resize(self._num_bytes)
+            self._has_memory = True
+
+    def give_back(self) -> bool:
+        """Give the memory back, now that no ``.grad`` is one of these.
+
+        Returns:
+            Whether that was possible; else others hold some of these tensors, which are theirs now.
+        """
+        if not self._holders.are_alone:
+            return False
+        self._resize(0)
+        self._has_memory = False
+        return True
 
     def fits(self, layout: GradientLayout, dtype: torch.dtype) -> bool:
         """Whether this is for gradients in that layout and dtype, of the parameters of today."""
@@ -54,11 +88,8 @@ class KeptGrads:
         """
         if not self._is_whole:
             return None
-        params = self._params
-        if len(used) == len(self.faces):
-            for index, face in self.faces.items():
-                params[index].sharded.grad = face
-            return self._addresses.copy()
-        for index in used:
-            params[index].sharded.grad = self.faces[index]
-        return {index: self._addresses[index] for index in used}
+        params, faces = self._params, self.faces
+        for index in faces if len(used) == len(faces) else used:
+            params[index].sharded.grad = faces[index]
+        start = self.flat.data_ptr()
+        return {index: start + offset for index, offset in self._offsets if index in used}

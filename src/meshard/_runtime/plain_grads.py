@@ -15,8 +15,9 @@ import torch
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.home import Home
 from meshard._params.plain_param import PlainParam
+from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.sharded_grads import Held, ShardedGrads, mark_as_ours
+from meshard._runtime.sharded_grads import ShardedGrads, mark_as_ours
 
 
 class Replaced:

@@ -80,6 +80,10 @@ def num_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+# How often torch itself holds a tensor, Python's object included.
+references_in_torch: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # stubs lack it
+
+
 def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which writing to ``tensors`` does not count as a change of them.
 

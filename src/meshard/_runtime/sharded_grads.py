@@ -8,52 +8,23 @@ of narrower parameters are copies; the wide sums stay, or microbatches would rou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._params.dtensors import local_of, move_local, wrap_like
 from meshard._params.home import Home
+from meshard._runtime.held_grads import Held
 from meshard._runtime.kept_grads import KeptGrads
 from meshard._runtime.param_group import ParamGroup
 
 _OURS = "_meshard_shown"  # on every .grad that was put there by ShardedGrads
+_MAX_HELD = 2  # who holds on to gradients twice, or needs none, will do so again
 
 
 def mark_as_ours(gradient: torch.Tensor) -> None:
     """Note that a ``.grad`` was put there by us."""
     setattr(gradient, _OURS, True)
-
-
-class Held(NamedTuple):
-    """Gradients of some parameters in one flat tensor."""
-
-    layout: GradientLayout
-    flat: torch.Tensor  # [shard_numel], or [shard_count, shard_numel] before any reduction
-    used: frozenset[int]  # the parameters that have a gradient
-
-    def shards(self, shard_rank: int) -> list[tuple[int, torch.Tensor]]:
-        """Return each parameter's shard: a view of ``flat``, which has been reduced."""
-        return self.layout.shards(self.flat, shard_rank, self.used)
-
-    def laid_out(self, layout: GradientLayout) -> torch.Tensor:
-        """Return ``flat`` in another layout, in which nothing is missing."""
-        if self.layout is layout:
-            return self.flat
-        return self.layout.move(self.flat, layout, self.used)
-
-    def erase(self, indices: frozenset[int]) -> None:
-        """Make the slots of some parameters as if they had no gradient, in place."""
-        for index in self.used & indices:
-            slot = self.layout.slots[index]
-            self.flat.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
-
-    def unless_all(self, erased: frozenset[int]) -> Held | None:
-        """Return what is left once ``erased`` are gone; None if that is all, used here or not."""
-        if erased.issuperset(self.layout.indices):
-            return None
-        return self._replace(used=self.used - erased)
 
 
 class ShardedGrads:
@@ -72,6 +43,7 @@ class ShardedGrads:
         self._addresses: dict[int, int] = {}
         self.is_kept = False  # the memory, from step to step
         self._kept: KeptGrads | None = None
+        self._num_held = 0  # how often somebody else held on to what was kept
 
     def be_like(self, other: object) -> None:
         """Take over what users have chosen for the gradients of a unit, for its copy."""
@@ -79,21 +51,26 @@ class ShardedGrads:
             self.is_kept = other.is_kept
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return ``[shard_numel]`` for new sums, the same in each step; None if it is in use.
+        """Return ``[shard_numel]`` for new sums, the same in each step; None: take any memory.
 
         The caller must know that nothing which it has started uses it.
         """
-        if not self.is_kept:
-            self._kept = None
-            return None
         self.release_cleared()
-        if self._shown is not None:
+        if self._shown or self.offered or not self._is_worth_keeping(layout):
             return None
         if self._kept is None or not self._kept.fits(layout, dtype):
             self._kept = KeptGrads(self._group.params, layout, dtype)
-            for face in self._kept.faces.values():
-                mark_as_ours(face)
+            self._kept.begin(mark_as_ours)
+        self._kept.take()
         return self._kept.flat
+
+    def _is_worth_keeping(self, layout: GradientLayout) -> bool:
+        if self.is_kept:
+            return True
+        # Of a large unit the bytes take longer. On a device, streams would have to be asked
+        # whether memory may go.
+        is_held = self._num_held >= _MAX_HELD
+        return self._group.comm.may_keep_buffers and not (layout.is_large or is_held)
 
     def add(self, new: Held) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
@@ -138,11 +115,14 @@ class ShardedGrads:
     def _show(self, held: Held) -> None:
         """Let every ``.grad`` be what ``held`` says."""
         self._shown = held
-        if self._kept is not None and self._kept.flat is held.flat:
-            addresses = self._kept.show(held.used)
+        if self._kept is not None:
+            is_there = self._kept.flat is held.flat
+            addresses = self._kept.show(held.used) if is_there else None
             if addresses is not None:
                 self._addresses = addresses
                 return
+            if not self.is_kept:
+                self._kept = None
         self._addresses = {index: self._set(index, local) for index, local in self._locals(held)}
 
     def _show_more(self, shown: Held, used: frozenset[int]) -> None:
@@ -206,6 +186,9 @@ class ShardedGrads:
         """Give the memory back once the user has dropped the gradients."""
         if self._shown is not None and self._is_clear():
             self._shown = None
+            if self._kept is not None and not self.is_kept and not self._kept.give_back():
+                self._kept = None
+                self._num_held += 1
 
     def forget(self, indices: frozenset[int]) -> None:
         """Note that the ``.grad`` of some parameters has been cleared."""
@@ -217,6 +200,8 @@ class ShardedGrads:
         A step that is flat needs no gradient of a single parameter, and may cost less than those.
         """
         self.offered = new if self.takes_as_is(new) else None
+        if self.offered is not None and not self.is_kept:
+            self._kept, self._num_held = None, _MAX_HELD  # no .grad is needed
         return self.offered is not None
 
     def take_back(self) -> None:
@@ -273,6 +258,8 @@ class ShardedGrads:
         for param in self._group.params:
             param.sharded.grad = None
         self._shown = self.offered = None
+        if not self.is_kept:
+            self._kept = None
 
     def _grad(self, index: int) -> torch.Tensor | None:
         gradient = self._group.params[index].sharded.grad

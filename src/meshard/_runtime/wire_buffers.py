@@ -74,10 +74,9 @@ def memory_for(
     if is_laid_out:
         return WireMemory(None, output)
     shard_group = options.shard_group or roles.shard_group
-    rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group)
+    own = output if output is not None and output.dtype == wire else None
+    rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group, own=own)
     if rows is not None:
-        if output is not None and output.dtype == wire:
-            rows[shard_group.rank()] = output
         return WireMemory(rows, output)
     flat = comm.allocate(
         layout.numel, Lane.SCATTER, dtype=wire, device=layout.device, group=shard_group
