@@ -42,10 +42,9 @@ def train_and_delete(case_name, **kwargs):
     rank = torch.distributed.get_rank()
     # The first DTensor of a process imports modules, whose frames only a collection frees.
     meshard.fully_shard(torch.nn.Linear(2, 2), mesh)(torch.ones(1, 2)).sum().backward()
-    gc.collect()
+    before = settled_tensor_bytes()
     gc.disable()
     try:
-        before = live_tensor_bytes()
         model = case.build()
         for unit in case.units(model):
             meshard.fully_shard(unit, mesh, **kwargs)
