@@ -52,6 +52,9 @@ class PlainGrads(ShardedGrads):
 
     # --- the bucket --------------------------------------------------------------------------
 
+    def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> None:
+        """See ``ShardedGrads.free_memory``: sums lie in the bucket."""
+
     def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return ``[1, n]``, the same memory in each step; None if it is in use.
 
