@@ -65,10 +65,10 @@ def divided_twice_in_groups_of_one(patch: Patch) -> None:
 def partial_in_the_reduce_dtype(patch: Patch) -> None:
     finish = GradientState.finish_reduce
 
-    def round_partial(self: Any, in_flight: Any, after: Any = ()) -> None:
-        finish(self, in_flight, after)
+    def round_partial(self: Any, *args: Any, **kwargs: Any) -> None:
+        finish(self, *args, **kwargs)
         if self._partial is not None:
-            wire = self.plan.wire_dtype(in_flight.layout)
+            wire = self.plan.wire_dtype(args[0].layout)
             flat = self._partial.flat.to(wire).to(self._partial.flat.dtype)
             self._partial = self._partial._replace(flat=flat)
 
