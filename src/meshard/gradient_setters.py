@@ -109,11 +109,12 @@ class GradientSetters:
         """Keep the memory of sharded gradients from step to step.
 
         The ``.grad`` of a unit's parameters are views of one flat tensor in any case, and in small
-        units on the CPU the same DTensors in every step, unless somebody holds one. With this,
-        they are the same DTensors at the same addresses in every unit, and no step allocates
-        gradients; who keeps a ``.grad`` beyond ``zero_grad()`` sees the next one in it. It costs
-        the memory of a gradient shard while the unit has none, mostly in forward. Gradients of
-        parameters that are narrower than ``accumulate_dtype`` are copies, made anew in each step.
+        units on the CPU the same DTensors in every step, unless somebody holds one, or has put an
+        attribute or a graph on it. With this, they are the same DTensors at the same addresses in
+        every unit, and no step allocates gradients; who keeps a ``.grad`` beyond ``zero_grad()``
+        sees the next one in it. It costs the memory of a gradient shard while the unit has none,
+        mostly in forward. Gradients of parameters that are narrower than ``accumulate_dtype`` are
+        copies, made anew in each step.
 
         Args:
             keep_gradient_memory: Whether to.
@@ -122,7 +123,7 @@ class GradientSetters:
         check_bool("keep_gradient_memory", keep_gradient_memory)
         for unit in reached_units(self, recurse):
             if unit.gradients is not None and isinstance(unit.gradients.sharded, ShardedGrads):
-                unit.gradients.sharded.is_kept = keep_gradient_memory
+                unit.gradients.sharded.keep_memory(keep_gradient_memory)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -192,30 +192,26 @@ class GradientState:
             return
         self._open_window()
         if self._unreduced is None:
-            flat = self._free_bucket(layout, self.plan.accumulate_dtype)
-            if flat is None:
-                flat = layout.allocate(self.plan.accumulate_dtype)
+            flat = self._bucket(layout, self.plan.accumulate_dtype)
             layout.pack(flat, gradients)
             layout.run_hooks(arrived, flat, used)
         else:
             flat, used = self._add_to_unreduced(layout, new, arrived)
         self._unreduced = Held(layout, flat, used)
 
-    def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory that whole gradients lie in at every step, if that is kept and free."""
-        if self.num_in_flight or self.is_pending or not isinstance(self.sharded, PlainGrads):
-            return None
-        return self.sharded.free_bucket(layout, dtype)
+    def _bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for whole gradients: that of every step, if it is kept and free."""
+        bucket = None
+        if isinstance(self.sharded, PlainGrads) and not (self.num_in_flight or self.is_pending):
+            bucket = self.sharded.free_bucket(layout, dtype)
+        return layout.allocate(dtype) if bucket is None else bucket
 
     def _open_window(self) -> None:
         self._window.is_open = True
         self._cleared = frozenset()
 
     def _add_to_unreduced(
-        self,
-        layout: GradientLayout,
-        came: _Arrived,
-        arrived: Sequence[TensorHook],
+        self, layout: GradientLayout, came: _Arrived, arrived: Sequence[TensorHook]
     ) -> tuple[torch.Tensor, frozenset[int]]:
         assert self._unreduced is not None
         gradients, used = came
@@ -345,6 +341,8 @@ class GradientState:
             return None
         if after:  # also without a gradient: the hook may communicate
             in_flight.layout.run_hooks(after, result.flat, result.used)
-        if not result.used or (is_offered and self.sharded.offer(result)):
-            return None
-        return self.sharded.add(result)
+        if not result.used:
+            self.sharded.not_shown()
+        elif not (is_offered and self.sharded.offer(result)):
+            return self.sharded.add(result)
+        return None

@@ -1,26 +1,34 @@
-"""Does anybody but us hold some tensors of ours?"""
+"""Does anybody but us hold some tensors of ours, or has put something on them?"""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from sys import getrefcount
+from weakref import getweakrefcount
 
 import torch
 
 from meshard._runtime.private_torch import num_users, references_in_torch
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_ATTRIBUTES = attrgetter("__dict__")
+
 
 class Holders:
-    """Knows whether tensors are held by as many as when nobody else had seen them.
+    """Knows whether tensors are as they were when nobody else had seen them.
 
-    Counted are Python's references, those inside torch (a graph that has saved a tensor holds it
-    without Python), and the tensors on the storage (views, and what ``detach`` and numpy make).
+    Counted are Python's references, weak ones too, those inside torch (a graph that has saved a
+    tensor holds it without Python), and the tensors on the storage (views, and what ``detach`` and
+    numpy make). What a user has put on a tensor (an attribute, a graph) would outlive it as well.
 
     Args:
         tensors: All on the storage of the first, or over tensors that are; they are held.
+        shown: Those of them that users are given.
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], shown: list[torch.Tensor]) -> None:
         self._tensors = tensors
+        self._shown = shown
         self._alone: list[int] = []
 
     def begin(self) -> None:
@@ -29,11 +37,14 @@ class Holders:
 
     @property
     def are_alone(self) -> bool:
-        """Whether nobody else holds any of the tensors, or anything on their storage."""
+        """Whether nobody else holds or has marked any of them, or holds a tensor on the storage."""
         return self._count() == self._alone
 
     def _count(self) -> list[int]:
         tensors = self._tensors
         counts = [num_users(tensors[0]), *map(getrefcount, tensors)]
         counts.extend(map(references_in_torch, tensors))
+        counts.extend(map(getweakrefcount, tensors))
+        counts.extend(map(_REQUIRES_GRAD, self._shown))
+        counts.extend(map(len, map(_ATTRIBUTES, self._shown)))
         return counts

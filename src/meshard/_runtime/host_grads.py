@@ -100,6 +100,9 @@ class HostGrads:
         """See ``ShardedGrads.offer``: it has to be moved first."""
         return False
 
+    def not_shown(self) -> None:
+        """See ``ShardedGrads.not_shown``: the buffers stay."""
+
     def take_back(self) -> None:
         """See ``ShardedGrads.take_back``: nothing is offered."""
 

@@ -9,11 +9,12 @@ graph, is left to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import wrap_like
+from meshard._params.dtensors import locals_of, wrap_like
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.holders import Holders
 
@@ -39,12 +40,15 @@ class KeptGrads:
         self._is_whole = all(params[index].sharded.dtype == dtype for index, _ in locals_)
         self._made_for = [params[index].sharded for index, _ in locals_]
         self.faces = {index: wrap_like(params[index].sharded, local) for index, local in locals_}
+        self._locals = [local for _, local in locals_]
         start = self.flat.data_ptr()
-        self._offsets = [(index, local.data_ptr() - start) for index, local in locals_]
-        storage = self.flat.untyped_storage()
-        self._num_bytes, self._resize = storage.nbytes(), storage.resize_
+        # What is empty is nowhere.
+        self._offsets = {i: own.data_ptr() - start for i, own in locals_ if own.numel()}
+        self._storage = self.flat.untyped_storage()
+        self._num_bytes = self._storage.nbytes()
         self._has_memory = True
-        self._holders = Holders([self.flat, *self.faces.values(), *(own for _, own in locals_)])
+        faces: list[torch.Tensor] = list(self.faces.values())
+        self._holders = Holders([self.flat, *faces, *self._locals], faces)
 
     def begin(self, mark: Callable[[torch.Tensor], None]) -> None:
         """Mark every ``.grad``-to-be. Nobody else has seen these tensors."""
@@ -56,7 +60,7 @@ class KeptGrads:
     def take(self) -> None:
         """Have memory, if it has been given back."""
         if not self._has_memory:
-            self._resize(self._num_bytes)
+            self._storage.resize_(self._num_bytes)
             self._has_memory = True
 
     def give_back(self) -> bool:
@@ -65,9 +69,11 @@ class KeptGrads:
         Returns:
             Whether that was possible; else others hold some of these tensors, which are theirs now.
         """
-        if not self._holders.are_alone:
+        storage = self._storage
+        # Once numpy has seen it, or another process, it cannot be resized.
+        if not storage.resizable() or storage.is_shared() or not self._holders.are_alone:
             return False
-        self._resize(0)
+        storage.resize_(0)
         self._has_memory = False
         return True
 
@@ -78,6 +84,8 @@ class KeptGrads:
             self._layout is layout
             and self.flat.dtype == dtype
             and all(params[i].sharded is p for i, p in zip(self.faces, made_for, strict=True))
+            # A cast of the module puts other memory under the gradients that there are.
+            and all(map(is_, locals_of(self.faces.values()), self._locals))
         )
 
     def show(self, used: frozenset[int]) -> dict[int, int] | None:
@@ -91,5 +99,5 @@ class KeptGrads:
         params, faces = self._params, self.faces
         for index in faces if len(used) == len(faces) else used:
             params[index].sharded.grad = faces[index]
-        start = self.flat.data_ptr()
-        return {index: start + offset for index, offset in self._offsets if index in used}
+        start, offsets = self.flat.data_ptr(), self._offsets
+        return {i: start + offsets[i] if i in offsets else 0 for i in faces if i in used}

@@ -45,10 +45,22 @@ class ShardedGrads:
         self._kept: KeptGrads | None = None
         self._num_held = 0  # how often somebody else held on to what was kept
 
+    def keep_memory(self, is_kept: bool) -> None:
+        """Keep the memory from step to step, whoever else holds it; or not."""
+        self.is_kept = is_kept
+        if not is_kept and self._shown is None:
+            self._kept = None
+
     def be_like(self, other: object) -> None:
         """Take over what users have chosen for the gradients of a unit, for its copy."""
         if isinstance(other, ShardedGrads):
             self.is_kept = other.is_kept
+
+    def not_shown(self) -> None:
+        """What was reduced is not to be added: nobody has a gradient. Keep no memory for it."""
+        if self._shown is None and not self.is_kept and self._kept is not None:
+            self._kept = None
+            self._num_held += 1
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return ``[shard_numel]`` for new sums, the same in each step; None: take any memory.
@@ -100,8 +112,11 @@ class ShardedGrads:
         if self._shown is not None:
             self._take_edits(self._shown)
             gone = frozenset(index for index in self._shown.used if not self._is_ours(index))
-            self._shown.erase(gone)
             shown = self._shown._replace(used=self._shown.used - gone)
+            if gone:
+                # In a copy: somebody may hold what is not in .grad any more.
+                shown = shown._replace(flat=shown.flat.clone())
+                shown._replace(used=gone).erase(gone)
             indices = tuple(sorted({*shown.layout.indices, *new.layout.indices}))
             new, shown = self._laid_out(new, indices), self._laid_out(shown, indices)
             new.flat.add_(shown.flat)
