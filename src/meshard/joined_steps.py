@@ -114,7 +114,7 @@ class JoinedSteps:
         self._groups: Groups = []  # all param groups
         self._state: States = {}
         self._comm: Communicator | None = None  # of those that wait
-        self._joined: dict[Optimizer, _Joined] = {}  # by that of their first unit
+        self._joined: dict[Joinable, _Joined] = {}  # by their first unit
 
     def add(self, unit: Joinable, held: Held | None, groups: Groups, state: States) -> None:
         """Step a unit, soon.
@@ -188,9 +188,9 @@ class JoinedSteps:
 
     def _step(self, units: Sequence[Joinable]) -> None:
         parts = [unit.flat.begin_step() for unit in units]
-        joined = self._joined.get(parts[0])
+        joined = self._joined.get(units[0])
         if joined is None or joined.parts != parts:
-            joined = self._joined[parts[0]] = self._join(units, parts)
+            joined = self._joined[units[0]] = self._join(units, parts)
         for number, own in zip(joined.numbers, joined.whole.param_groups, strict=True):
             group = self._groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")

@@ -8,6 +8,7 @@ from meshard import overlap_optimizer
 from meshard._runtime.sharded_grads import ShardedGrads
 from meshard.joined_steps import JoinedSteps
 from tests.ranks.test_flat_optimizer import MANY, assert_same_state, groups_of, plain_state
+from tests.ranks.test_lifetime import settled_tensor_bytes
 from tests.ranks.test_overlapped_steps import DTYPES, make, window
 from tests.ranks.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
 from tests.support.parity import assert_same, full_state
@@ -162,6 +163,30 @@ def interrupted():
 
 def test_a_backward_that_fails(run_ranks):
     run_ranks(interrupted, 2)
+
+
+def split():
+    """Runs that are cut leave nothing behind."""
+    model = make((2,))
+    for param in model.parameters():
+        param.requires_grad_(True)
+    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS, min_step_bytes=2**20)
+    train(model, optimizer, range(3))
+    before = settled_tensor_bytes()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith("bias"))
+    train(model, optimizer, range(3, 6))
+    state = sum(
+        value.to_local().nbytes
+        for each in optimizer.state.values()
+        for value in each.values()
+        if value.dim()
+    )
+    assert settled_tensor_bytes() - before < state // 4
+
+
+def test_parameters_frozen_between(run_ranks):
+    run_ranks(split, 2)
 
 
 def replaced():

@@ -78,6 +78,26 @@ def test_a_gradient_that_comes_after_the_step(run_ranks):
     run_ranks(late, 2)
 
 
+def late_in_flight():
+    """So does who uses a weight outside of the forward, also before the first part is reduced."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        meshard.fully_shard(layer)
+    meshard.fully_shard(model)
+    model[0].requires_grad_(False)
+    overlap_optimizer(model, ADAMW, **OPTIONS)
+    model[1].unshard()
+    penalty = model[1].weight.sum()  # its backward runs last
+    loss = model(torch.ones(1, 4, requires_grad=True)).sum() + penalty
+    with pytest.raises(RuntimeError, match=r"unit '1' has got a gradient after its optimizer"):
+        loss.backward()
+
+
+def test_a_gradient_that_comes_while_the_rest_is_reduced(run_ranks):
+    run_ranks(late_in_flight, 2)
+
+
 def let_go():
     """The units keep it, and it can be found again."""
     model = make((2,))

@@ -85,10 +85,10 @@ class Reductions:
             # There is one shard, so nothing to send. Added up in the bucket, it takes no memory.
             self.accumulate(unit)
             return
-        if unit.on_reduced and unit.reduced_in == self._backward:
-            raise RuntimeError(_TOO_LATE.format(unit.label))
         if unit.gradients.num_in_flight:
             self.finish_of(unit)  # what it holds is added to what comes now
+        if unit.on_reduced and unit.reduced_in == self._backward:
+            raise RuntimeError(_TOO_LATE.format(unit.label))
         while len(self._queue) >= unit.settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(unit)
