@@ -214,6 +214,7 @@ class FlatStepper:
         # All of them, and not only up to the first that lacks some.
         if sum([run.take_gradient() for run in self.runs]) == len(self.runs):
             return
+        self.catch_up()  # the new runs begin with what the members have
         # Never joined again: who is stepped less often has another history.
         self.runs = [each for run in self.runs for each in run.split_by_gradient()]
         self._inner = None

@@ -165,6 +165,30 @@ def test_a_backward_that_fails(run_ranks):
     run_ranks(interrupted, 2)
 
 
+def frozen(name, min_bytes):
+    """A parameter that is stepped less often than others of its unit, from some step on."""
+    cls, options = MANY[name]
+    theirs, ours = make((2,)), make((2,))
+    plain = cls(trainable(theirs), **options)
+    overlapped = overlap_optimizer(ours, cls, trainable(ours), **options, min_step_bytes=min_bytes)
+    several = [param for model in (theirs, ours) for param in trainable(model)[::2]]
+    for number in range(7):
+        for param in several:
+            param.requires_grad_(number not in (3, 4))
+        for model, optimizer in ((theirs, plain), (ours, overlapped)):
+            window(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_state(ours), full_state(theirs), bitwise=True)
+    assert_same_state(plain_state(overlapped), plain_state(plain))
+
+
+@pytest.mark.parametrize("min_bytes", MIN_BYTES)
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_parameters_frozen_after_some_steps(run_ranks, name, min_bytes):
+    run_ranks(frozen, 2, name, min_bytes)
+
+
 def split():
     """Runs that are cut leave nothing behind."""
     model = make((2,))
