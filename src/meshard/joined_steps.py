@@ -143,6 +143,8 @@ class JoinedSteps:
 
     def run(self) -> None:
         """Step all that wait."""
+        if any(unit.group is not None and unit.group.has_failed for unit, _ in self._waiting):
+            self.abandon()  # whether or not some rank has asked for them before it goes on
         units, self._waiting, self._num_bytes = self._waiting, [], 0
         comm, state = self._comm, self._state
         waiting = [(unit, held, group) for unit, held in units if (group := unit.group) is not None]
