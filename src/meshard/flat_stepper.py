@@ -188,8 +188,9 @@ class FlatStepper:
 
     def catch_up(self) -> None:
         """Have in the state of every parameter how often it has been stepped."""
-        if self._is_behind and self._left is not None:
-            self._left.follow()
+        left = self._left or self._before  # the latter if the last step has raised
+        if self._is_behind and left is not None:
+            left.follow()
         self._is_behind = False
 
     def _show(self, inner: Optimizer, groups: Groups, state: States) -> Snapshot:

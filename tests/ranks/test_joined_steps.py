@@ -215,6 +215,25 @@ def test_parameters_frozen_between(run_ranks):
     run_ranks(split, 2)
 
 
+def step_raises():
+    """What has been stepped before a step that raises still counts."""
+    model = make((2,))
+    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
+    train(model, optimizer, range(3))
+    lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], "0.1"
+    with pytest.raises(TypeError):
+        window(model, 3)
+    model.reset_iter_state()
+    optimizer.param_groups[0]["lr"] = lr
+    train(model, optimizer, range(4, 6))
+    # AdamW counts a step before it reads lr; units that it has not come to were not stepped.
+    assert {float(each["step"]) for each in optimizer.state.values()} <= {5.0, 6.0}
+
+
+def test_a_step_that_raises(run_ranks):
+    run_ranks(step_raises, 2)
+
+
 def replaced():
     """Shards that are replaced between two windows are those that are stepped."""
     ours, theirs = make((2,)), make((2,))

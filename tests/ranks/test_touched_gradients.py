@@ -170,3 +170,21 @@ def unused():
 def test_a_unit_that_nobody_uses_keeps_no_memory_for_gradients(run_ranks):
     for found in run_ranks(unused, 2):
         assert not any(found)
+
+
+def cleared_on_the_way():
+    model = small()
+    for _ in range(2):
+        model(BATCH).sum().backward()
+        model.zero_grad()
+    before = settled_tensor_bytes()
+    model.set_is_last_backward(False)
+    model(BATCH).sum().backward()
+    model.zero_grad()
+    meshard.finalize_gradients(model)
+    assert all(param.grad is None for param in model.parameters())
+    assert settled_tensor_bytes() <= before
+
+
+def test_gradients_cleared_on_the_way_keep_no_memory(run_ranks):
+    run_ranks(cleared_on_the_way, 2)

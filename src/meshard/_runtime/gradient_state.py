@@ -333,6 +333,7 @@ class GradientState:
             if kept is None:
                 if not self.is_pending:
                     self.close_window()
+                self.sharded.not_shown()
                 return None
             result = kept
         if not in_flight.is_full:

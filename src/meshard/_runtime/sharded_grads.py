@@ -57,7 +57,7 @@ class ShardedGrads:
             self.is_kept = other.is_kept
 
     def not_shown(self) -> None:
-        """What was reduced is not to be added: nobody has a gradient. Keep no memory for it."""
+        """Keep no memory for what was reduced: there is no gradient in it, or not any more."""
         if self._shown is None and not self.is_kept and self._kept is not None:
             self._kept = None
             self._num_held += 1
