@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -136,7 +137,8 @@ class OverlappedOptimizer(Optimizer):
                 loss = closure()
         self._begin_window()
         for stepper in self._fresh_steppers():
-            self._step(stepper)
+            if stepper.may_have_gradients:
+                self._step(stepper)
         self._close(self._window)
         return loss
 
@@ -282,8 +284,9 @@ class OverlappedOptimizer(Optimizer):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        params = self._params()
-        if len(params) != len(self._planned) or not all(map(is_, params, self._planned)):
+        lists = [group["params"] for group in self.param_groups]
+        is_planned = all(map(is_, chain.from_iterable(lists), self._planned))
+        if not is_planned or sum(map(len, lists)) != len(self._planned):
             self._plan()
         return list(self._steppers.values())
 

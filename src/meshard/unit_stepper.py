@@ -92,6 +92,17 @@ class UnitStepper:
         num_without = sum(map(is_, map(_GRADIENT, self.params), repeat(None)))
         return num_without < len(self.params)
 
+    @property
+    def may_have_gradients(self) -> bool:
+        """Whether ``step`` may have anything to do: no, as a rule, once backward has stepped."""
+        if self.has_gradients:
+            return True
+        unit = self._unit()
+        if unit is None or unit.group is None or unit.gradients is None:
+            return False
+        # On their way from the device, or offered: not in .grad yet.
+        return unit.group.tensors.link is not None or unit.gradients.sharded.offered is not None
+
     def step(self, groups: Groups, state: States) -> None:
         """Step by ``.grad``, if there is any, and drop it.
 

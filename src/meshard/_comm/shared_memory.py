@@ -158,6 +158,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         self._is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
         self._neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]
         self._neighbours = weakref.WeakKeyDictionary()
+        self._met: list[weakref.ref[Neighbours]] = []
         self._last: tuple[weakref.ref[dist.ProcessGroup], Neighbours | None] | None = None
 
     def _neighbours_in(self, group: dist.ProcessGroup) -> Neighbours | None:
@@ -175,6 +176,8 @@ class SharedMemoryCommunicator(WorkCommunicator):
             found = self._neighbours[group] = (
                 meet(group, is_wanted=self._is_wanted) if is_gloo else None
             )
+            if found is not None:
+                self._met.append(weakref.ref(found))
             return found
 
     def allocate(
@@ -195,7 +198,8 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def trim(self, *, everything: bool) -> None:
         """See ``Communicator.trim``."""
-        for neighbours in self._neighbours.values():
+        for ref in self._met:  # every unit asks, at every step
+            neighbours = ref()
             if neighbours is not None:
                 neighbours.trim(everything=everything)
 
