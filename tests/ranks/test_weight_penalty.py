@@ -1,0 +1,39 @@
+"""Does a penalty on weights, added to the loss, have the gradient that it has in one process?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads
+
+
+def penalised(place):
+    plain = seeded(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    model = copy.deepcopy(plain)
+    for unit in (model[0], model[2], model):
+        meshard.fully_shard(unit)
+    xs = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(1))
+    mine = xs[dist.get_rank()]
+    for _ in range(3):
+        if place == "on shards":
+            penalty = model[2].weight.square().sum().full_tensor()
+            (model(mine).square().mean() + 0.1 * penalty).backward()
+        else:
+            with meshard.unsharded_params(model):
+                penalty = model[2].weight.square().sum()
+                (model(mine).square().mean() + 0.1 * penalty).backward()
+        for x in xs:
+            ((plain(x).square().mean() + 0.1 * plain[2].weight.square().sum()) / 2).backward()
+        assert_same(full_grads(model), full_grads(plain))
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("place", ["on shards", "on whole parameters"])
+def test_a_penalty_on_weights(run_ranks, place):
+    run_ranks(penalised, 2, place)
