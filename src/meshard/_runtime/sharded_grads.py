@@ -136,8 +136,8 @@ class ShardedGrads:
             if addresses is not None:
                 self._addresses = addresses
                 return
-            if not self.is_kept:
-                self._kept = None
+            if not self.is_kept:  # say, of narrow parameters: do not make them in vain each time
+                self._kept, self._num_held = None, self._num_held + 1
         self._addresses = {index: self._set(index, local) for index, local in self._locals(held)}
 
     def _show_more(self, shown: Held, used: frozenset[int]) -> None:
