@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshard._runtime.handed_out import hand_out, show_handed_out, take_back
+from meshard._runtime.open_events import joining_hook_maker
 from meshard._runtime.param_group import Residence
 from meshard._runtime.unit import Unit, units_in
 from meshard._runtime.unit_copy import copy_with_units
@@ -32,8 +33,11 @@ class UnshardHandle:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        groups = [unit.group for unit in units if unit.group is not None]
-        self._handed_out = [(weakref.ref(group), hand_out(group)) for group in groups]
+        self._handed_out = [
+            (weakref.ref(unit.group), hand_out(unit.group, joining_hook_maker(unit)))
+            for unit in units
+            if unit.group is not None
+        ]
 
     def wait(self) -> None:
         """Return once the whole parameters may be used on the current stream.
@@ -82,7 +86,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_closed("moved or cast")
-                take_back(unit.group)
+                take_back(unit.group, stays=False)
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +127,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in own_units(self):
             if unit.group is None:
                 continue
-            take_back(unit.group)
+            take_back(unit.group, stays=False)
             if unit.group.residence is not Residence.SHARDED:
                 unit.group.reshard()
             unit.group.finish_copies()  # whoever reshards by hand may edit the shards next

@@ -34,6 +34,7 @@ class ShardedParam:
         "_slots",
         "fqn",
         "layout",
+        "left",
         "owners",
         "placed",
         "shard_rank",
@@ -59,6 +60,8 @@ class ShardedParam:
         self.shard_rank: int
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
+        # Earlier whole faces that were left to the graphs that hold them: see ``leave``.
+        self.left: list[weakref.ref[nn.Parameter]] = []
 
     @property
     def is_given_otherwise(self) -> bool:
@@ -159,6 +162,25 @@ class ShardedParam:
         """Make every owner hold ``face``, without the cost of ``Module.__setattr__``."""
         for parameters, name in self._slots:
             parameters[name] = face
+
+    def leave(self, face: nn.Parameter) -> nn.Parameter:
+        """Have another whole face, with the gradient that the present one has got.
+
+        Returns:
+            The one before, which belongs to those who hold it from now on.
+        """
+        before, self.unsharded = self.unsharded, face
+        face.grad, before.grad = before.grad, None
+        for parameters, name in self._slots:
+            if parameters.get(name) is before:
+                parameters[name] = face
+        self.left = [ref for ref in self.left if ref() is not None]
+        self.left.append(weakref.ref(before))
+        return before
+
+    def wholes(self) -> list[nn.Parameter]:
+        """Return all that graphs may know as the whole parameter."""
+        return [self.unsharded, *(face for ref in self.left if (face := ref()) is not None)]
 
     def held(self) -> list[nn.Parameter | None]:
         """Return what each owner holds."""

@@ -78,7 +78,12 @@ def _grad_of_plain_tensors(outputs: Any, inputs: Any, *args: Any, **kwargs: Any)
 
 def _is_in_no_graph(param: torch.Tensor) -> bool:
     owner = owner_of(param)
-    return owner is not None and owner.whole_of(param) is not param
+    return owner is not None and owner.wholes_of(param)[0] is not param
+
+
+def _seen_by_autograd(param: torch.Tensor) -> Sequence[torch.Tensor]:
+    owner = owner_of(param)
+    return [param] if owner is None else owner.wholes_of(param)
 
 
 @functools.wraps(_backward)
@@ -86,10 +91,7 @@ def _backward_to_whole_parameters(*args: Any, **kwargs: Any) -> None:
     inputs = kwargs.get("inputs")
     if inputs is not None:
         inputs = inputs if isinstance(inputs, (torch.Tensor, Sequence)) else tuple(inputs)
-        kwargs["inputs"] = [
-            each if (owner := owner_of(each)) is None else owner.whole_of(each)
-            for each in _listed(inputs)
-        ]
+        kwargs["inputs"] = [whole for each in _listed(inputs) for whole in _seen_by_autograd(each)]
     global _num_nested
     if is_in_backward():
         _num_nested += 1

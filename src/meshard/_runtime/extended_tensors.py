@@ -166,6 +166,15 @@ class ExtendedTensors:
         for face in self._faces:
             face.free()
 
+    @property
+    def can_leave(self) -> bool:
+        """See ``Faces.can_leave``: who holds what is under a subclass cannot be seen."""
+        return False
+
+    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
+        """See ``Faces.leave_whole``."""
+        raise AssertionError("whole parameters that say themselves what they are made of stay")
+
     # --- shards ----------------------------------------------------------------------------
 
     @property

@@ -72,6 +72,18 @@ class Faces(Protocol):
     def free_whole(self) -> None:
         """Give that memory back."""
 
+    @property
+    def can_leave(self) -> bool:
+        """Whether ``leave_whole`` is possible."""
+
+    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
+        """Let the whole parameters belong to those who hold them, and have others from now on.
+
+        Args:
+            joining_hook: Makes the hook for the gradients that the old ones of index ``i`` get.
+            stays: The others have memory and values, as the old ones do.
+        """
+
     def take_replacements(self) -> bool:
         """Note what stands in the place of our tensors; whether that calls for ``rebuild``.
 

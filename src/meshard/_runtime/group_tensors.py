@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshard._comm.all_gather import GatherInFlight, GatherPlan
 from meshard._comm.communicator import Communicator, Rows
@@ -97,20 +98,24 @@ class GroupTensors:
         self.is_one_dtype = len(set(self.compute_dtypes)) == 1
         on_wire = FlatLayout.build(at_rest.params, self.compute_dtypes, at_rest.order)
         self.plan = GatherPlan(at_rest, on_wire)
+        faces = self._make_faces([param.sharded.requires_grad for param in self.params])
+        for param, face in zip(self.params, faces, strict=True):
+            param.unsharded = face
+
+    def _make_faces(self, flags: Sequence[bool]) -> list[nn.Parameter]:
+        """Return whole faces, and have them filled from now on."""
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():
             is_meta = self.storage.buffer.is_meta
-            self.whole = UnshardedStorage(on_wire, META.device if is_meta else self.place.device)
-            flags = [param.sharded.requires_grad for param in self.params]
+            device = META.device if is_meta else self.place.device
+            self.whole = UnshardedStorage(self.plan.on_wire, device)
             faces = self.whole.as_parameters(flags)
         self.plan.bind(self.whole.views)
-        for index, (param, face) in enumerate(zip(self.params, faces, strict=True)):
-            param.unsharded = face = param.as_used(face)
+        faces = [param.as_used(face) for param, face in zip(self.params, faces, strict=True)]
+        for param, face in zip(self.params, faces, strict=True):
             mark_as(face, Mark.WHOLE_FACE, param.fqn)
-            if face.is_floating_point():
-                face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
-                face.register_post_accumulate_grad_hook(self._gradient_hook(index))
-                face.requires_grad_(flags[index])
+        self._hooks = _hook(faces, self._gradient_hook)
+        return faces
 
     def take_replacements(self) -> bool:
         """Note what stands in the place of our tensors; whether that calls for ``rebuild``.
@@ -210,6 +215,25 @@ class GroupTensors:
         self.whole.free()
 
     @property
+    def can_leave(self) -> bool:
+        """See ``Faces.can_leave``."""
+        return True
+
+    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
+        """See ``Faces.leave_whole``."""
+        views = self.whole.views
+        for handle in self._hooks:
+            handle.remove()
+        faces = self._make_faces([param.unsharded.requires_grad for param in self.params])
+        left = [param.leave(face) for param, face in zip(self.params, faces, strict=True)]
+        _hook(left, joining_hook)
+        if stays:
+            self.whole.allocate()
+            with torch.inference_mode(False), torch.no_grad():
+                for view, before in zip(self.whole.views, views, strict=True):
+                    view.copy_(before)
+
+    @property
     def layout(self) -> FlatLayout:
         """See ``Faces.layout``."""
         return self.storage.layout
@@ -242,3 +266,17 @@ class GroupTensors:
             )
         if self._is_meta or self._is_partly_meta:
             check_not_meta(self.params, self.label, self._home.device)
+
+
+def _hook(
+    faces: Sequence[nn.Parameter], hook_of: Callable[[int], GradientHook]
+) -> list[RemovableHandle]:
+    """Have hooks hear of the gradients of ``faces``, by their places."""
+    handles = []
+    for index, face in enumerate(faces):
+        if face.is_floating_point():
+            flag = face.requires_grad
+            face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
+            handles.append(face.register_post_accumulate_grad_hook(hook_of(index)))
+            face.requires_grad_(flag)
+    return handles

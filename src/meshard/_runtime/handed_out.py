@@ -3,27 +3,34 @@
 Between ``unshard()`` and the next forward or ``reshard()`` modules show whole parameters outside of
 any forward, and what is done to them is done to a copy. Flags can be carried over to the sharded
 parameters, which count. Edits of values are lost with the copy, and a cast would leave the module
-with a tensor that is never filled again.
+with a tensor that is never filled again. A graph that was built on the copy keeps it, however long
+it lives: the unit gets another one.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from meshard._params.dtensors import local_of, place_like, set_local
 from meshard._params.sharded_param import ShardedParam
+from meshard._runtime.faces import Faces
+from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.optimizer_steps import Stepped, note_shown_whole
+from meshard._runtime.private_torch import num_users, references_in_torch
 
 
 class Gathered(Stepped, Protocol):
     """A group of parameters that can be made whole: see ``param_group``."""
 
     params: list[ShardedParam]
+    tensors: Faces
     handed_out: HandedOut | None
     may_keep: bool
 
@@ -51,14 +58,20 @@ class Gathered(Stepped, Protocol):
         """Give them back."""
 
 
-def hand_out(group: Gathered) -> HandedOut:
-    """Start gathering for somebody who wants to see whole parameters outside of a forward."""
+def hand_out(group: Gathered, joining_hook: Callable[[int], GradientHook]) -> HandedOut:
+    """Start gathering for somebody who wants to see whole parameters outside of a forward.
+
+    Args:
+        group: What is to be gathered.
+        joining_hook: Makes the hook for gradients that come from outside of the unit's forward.
+    """
     asked = group.handed_out  # who has asked before may wait for the same
     group.forget_stale(leftover=True)
     group.start_unshard()
     # A rank that waits before its forward has nothing to keep there. All decide alike, here.
     group.may_keep = False
-    group.handed_out = asked or HandedOut(group.label, group.params)
+    hook = joining_hook if group.tensors.can_leave else None
+    group.handed_out = asked or HandedOut(group.label, group.params, hook)
     return group.handed_out
 
 
@@ -71,8 +84,13 @@ def show_handed_out(group: Gathered, what: HandedOut) -> None:
         note_shown_whole(group, [param.unsharded for param in group.params])
 
 
-def take_back(group: Gathered, *, refuse: bool = True) -> None:
+def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> None:
     """Look at what was done to whole parameters that ``hand_out`` gave out, if it did.
+
+    Args:
+        group: That may have been gathered.
+        refuse: Raise if something was done that cannot last.
+        stays: It is not resharded now.
 
     Raises:
         RuntimeError: ``refuse``, and something was done that cannot last.
@@ -80,7 +98,12 @@ def take_back(group: Gathered, *, refuse: bool = True) -> None:
     handed_out, group.handed_out = group.handed_out, None
     if handed_out is None:
         return
+    is_held = handed_out.is_held
     wrong = handed_out.take_back(group.version)
+    if is_held and handed_out.joining_hook is not None:
+        # No rank may gather for this: others may have built no graph.
+        group.tensors.leave_whole(handed_out.joining_hook, stays=stays and not wrong)
+        note_shown_whole(group, [param.unsharded for param in group.params])
     if wrong and refuse:
         group.reshard()
         raise RuntimeError(wrong)
@@ -97,19 +120,34 @@ class _Face:
     dtype: torch.dtype
 
 
+class _Holders(NamedTuple):
+    """How many may read the memory of a whole parameter, and a constant more."""
+
+    references: int  # inside torch, to the parameter
+    users: int  # tensors on its storage
+
+
 class HandedOut:
     """Whole parameters that ``unshard()`` has asked for, and may show.
 
     Args:
         label: The unit's name.
         params: Of the unit.
+        joining_hook: See ``hand_out``; None: they cannot be left to graphs that hold them.
     """
 
-    def __init__(self, label: str, params: list[ShardedParam]) -> None:
+    def __init__(
+        self,
+        label: str,
+        params: list[ShardedParam],
+        joining_hook: Callable[[int], GradientHook] | None,
+    ) -> None:
+        self.joining_hook = joining_hook
         self._label = label
         self._params = params
         self._version = 0
-        self._faces: list[_Face] = []  # empty until they are shown
+        self._faces: list[_Face] = []  # empty unless they are shown
+        self._holders: list[_Holders] = []  # when they were shown
 
     def note_shown(self, version: int) -> None:
         """The modules show them now.
@@ -117,8 +155,25 @@ class HandedOut:
         Args:
             version: Of the shards.
         """
-        self._version = version
-        self._faces = [_face_of(param.unsharded) for param in self._params]
+        if not self._faces:  # else somebody who asked first has waited before
+            self._version = version
+            self._faces = [_face_of(param.unsharded) for param in self._params]
+            if self.joining_hook is not None:
+                self._holders = self._count_holders()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a graph, or a tensor on the same memory, has come to hold a shown parameter."""
+        if not self._holders:
+            return False
+        now = self._count_holders()
+        return now != self._holders and any(map(_is_held, self._params, self._holders, now))
+
+    def _count_holders(self) -> list[_Holders]:
+        return [
+            _Holders(references_in_torch(param.unsharded), num_users(shown.local))
+            for param, shown in zip(self._params, self._faces, strict=True)
+        ]
 
     def take_back(self, version: int) -> str:
         """Carry over flags, and undo what would outlive the copy.
@@ -130,7 +185,8 @@ class HandedOut:
             What is wrong, for an error; empty if nothing is.
         """
         cast, edited = [], []
-        for param, was in zip(self._params, self._faces, strict=False):
+        faces, self._faces, self._holders = self._faces, [], []
+        for param, was in zip(self._params, faces, strict=False):
             face = param.unsharded
             if face.requires_grad is not was.requires_grad:
                 param.sharded.requires_grad_(face.requires_grad)
@@ -170,6 +226,22 @@ def _memory_of(face: torch.Tensor) -> torch.Tensor:
 def _face_of(face: torch.Tensor) -> _Face:
     local = _memory_of(face).detach()
     return _Face(face.requires_grad, face._version, local, local.data_ptr(), local.dtype)
+
+
+def _is_held(param: ShardedParam, before: _Holders, now: _Holders) -> bool:
+    """Whether somebody has come who may read the memory of a whole parameter later."""
+    face, num_new = param.unsharded, now.references - before.references
+    if now.users > before.users:
+        return True
+    if num_new != 1 or before.references > 1 or not face.requires_grad:
+        return num_new > 0
+    # The first in a graph. Is it the node that adds to the gradient? That one reads nothing, and
+    # there is one at a time: who asks for it gets it, or a new one.
+    with torch.inference_mode(False), torch.enable_grad():
+        node = get_gradient_edge(face).node
+    is_new = references_in_torch(face) > now.references
+    del node
+    return is_new
 
 
 def _restore(face: torch.Tensor, was: _Face) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.schedule import ForwardCall, ForwardPass
 from meshard._runtime.unit import StepEvents, Unit
 
@@ -91,18 +93,22 @@ class OpenEvents:
         )
 
 
-def joining_hook(unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
-    """Return the hook that hands the gradient of a whole parameter to its unit."""
+def joining_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
+    """Return what makes the hook that hands the gradient of a whole parameter to its unit."""
     unit_ref = weakref.ref(unit)
 
-    def hook(whole: torch.Tensor) -> None:
-        unit, gradient = unit_ref(), whole.grad
-        whole.grad = None
-        if unit is None or unit.group is None or gradient is None:
-            return
-        unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
-        face = unit.group.params[index].unsharded
-        moved = gradient.to(face.device, face.dtype)
-        face.grad = moved if face.grad is None else face.grad + moved
+    def make(index: int) -> GradientHook:
+        return partial(_join, unit_ref, index)
 
-    return hook
+    return make
+
+
+def _join(unit_ref: weakref.ref[Unit], index: int, whole: torch.Tensor) -> None:
+    unit, gradient = unit_ref(), whole.grad
+    whole.grad = None
+    if unit is None or unit.group is None or gradient is None:
+        return
+    unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
+    face = unit.group.params[index].unsharded
+    moved = gradient.to(face.device, face.dtype)
+    face.grad = moved if face.grad is None else face.grad + moved

@@ -24,7 +24,7 @@ from meshard._params.dtensors import is_placed_like, local_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.extended_tensors import check_not_extended
 from meshard._runtime.group_tensors import GroupTensors, Place
-from meshard._runtime.open_events import OpenEvents, Opening, joining_hook
+from meshard._runtime.open_events import OpenEvents, Opening, joining_hook_maker
 from meshard._runtime.param_group import ParamGroup, Residence
 from meshard._runtime.unit import Casts, StepEvents, Unit
 
@@ -101,7 +101,7 @@ class OpenUnit:
             return nn.Parameter(value, requires_grad=False)
         # A hook can only be put on a tensor that requires grad.
         parameter = self._group.params[index].as_used(nn.Parameter(value))
-        parameter.register_post_accumulate_grad_hook(joining_hook(self.unit, index))
+        parameter.register_post_accumulate_grad_hook(joining_hook_maker(self.unit)(index))
         parameter.requires_grad_(self._group.params[index].sharded.requires_grad)
         return parameter
 

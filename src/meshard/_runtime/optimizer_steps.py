@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,7 @@ class Stepped(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this very tensor is one of its parameters."""
 
-    def whole_of(self, param: torch.Tensor) -> torch.Tensor:
+    def wholes_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
         """What autograd sees in the place of one of its parameters."""
 
     def sharded_of(self, whole: torch.Tensor) -> torch.Tensor | None:

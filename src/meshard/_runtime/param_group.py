@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,9 +154,9 @@ class ParamGroup:
         """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
         return any(own.sharded is param for own in self.params)
 
-    def whole_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the whole face of one of the sharded parameters: see ``autograd_calls``."""
-        return next(own.unsharded for own in self.params if own.sharded is param)
+    def wholes_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the whole faces of one of the sharded parameters: see ``autograd_calls``."""
+        return next(own.wholes() for own in self.params if own.sharded is param)
 
     def sharded_of(self, whole: torch.Tensor) -> torch.Tensor | None:
         """Return the sharded parameter of one of the whole faces: see ``optimizer_steps``."""
@@ -307,8 +308,9 @@ class ParamGroup:
             self._in_flight.end()
             self._in_flight = None
             self.residence = Residence.SHARDED
+        if self.handed_out is not None:
+            take_back(self, refuse=False, stays=False)
         self.show_sharded()
-        self.handed_out = None
         if keep:
             self.saves_memory = True
         else:

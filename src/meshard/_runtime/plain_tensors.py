@@ -177,6 +177,15 @@ class PlainTensors:
         if self._copies is not None:
             self._copies.free()
 
+    @property
+    def can_leave(self) -> bool:
+        """See ``Faces.can_leave``: nobody is given copies outside of forward."""
+        return False
+
+    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
+        """See ``Faces.leave_whole``."""
+        raise AssertionError("what is kept whole is nowhere given back")
+
     # --- edits made from outside ------------------------------------------------------------
 
     @property
