@@ -6,7 +6,8 @@ each whole parameter. A step only follows it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,13 @@ class _CastRun(NamedTuple):
     numel: int
 
 
+class _Copies(NamedTuple):
+    """What is filled, and from what."""
+
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
+
+
 def start_all_gather(
     source: torch.Tensor,
     count: int,
@@ -89,6 +97,11 @@ class GatherPlan:
         self._regular_ends = [
             None if segment.regular_numel == segment.numel else segment.regular_numel
             for segment in on_wire.segments
+        ]
+        self._irregular_slots = [
+            (place, slot)
+            for place, segment in enumerate(on_wire.segments)
+            for slot in segment.slots[segment.num_regular :]
         ]
         self._kept: KeptBuffer | None = None
 
@@ -143,6 +156,7 @@ class GatherPlan:
     def bind(self, whole: Sequence[torch.Tensor]) -> None:
         """Prepare the views through which ``copy_out`` fills these whole parameters."""
         self._irregular = list(whole)
+        self._copies: _Copies | None = None
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
         self._regular = [
             [
@@ -159,19 +173,45 @@ class GatherPlan:
             return
         if self._kept is not None and gathered is self._kept.rows:
             parts = self._kept.views
+            if self._copies is None:
+                self._copies = self._make_copies(parts)
+            if self._copies.targets:
+                torch._foreach_copy_(*self._copies)
         else:
             parts = self.on_wire.split(gathered)
-        for place, segment in enumerate(self.on_wire.segments):
-            part = parts[place]
-            if segment.num_regular:
-                torch.split_with_sizes_copy(
-                    self._regular_part(place, part),
-                    self._regular_sizes[place],
-                    dim=1,
-                    out=self._regular[place],
-                )
-            for slot in segment.slots[segment.num_regular :]:
-                self._fill_irregular(slot, part.narrow(1, slot.offset, slot.numel))
+            for place, segment in enumerate(self.on_wire.segments):
+                if segment.num_regular:
+                    torch.split_with_sizes_copy(
+                        self._regular_part(place, parts[place]),
+                        self._regular_sizes[place],
+                        dim=1,
+                        out=self._regular[place],
+                    )
+        for place, slot in self._irregular_slots:
+            self._fill_irregular(slot, parts[place].narrow(1, slot.offset, slot.numel))
+
+    def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
+        """Prepare the copies of regular parameters out of ``parts``, of all ranks, one per dtype.
+
+        Neighbours of one size are one copy: a layout puts them next to each other.
+        """
+        copies = _Copies([], [])
+        for part, segment, wholes in zip(parts, self.on_wire.segments, self._regular, strict=True):
+            sizes = segment.regular_sizes
+            for first, count in _runs_of_one_size(sizes):
+                same = wholes[first : first + count]
+                offset, numel = segment.slots[first].offset, sizes[first]
+                taken = part.narrow(1, offset, count * numel).unflatten(1, (count, numel))
+                gap = _gap_between(same)
+                if gap is None:
+                    copies.targets.extend(same)
+                    copies.sources.extend(taken.unbind(1))
+                else:
+                    one = same[0]
+                    joined = one.as_strided((count, *one.shape), (gap, *one.stride()))
+                    copies.targets.append(joined)
+                    copies.sources.append(taken.transpose(0, 1))
+        return copies
 
     def _copy_rows_out(self, rows: list[torch.Tensor]) -> None:
         if not self._regular_by_rank:
@@ -200,6 +240,23 @@ class GatherPlan:
         layout = self.on_wire.params[slot.index]
         for ours, theirs in matching_parts(slots, self._irregular[slot.index], layout):
             theirs.copy_(ours)
+
+
+def _runs_of_one_size(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Iterate over where neighbours of one size begin, and how many they are."""
+    first = 0
+    for _, run in itertools.groupby(sizes):
+        count = len(list(run))
+        yield first, count
+        first += count
+
+
+def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
+    """Return how far apart views of one storage begin, in elements; None: not evenly, or one."""
+    storages = {view.untyped_storage()._cdata for view in views}
+    offsets = [view.storage_offset() for view in views]
+    gaps = {after - before for before, after in itertools.pairwise(offsets)}
+    return gaps.pop() if len(storages) == len(gaps) == 1 else None
 
 
 def _cast_runs(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:

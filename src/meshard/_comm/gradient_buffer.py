@@ -20,6 +20,8 @@ from meshard._comm.usage_marks import UsageMarks
 from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
 
 _MAX_MARKS = 16
+_FEW = 3600  # elements: from here on torch transposes by blocks, slower than column by column
+_MAX_COLUMNS = 16
 _LARGE = 2**18  # elements: from here on bytes matter more than the number of kernels
 
 
@@ -132,16 +134,28 @@ class GradientLayout:
 
     def _concatenate(self, gradients: list[torch.Tensor], target: torch.Tensor) -> None:
         if target.size(1) == len(gradients) > 1:
-            # A rank owns one element of each. To move single elements takes long; whole gradients
-            # and one transposed copy take half of it (22 for 39 us with 6 gradients, 4096 ranks).
-            lines = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            target.copy_(lines.view(len(gradients), -1).t())
+            self._transpose(gradients, target)
         elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
             # One call for what follows: 6 us less for six gradients.
             torch._chunk_cat(gradients, 0, self.shard_count, out=target)
         else:
             rows = [gradient.reshape(self.shard_count, -1) for gradient in gradients]
             torch.cat(rows, dim=1, out=target)
+
+    @staticmethod
+    def _transpose(gradients: list[torch.Tensor], target: torch.Tensor) -> None:
+        """Write gradients of which every rank owns one element.
+
+        To move elements one by one takes long. What is faster, copies column by column or one
+        transposed copy, was measured: 6 gradients and 4096 ranks take 16 and 29 us, 64 ranks 10
+        and 8, and torch's kernel that moves single elements 39.
+        """
+        if target.numel() >= _FEW and len(gradients) <= _MAX_COLUMNS:
+            lines = [gradient.reshape(-1) for gradient in gradients]
+            torch._foreach_copy_(list(target.unbind(1)), lines)
+        else:
+            joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            target.copy_(joined.view(len(gradients), -1).t())
 
     def _pack_rows(self, rows: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
         regular = [gradients[index] for index in self.regular]

@@ -148,7 +148,8 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay the parameters ``order`` (all of them by default) out, one segment per dtype.
 
-        Inside a segment, regular parameters precede the others and the given order is kept.
+        Inside a segment, regular parameters precede the others, larger slots smaller ones, so that
+        those of one size are neighbours; and otherwise the given order is kept.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -156,7 +157,9 @@ class FlatLayout:
         segments = []
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
-            indices = sorted(by_dtype[dtype], key=lambda index: not params[index].is_regular)
+            indices = sorted(
+                by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].slot_numel)
+            )
             slots = []
             offset = 0
             for index in indices:
