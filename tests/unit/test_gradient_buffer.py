@@ -143,3 +143,13 @@ def test_a_rank_may_own_one_element_of_each(count, dtypes):
         for rank in range(count):
             for index in range(3):
                 assert local_of(layout, buffer[rank], index, rank).item() == 10 * index + rank
+
+
+@pytest.mark.parametrize(("count", "num_params"), [(8, 3), (2048, 3), (512, 20)])
+def test_one_element_of_each_parameter_for_every_rank(count, num_params):
+    params = [ParamLayout(torch.Size([count]), 0, count)] * num_params
+    layout = GradientLayout(params, tuple(range(num_params)), CPU)
+    gradients = [torch.randn(count) for _ in params]
+    buffer = layout.allocate(torch.float32).fill_(float("nan"))
+    layout.pack(buffer, list(gradients))
+    assert torch.equal(buffer, torch.stack(gradients, dim=1))

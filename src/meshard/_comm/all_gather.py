@@ -154,7 +154,10 @@ class GatherPlan:
             return GatherInFlight(self._kept.rows, source, pending, None, self._kept)
 
     def bind(self, whole: Sequence[torch.Tensor]) -> None:
-        """Prepare the views through which ``copy_out`` fills these whole parameters."""
+        """Prepare the views through which ``copy_out`` fills these whole parameters.
+
+        Those of one dtype lie in one storage, as ``UnshardedStorage`` has them.
+        """
         self._irregular = list(whole)
         self._copies: _Copies | None = None
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
@@ -253,10 +256,9 @@ def _runs_of_one_size(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
     """Return how far apart views of one storage begin, in elements; None: not evenly, or one."""
-    storages = {view.untyped_storage()._cdata for view in views}
-    offsets = [view.storage_offset() for view in views]
+    offsets = [int(view.storage_offset()) for view in views]
     gaps = {after - before for before, after in itertools.pairwise(offsets)}
-    return gaps.pop() if len(storages) == len(gaps) == 1 else None
+    return gaps.pop() if len(gaps) == 1 else None
 
 
 def _cast_runs(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:

@@ -1,0 +1,91 @@
+"""Are whole parameters the shards of all ranks, where several are copied out as one?"""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshard._comm.all_gather import GatherPlan
+from meshard._comm.communicator import DONE
+from meshard._comm.work_communicator import WorkCommunicator
+from meshard._geometry.layout import FlatLayout, ParamLayout
+from meshard._params.home import Home
+from meshard._params.shard_storage import ShardStorage
+from meshard._params.unsharded_storage import UnshardedStorage
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Several:
+    """A group of some ranks."""
+
+    def __init__(self, count):
+        self._count = count
+
+    def size(self):
+        return self._count
+
+
+class Told(WorkCommunicator):
+    """Gathers what it is told that the ranks have."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self._rows = rows
+
+    def all_gather(self, output, source, *, group, label):
+        output.copy_(torch.cat(self._rows))
+        return DONE
+
+
+def shards_of(whole, params, rank):
+    return [
+        tensor.narrow(p.shard_dim, p.owned_rows(rank).start, len(p.owned_rows(rank)))
+        for tensor, p in zip(whole, params, strict=True)
+    ]
+
+
+def gathered(whole, params, count):
+    """Return the views that a gather among ``count`` ranks has filled, and the copies it took."""
+    layout = FlatLayout.build(params, [tensor.dtype for tensor in whole])
+    storages = [ShardStorage(layout, rank, Home(CPU)) for rank in range(count)]
+    for rank, storage in enumerate(storages):
+        storage.fill(shards_of(whole, params, rank))
+    plan, memory = GatherPlan(layout, layout), UnshardedStorage(layout, CPU)
+    plan.bind(memory.views)
+    for _ in range(2):  # the second time everything is there already
+        started = plan.start(
+            storages[0].buffer,
+            storages[0].segments,
+            comm=Told([storage.buffer for storage in storages]),
+            group=Several(count),
+            label="unit",
+        )
+        memory.allocate()
+        for view in memory.views:
+            view.fill_(5)
+        plan.copy_out(started.rows())
+        started.end()
+    return memory.views, len(plan._copies.targets)
+
+
+@given(data=st.data(), count=st.integers(2, 5))
+def test_parameters_of_few_sizes_are_whole(data, count):
+    shapes = st.sampled_from([(count,), (2 * count,), (count, 2), (2 * count, 3), (3,), (0,)])
+    params, whole = [], []
+    for _ in range(data.draw(st.integers(1, 9))):
+        shape = data.draw(shapes)
+        params.append(ParamLayout(torch.Size(shape), 0, count))
+        whole.append(torch.randn(shape).to(data.draw(st.sampled_from(DTYPES))))
+    views, _ = gathered(whole, params, count)
+    for view, original in zip(views, whole, strict=True):
+        assert torch.equal(view, original)
+
+
+def test_one_copy_for_all_of_one_size():
+    shapes = [(4, 3), (4,), (4, 3), (8,), (4,), (4, 3), (12,)]  # of 3, 1 and 2 elements per rank
+    params = [ParamLayout(torch.Size(shape), 0, 4) for shape in shapes]
+    whole = [torch.randn(shape) for shape in shapes]
+    views, num_copies = gathered(whole, params, 4)
+    assert num_copies == 3
+    assert all(torch.equal(view, original) for view, original in zip(views, whole, strict=True))
