@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
 from meshard._geometry.placed import Placed
-from meshard._params.dtensors import copy_dtensor, local_of, make_dtensor, place_like, set_local
+from meshard._params.dtensors import copy_dtensor, local_of, make_dtensor, place_like, set_local, unasked
 from meshard._params.marks import Mark, mark_as
 
 
@@ -247,13 +247,14 @@ def version_unless_replaced(
         None: An owner holds neither of the two faces, or a local tensor is another one.
     """
     version = 0
-    for param, own in zip(params, locals_, strict=True):
-        sharded = param.sharded
-        for parameters, name in param._slots:
-            held = parameters.get(name)
-            if held is not sharded and held is not param.unsharded:
+    with unasked():
+        for param, own in zip(params, locals_, strict=True):
+            sharded = param.sharded
+            for parameters, name in param._slots:
+                held = parameters.get(name)
+                if held is not sharded and held is not param.unsharded:
+                    return None
+            if local_of(sharded) is not own:
                 return None
-        if local_of(sharded) is not own:
-            return None
-        version += sharded._version + own._version
+            version += sharded._version + own._version
     return version

@@ -8,6 +8,7 @@ from weakref import getweakrefcount
 
 import torch
 
+from meshard._params.dtensors import unasked
 from meshard._runtime.private_torch import num_users, references_in_torch
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -45,6 +46,7 @@ class Holders:
         counts = [num_users(tensors[0]), *map(getrefcount, tensors)]
         counts.extend(map(references_in_torch, tensors))
         counts.extend(map(getweakrefcount, tensors))
-        counts.extend(map(_REQUIRES_GRAD, self._shown))
+        with unasked():
+            counts.extend(map(_REQUIRES_GRAD, self._shown))
         counts.extend(map(len, map(_ATTRIBUTES, self._shown)))
         return counts

@@ -14,7 +14,7 @@ from operator import is_
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import locals_of, wrap_like
+from meshard._params.dtensors import locals_of, unasked, wrap_like
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.holders import Holders
 
@@ -97,7 +97,8 @@ class KeptGrads:
         if not self._is_whole:
             return None
         params, faces = self._params, self.faces
-        for index in faces if len(used) == len(faces) else used:
-            params[index].sharded.grad = faces[index]
+        with unasked():
+            for index in faces if len(used) == len(faces) else used:
+                params[index].sharded.grad = faces[index]
         start, offsets = self.flat.data_ptr(), self._offsets
         return {i: start + offsets[i] if i in offsets else 0 for i in faces if i in used}

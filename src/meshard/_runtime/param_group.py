@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
+from meshard._params.dtensors import unasked
 from meshard._params.sharded_param import show_sharded, show_unsharded
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
@@ -330,8 +331,9 @@ class ParamGroup:
         """
         if read_flags:
             num_trainable = 0
-            for param in self.params:
-                flag = param.sharded.requires_grad
+            with unasked():
+                flags = [param.sharded.requires_grad for param in self.params]
+            for param, flag in zip(self.params, flags, strict=True):
                 num_trainable += flag
                 if param.unsharded.requires_grad is not flag:
                     param.unsharded.requires_grad_(flag)

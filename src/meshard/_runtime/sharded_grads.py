@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import local_of, move_local, wrap_like
+from meshard._params.dtensors import local_of, move_local, unasked, wrap_like
 from meshard._params.home import Home
 from meshard._runtime.held_grads import Held
 from meshard._runtime.kept_grads import KeptGrads
@@ -125,7 +125,8 @@ class ShardedGrads:
 
     def _is_clear(self) -> bool:
         """Whether no parameter has a gradient."""
-        return all(param.sharded.grad is None for param in self._group.params)
+        with unasked():
+            return all(param.sharded.grad is None for param in self._group.params)
 
     def _show(self, held: Held) -> None:
         """Let every ``.grad`` be what ``held`` says."""
@@ -323,10 +324,11 @@ class ShardedGrads:
     def _find_hooked(self, new: Held) -> list[int]:
         """List the parameters that users have put hooks on: autograd never sees the shards."""
         found = []
-        for index, param in enumerate(self._group.params):
-            sharded = param.sharded
-            if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
-                found.append(index)
+        with unasked():
+            for index, param in enumerate(self._group.params):
+                sharded = param.sharded
+                if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+                    found.append(index)
         return [index for index in found if index in new.used] if found else found
 
     def _run_tensor_hooks(self, new: Held, hooked: list[int]) -> None:
