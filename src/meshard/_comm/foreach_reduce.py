@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import Communicator, Lane, Pending, Rows
+from meshard._comm.sums import wider
 from meshard._comm.usage_marks import UsageMarks
 
 
@@ -148,7 +149,7 @@ class Reduction:
             request.wire_dtype,
         )
         # Marks are read from raw sums: in a narrower dtype a small one may become a negative zero.
-        self._sum_dtype = torch.promote_types(request.wire_dtype, request.accumulate_dtype)
+        self._sum_dtype = wider(request.wire_dtype, request.accumulate_dtype)
         self._unused: torch.Tensor | None = None
         self._ends: list[Pending] = []  # what follows the last work on each lane
         self._result: torch.Tensor

@@ -63,6 +63,7 @@ class GradientLayout:
         self.regular_numel = flat.segments[0].regular_numel if flat.segments else 0
         self.irregular = [slot for slot in slots[num_regular:] if slot.numel]
         self.is_large = self.numel >= _LARGE
+        self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UsageMarks] = {}
         self._owned: dict[int, list[_Owned]] = {}
@@ -133,7 +134,7 @@ class GradientLayout:
             self._write(buffer, gradients, self.irregular)
 
     def _concatenate(self, gradients: list[torch.Tensor], target: torch.Tensor) -> None:
-        if target.size(1) == len(gradients) > 1:
+        if self._is_by_element:
             self._transpose(gradients, target)
         elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
             # One call for what follows: 6 us less for six gradients.

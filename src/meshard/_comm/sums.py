@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that holds both; torch is asked only where they differ."""
+    return one if one is other else torch.promote_types(one, other)
+
+
 def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> None:
     """Add two rows up in the dtype of ``output``, which may be ``received`` itself."""
     if received is not output and received.dtype == output.dtype:
@@ -27,7 +32,7 @@ def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = Tru
         keep_signs: Make a sum of negative zeros a negative zero. It changes no other bit.
     """
     count = rows.size(0)
-    wide = torch.promote_types(rows.dtype, output.dtype)
+    wide = wider(rows.dtype, output.dtype)
     if count > 2 and rows.numel() <= _SMALL:
         if output.dtype == wide:
             total = torch.sum(rows, 0, dtype=wide, out=output)

@@ -47,6 +47,8 @@ class KeptGrads:
         self._storage = self.flat.untyped_storage()
         self._num_bytes = self._storage.nbytes()
         self._has_memory = True
+        self._shown: tuple[frozenset[int], int] | None = None  # what, and where
+        self._addresses: dict[int, int] = {}
         faces: list[torch.Tensor] = list(self.faces.values())
         self._holders = Holders([self.flat, *faces, *self._locals], faces)
 
@@ -92,7 +94,7 @@ class KeptGrads:
         """Make these the ``.grad`` of the parameters in ``used``.
 
         Returns:
-            Where each ``.grad`` is; None if they cannot be shown.
+            Where each ``.grad`` is, not to be changed; None if they cannot be shown.
         """
         if not self._is_whole:
             return None
@@ -100,5 +102,11 @@ class KeptGrads:
         with unasked():
             for index in faces if len(used) == len(faces) else used:
                 params[index].sharded.grad = faces[index]
-        start, offsets = self.flat.data_ptr(), self._offsets
-        return {i: start + offsets[i] if i in offsets else 0 for i in faces if i in used}
+        shown = used, self.flat.data_ptr()
+        if shown != self._shown:
+            start, offsets = shown[1], self._offsets
+            self._addresses = {
+                i: start + offsets[i] if i in offsets else 0 for i in faces if i in used
+            }
+            self._shown = shown
+        return self._addresses

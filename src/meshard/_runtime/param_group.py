@@ -86,6 +86,7 @@ class ParamGroup:
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self._in_flight: GatherInFlight | None = None
         self._kept: _Kept | None = None
+        self._is_of_kept = False  # what is gathered
         self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
         self.is_showing_unsharded = False  # the module sees whole parameters
         self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
@@ -230,6 +231,7 @@ class ParamGroup:
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
         self.tensors.check_materialised()
         self.may_keep = True
+        self._is_of_kept = self._kept is not None
         if self._kept is not None:
             self._in_flight = self._start_gather_of_kept(self._kept)
             self._kept = None
@@ -265,8 +267,8 @@ class ParamGroup:
         if not self.may_keep:
             keep_in = None
         gathered, shard_count = self._in_flight.rows(), self.place.roles.shard_count
-        if isinstance(gathered, torch.Tensor) and gathered.size(0) != shard_count:
-            gathered = gathered.view(shard_count, -1)  # of what the neighbours have kept
+        if self._is_of_kept and isinstance(gathered, torch.Tensor):
+            gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
         self.tensors.fill_whole(gathered, comes_again=keep_in is not None)
         if keep_in is not None:

@@ -146,9 +146,8 @@ class ShardedGrads:
         self._shown = shown._replace(used=shown.used | used)
         if used <= shown.used:
             return
-        for index, local in self._locals(self._shown):
-            if index not in shown.used:
-                self._addresses[index] = self._set(index, local)
+        more = ((i, local) for i, local in self._locals(self._shown) if i not in shown.used)
+        self._addresses = self._addresses | {i: self._set(i, local) for i, local in more}
 
     @staticmethod
     def _laid_out(held: Held, indices: tuple[int, ...]) -> Held:

@@ -8,6 +8,7 @@ import torch
 
 from meshard._comm.communicator import Lane, Rows
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._comm.sums import wider
 from meshard._runtime.gradient_plan import ReduceOptions
 from meshard._runtime.host_grads import HostGrads
 from meshard._runtime.param_group import ParamGroup
@@ -70,7 +71,7 @@ def memory_for(
     output = None
     is_full = options.over_replicas or roles.replicate_group is None
     if is_full and is_idle and isinstance(grads, ShardedGrads):
-        output = grads.free_memory(layout, torch.promote_types(wire, total))
+        output = grads.free_memory(layout, wider(wire, total))
     if is_laid_out:
         return WireMemory(None, output)
     shard_group = options.shard_group or roles.shard_group
