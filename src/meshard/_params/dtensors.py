@@ -58,6 +58,25 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 unasked = torch._C.DisableTorchFunctionSubclass
 
 
+def version_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> int | None:
+    """Return a number that grows with every edit of DTensors, or of what they were made over.
+
+    Args:
+        tensors: The DTensors.
+        locals_: The local tensor that each was made over.
+
+    Returns:
+        None: A local tensor is another one.
+    """
+    version = 0
+    with unasked():
+        for tensor, own in zip(tensors, locals_, strict=True):
+            if tensor._local_tensor is not own:  # type: ignore[attr-defined]
+                return None
+            version += tensor._version + own._version
+    return version
+
+
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Put ``local`` under an existing DTensor, whose identity an optimizer may hold."""
     tensor._local_tensor = local  # type: ignore[attr-defined]

@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._geometry.layout import ParamLayout
 from meshard._geometry.mesh_roles import MeshRoles
 from meshard._geometry.placed import Placed
-from meshard._params.dtensors import copy_dtensor, local_of, make_dtensor, place_like, set_local, unasked
+from meshard._params.dtensors import (
+    copy_dtensor,
+    make_dtensor,
+    place_like,
+    set_local,
+    version_over,
+)
 from meshard._params.marks import Mark, mark_as
 
 
@@ -246,15 +252,12 @@ def version_unless_replaced(
     Returns:
         None: An owner holds neither of the two faces, or a local tensor is another one.
     """
-    version = 0
-    with unasked():
-        for param, own in zip(params, locals_, strict=True):
-            sharded = param.sharded
-            for parameters, name in param._slots:
-                held = parameters.get(name)
-                if held is not sharded and held is not param.unsharded:
-                    return None
-            if local_of(sharded) is not own:
+    tensors = []
+    for param in params:
+        sharded = param.sharded
+        for parameters, name in param._slots:
+            held = parameters.get(name)
+            if held is not sharded and held is not param.unsharded:
                 return None
-            version += sharded._version + own._version
-    return version
+        tensors.append(sharded)
+    return version_over(tensors, locals_)

@@ -281,5 +281,5 @@ class PlainGrads(ShardedGrads):
         slot = held.layout.slots.get(index)
         return None if slot is None else held.flat.view(-1).narrow(0, slot.offset, slot.numel)
 
-    def _find_hooked(self, new: Held) -> list[int]:
-        return []  # autograd runs the hooks of these parameters by itself
+    def _look(self, new: Held) -> tuple[list[int], bool]:
+        return [], self._is_clear()  # autograd runs the hooks of these parameters by itself

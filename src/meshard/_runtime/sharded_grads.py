@@ -17,6 +17,7 @@ from meshard._params.home import Home
 from meshard._runtime.held_grads import Held
 from meshard._runtime.kept_grads import KeptGrads
 from meshard._runtime.param_group import ParamGroup
+from meshard._runtime.shard_hooks import look_at, run_post_hooks, run_tensor_hooks
 
 _OURS = "_meshard_shown"  # on every .grad that was put there by ShardedGrads
 _MAX_HELD = 2  # who holds on to gradients twice, or needs none, will do so again
@@ -86,11 +87,12 @@ class ShardedGrads:
 
     def add(self, new: Held) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
-        hooked = self._find_hooked(new)
+        hooked, is_clear = self._look(new)
         if hooked:
             self._run_tensor_hooks(new, hooked)
+            is_clear = self._is_clear()
         shown = self._shown
-        if shown is None and self._is_clear():
+        if shown is None and is_clear:
             self._show(new)
         elif shown is not None and self._is_shown(shown, new):
             self._take_edits(shown)
@@ -101,7 +103,7 @@ class ShardedGrads:
         else:
             self._show(self._add_apart(new))
         for index in hooked:
-            self._run_post_hooks(self._group.params[index].sharded)
+            run_post_hooks(self._group.params[index].sharded)
 
     def _add_apart(self, new: Held) -> Held:
         """Add where some gradients are not what we put there, or parameters were frozen since."""
@@ -182,7 +184,7 @@ class ShardedGrads:
 
     def has_hooks(self, new: Held) -> bool:
         """Whether users have put hooks on parameters that get a gradient."""
-        return bool(self._find_hooked(new))
+        return bool(self._look(new)[0])
 
     def drop_hidden(self, indices: frozenset[int]) -> None:
         """Take back what has been added to ``open_sum`` for parameters that had no ``.grad``."""
@@ -237,7 +239,8 @@ class ShardedGrads:
     def takes_as_is(self, new: Held) -> bool:
         """Whether ``add`` would show ``new`` without reading it."""
         dtypes = {self._group.params[index].sharded.dtype for index in new.used}
-        return self._is_clear() and dtypes == {new.flat.dtype} and not self.has_hooks(new)
+        hooked, is_clear = self._look(new)
+        return is_clear and dtypes == {new.flat.dtype} and not hooked
 
     def move(self, home: Home) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``home``; they stay the same objects.
@@ -320,32 +323,14 @@ class ShardedGrads:
             and all(self._grad(index) is None for index in new.used - shown.used)
         )
 
-    def _find_hooked(self, new: Held) -> list[int]:
-        """List the parameters that users have put hooks on: autograd never sees the shards."""
-        found = []
-        with unasked():
-            for index, param in enumerate(self._group.params):
-                sharded = param.sharded
-                if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
-                    found.append(index)
-        return [index for index in found if index in new.used] if found else found
+    def _look(self, new: Held) -> tuple[list[int], bool]:
+        """Return which parameters in ``new`` have hooks, and whether no parameter has a gradient."""
+        hooked, is_clear = look_at(self._group.params)
+        return [index for index in hooked if index in new.used] if hooked else hooked, is_clear
 
     def _run_tensor_hooks(self, new: Held, hooked: list[int]) -> None:
-        """Run what ``register_hook`` has registered, on what is about to be added."""
         for index, local in self._locals(new):
-            sharded = self._group.params[index].sharded
-            hooks = sharded._backward_hooks if index in hooked else None
-            if not hooks:
-                continue
-            # A copy: a hook may keep it.
-            grad: torch.Tensor = wrap_like(sharded, local.to(sharded.dtype, copy=True))
-            for hook in tuple(hooks.values()):
-                changed = hook(grad)
-                grad = grad if changed is None else changed
-            self._take_edit(local_of(grad), local)
-
-    @staticmethod
-    def _run_post_hooks(sharded: torch.Tensor) -> None:
-        hooks = sharded._post_accumulate_grad_hooks
-        for hook in tuple(hooks.values()) if hooks else ():
-            hook(sharded)
+            if index in hooked:
+                grad = run_tensor_hooks(self._group.params[index].sharded, local)
+                if grad is not None:
+                    self._take_edit(local_of(grad), local)
