@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshard._comm.foreach_reduce import divide_, resolve_divisors
+from meshard._comm.numbers import Numbers
 
 factors = st.one_of(
     st.none(), st.sampled_from([0.5, 1.0, 3.0, 300.0]), st.integers(-6, 12).map(lambda k: 2.0**k)
@@ -44,7 +45,7 @@ def test_float16_splits_each_groups_share_around_its_own_collective():
 def test_division_rounds_once(divisor):
     values = torch.arange(1.0, 1000.0)
     divided = values.clone()
-    divide_(divided, divisor)
+    divide_(divided, divisor, Numbers())
     exact = [float(Fraction(value) / divisor) for value in values.tolist()]
     assert torch.equal(divided, torch.tensor(exact, dtype=torch.float64).float())
 
@@ -53,6 +54,19 @@ def test_division_rounds_once(divisor):
 def test_a_dyadic_factor_is_exact_with_any_number_of_replicas(replicas):
     total = torch.arange(-50.0, 50.0)
     divisors = resolve_divisors(1, replicas, 1.0, torch.float32)
+    numbers = Numbers()
     for divisor in divisors:
-        divide_(total, divisor)
+        divide_(total, divisor, numbers)
     assert torch.equal(total, torch.arange(-50.0, 50.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_number_as_a_tensor_gives_the_same_bits(dtype):
+    numbers, values = Numbers(), torch.randn(999).to(dtype)
+    for number in (0.0, 1 / 3, 0.1, 2.0**-130, 7e30):
+        operand = numbers.as_operand(number, values)
+        assert operand is numbers.as_operand(number, values) or operand == number
+        for operation in (torch.mul, torch.div, torch.add):
+            ours, theirs = operation(values, operand), operation(values, number)
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import Communicator, Lane, Pending, Rows
+from meshard._comm.numbers import Numbers
 from meshard._comm.sums import wider
 from meshard._comm.usage_marks import UsageMarks
 
@@ -67,18 +68,22 @@ def _near_root(divisor: Fraction) -> Fraction:
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
-def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
+def divide_(tensor: torch.Tensor, divisor: Fraction, numbers: Numbers) -> None:
     """Divide in place; rounds once where the divisor or its reciprocal is a float."""
     numerator, denominator = divisor.as_integer_ratio()
     if numerator == denominator:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
-        tensor.mul_(denominator / numerator)  # as for 1 / 7, whose reciprocal alone is exact
+        # As for 1 / 7, whose reciprocal alone is exact.
+        tensor.mul_(numbers.as_operand(denominator / numerator, tensor))
     else:
         # Not by multiplication with the reciprocal, which would round twice. CUDA kernels do just
         # that with a Python number, but not with a tensor.
         quotient = numerator / denominator
-        tensor.div_(quotient if tensor.device.type == "cpu" else tensor.new_full((), quotient))
+        if tensor.is_cpu:
+            tensor.div_(numbers.as_operand(quotient, tensor))
+        else:
+            tensor.div_(tensor.new_full((), quotient))
 
 
 def _parts(rows: Rows) -> list[torch.Tensor]:
@@ -160,7 +165,7 @@ class Reduction:
         if request.shard_group.size() == 1 and self._comm.waits_block_host:
             request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
         for part in _parts(request.buffer):
-            divide_(part, self._divisors.before_scatter)
+            self._divide(part, self._divisors.before_scatter)
         if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:
             narrow = self._allocate(request.buffer.numel(), request.wire_dtype)
             request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
@@ -181,6 +186,9 @@ class Reduction:
                 label=request.label,
                 keep_signs=not request.marks.all_used,
             )
+
+    def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
+        divide_(tensor, divisor, self._request.marks.numbers)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         group, device = self._request.shard_group, self._request.buffer[0].device
@@ -217,7 +225,7 @@ class Reduction:
         with self._comm.lane(Lane.SCATTER):
             self._pending.wait()
             self._unused = marks.read(self._result)
-            divide_(self._result, self._divisors.after_scatter)
+            self._divide(self._result, self._divisors.after_scatter)
             if request.partial is not None:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(request.partial)
@@ -237,7 +245,7 @@ class Reduction:
             self._pending.wait()
             # In place where no lane but the host's has used it.
             self._wire = self._result if self._comm.waits_block_host else self._result.clone()
-            divide_(self._wire, self._divisors.before_all_reduce)
+            self._divide(self._wire, self._divisors.before_all_reduce)
             self._wire = self._wire.to(request.wire_dtype)
             request.marks.write(self._wire, self._unused)
             wire, output = self._wire, request.output if request.sums_apart else None
@@ -254,7 +262,7 @@ class Reduction:
             # Under a second name: the first was allocated on the scatter lane, and is read on this.
             self._unused_anywhere = request.marks.read(self._wire)
             self._reduced = self._wire.to(request.accumulate_dtype)
-            divide_(self._reduced, self._divisors.after_all_reduce)
+            self._divide(self._reduced, self._divisors.after_all_reduce)
             self._ends.append(self._comm.queued(self._reduced))
 
     def finish(self) -> Reduced:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from meshard._comm.communicator import Rows
+from meshard._comm.numbers import Numbers
 from meshard._comm.slots import matching_parts
 from meshard._comm.usage_marks import UsageMarks
 from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
@@ -66,6 +67,7 @@ class GradientLayout:
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UsageMarks] = {}
+        self._numbers = Numbers()
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -250,7 +252,7 @@ class GradientLayout:
             offsets = {i: slot.offset for i, slot in self.slots.items() if slot.numel}
             # An empty slot cannot be marked: count it as used, so that all ranks agree.
             empty = {index for index, slot in self.slots.items() if not slot.numel}
-            self._marks[used] = UsageMarks(offsets, used | empty, self.device)
+            self._marks[used] = UsageMarks(offsets, used | empty, self.device, self._numbers)
         return self._marks[used]
 
     def move(self, buffer: torch.Tensor, to: GradientLayout, held: frozenset[int]) -> torch.Tensor:

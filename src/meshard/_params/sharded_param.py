@@ -37,6 +37,7 @@ class ShardedParam:
 
     __slots__ = (
         "__weakref__",
+        "_listed",
         "_slots",
         "fqn",
         "layout",
@@ -59,6 +60,7 @@ class ShardedParam:
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         # Where each owner keeps it: looked at several times in each step.
         self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._listed: Slots | None = None
         for module, name in owners:
             self.add_owner(module, name)
         self.layout = layout
@@ -78,11 +80,17 @@ class ShardedParam:
         """Note that ``module`` holds the parameter as its attribute ``name``."""
         self.owners.append((weakref.ref(module), name))
         self._slots.append((module._parameters, name))
+        self._changed_owners()
 
     def find_slots(self) -> None:
         """Look again where each owner keeps it: an owner has got another dict of parameters."""
         modules = [(module_ref(), name) for module_ref, name in self.owners]
         self._slots = [(module._parameters, name) for module, name in modules if module is not None]
+        self._changed_owners()
+
+    def _changed_owners(self) -> None:
+        if self._listed is not None:
+            self._listed.forget()
 
     def make_sharded(self, local: torch.Tensor, roles: MeshRoles, *, requires_grad: bool) -> None:
         """Create the sharded face over ``local``, a view of the unit's flat shard."""
@@ -218,26 +226,43 @@ class ShardedParam:
 # What a step does to all parameters of a unit, several times: one loop, and no call for each.
 
 
-def show_sharded(params: Sequence[ShardedParam]) -> None:
-    """Make every owner that holds the whole parameter hold the shard."""
-    for param in params:
-        sharded, whole = param.sharded, param.unsharded
-        for parameters, name in param._slots:
-            if parameters.get(name) is whole:
-                parameters[name] = sharded
+class Slots:
+    """Where the owners of several parameters keep them.
 
-
-def show_unsharded(params: Sequence[ShardedParam]) -> None:
-    """Make every owner that holds the shard hold the whole parameter.
-
-    What somebody has put in its place between a forward and its backward stays there: backward has
-    no use for it, and the next forward looks at it.
+    Args:
+        params: Of one unit; each is in one such list at most.
     """
-    for param in params:
-        sharded, whole = param.sharded, param.unsharded
-        for parameters, name in param._slots:
-            if parameters.get(name) is sharded:
-                parameters[name] = whole
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = params
+        self._found: list[tuple[ShardedParam, dict[str, nn.Parameter | None], str]] = []
+        for param in params:
+            param._listed = self
+
+    def forget(self) -> None:
+        """Look again at the next use: an owner has come, or keeps its parameters elsewhere."""
+        self._found = []
+
+    def _all(self) -> list[tuple[ShardedParam, dict[str, nn.Parameter | None], str]]:
+        if not self._found:
+            self._found = [(param, *slot) for param in self._params for slot in param._slots]
+        return self._found
+
+    def show_sharded(self) -> None:
+        """Make every owner that holds the whole parameter hold the shard."""
+        for param, parameters, name in self._all():
+            if parameters.get(name) is param.unsharded:
+                parameters[name] = param.sharded
+
+    def show_unsharded(self) -> None:
+        """Make every owner that holds the shard hold the whole parameter.
+
+        What somebody has put in its place between a forward and its backward stays there: backward
+        has no use for it, and the next forward looks at it.
+        """
+        for param, parameters, name in self._all():
+            if parameters.get(name) is param.sharded:
+                parameters[name] = param.unsharded
 
 
 def version_unless_replaced(

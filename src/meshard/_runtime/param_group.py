@@ -18,7 +18,7 @@ import torch.distributed as dist
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
 from meshard._params.dtensors import unasked
-from meshard._params.sharded_param import show_sharded, show_unsharded
+from meshard._params.sharded_param import Slots
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
 from meshard._runtime.faces import Faces
@@ -75,6 +75,7 @@ class ParamGroup:
     def __init__(self, tensors: Faces) -> None:
         self.tensors = tensors
         self.params = tensors.params
+        self._slots = Slots(tensors.params)
         self.place = tensors.place
         self.comm: Communicator  # shared by all units of a root
         self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
@@ -340,13 +341,13 @@ class ParamGroup:
                 if param.unsharded.requires_grad is not flag:
                     param.unsharded.requires_grad_(flag)
             self.num_trainable = num_trainable
-        show_unsharded(self.params)
+        self._slots.show_unsharded()
         self.is_showing_unsharded = True
 
     def show_sharded(self) -> None:
         """Let the module see its sharded parameters, as it does outside its own forward."""
         if self.is_showing_unsharded:
-            show_sharded(self.params)
+            self._slots.show_sharded()
             self.is_showing_unsharded = False
             if self.handed_out is not None:
                 take_back(self, refuse=False)

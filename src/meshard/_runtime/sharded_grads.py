@@ -324,7 +324,7 @@ class ShardedGrads:
         )
 
     def _look(self, new: Held) -> tuple[list[int], bool]:
-        """Return which parameters in ``new`` have hooks, and whether no parameter has a gradient."""
+        """Return which parameters in ``new`` have hooks, and whether none has a gradient."""
         hooked, is_clear = look_at(self._group.params)
         return [index for index in hooked if index in new.used] if hooked else hooked, is_clear
 
