@@ -18,6 +18,7 @@ from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
 from meshard._params.home import Home
 from meshard._params.marks import Mark, mark_as, mark_of
+from meshard._params.private_torch import queue_backward_callback
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.companions import chain_of
 from meshard._runtime.extended_tensors import ExtendedTensors
@@ -33,7 +34,6 @@ from meshard._runtime.loading import register_load_hooks
 from meshard._runtime.misread import watch_reads
 from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.private_torch import queue_backward_callback
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of, units_of
 from meshard.fsdp_module import FSDPModule
 from meshard.placing import Placing

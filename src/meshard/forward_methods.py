@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from meshard._params.private_torch import untraced_itself
 from meshard._runtime.hooks import run_in_unit
-from meshard._runtime.private_torch import untraced_itself
 from meshard._runtime.unit import unit_of
 
 _REGISTERED = "_meshard_forward_methods"  # on a module: names, with what its class does not have

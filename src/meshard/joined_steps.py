@@ -19,9 +19,9 @@ import torch
 from torch.optim import Optimizer
 
 from meshard._comm.communicator import Communicator, Lane, profiled
+from meshard._params.private_torch import is_in_backward, queue_backward_callback
 from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.private_torch import is_in_backward, queue_backward_callback
 from meshard.flat_snapshot import Groups
 from meshard.flat_stepper import FlatStepper, States
 from meshard.queued_step import QueuedStep

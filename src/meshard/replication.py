@@ -17,11 +17,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from meshard._comm.setup_communicator import broadcast_from
 from meshard._geometry.mesh_roles import MeshRoles, device_of
 from meshard._params.plain_param import PlainParam
+from meshard._params.private_torch import untraced
 from meshard._runtime.companions import chain_of, nest
 from meshard._runtime.group_tensors import Place
 from meshard._runtime.hooks import register_hooks
 from meshard._runtime.plain_grads import PlainGrads
-from meshard._runtime.private_torch import untraced
 from meshard._runtime.unit import Casts, Unit, UnitSettings, unit_of, units_in
 from meshard._runtime.unit_copy import copy_with_units
 from meshard.accumulation import no_sync

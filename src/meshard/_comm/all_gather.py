@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Rows
 from meshard._comm.kept_buffer import KeptBuffer
-from meshard._comm.slots import matching_parts
+from meshard._comm.slots import copy_all, matching_parts
 from meshard._geometry.layout import FlatLayout, Slot
 
 
@@ -179,7 +179,7 @@ class GatherPlan:
             if self._copies is None:
                 self._copies = self._make_copies(parts)
             if self._copies.targets:
-                torch._foreach_copy_(*self._copies)
+                copy_all(*self._copies)
         else:
             parts = self.on_wire.split(gathered)
             for place, segment in enumerate(self.on_wire.segments):

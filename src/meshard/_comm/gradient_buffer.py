@@ -16,7 +16,7 @@ import torch
 
 from meshard._comm.communicator import Rows
 from meshard._comm.numbers import Numbers
-from meshard._comm.slots import matching_parts
+from meshard._comm.slots import copy_all, matching_parts
 from meshard._comm.usage_marks import UsageMarks
 from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
 
@@ -155,7 +155,7 @@ class GradientLayout:
         """
         if target.numel() >= _FEW and len(gradients) <= _MAX_COLUMNS:
             lines = [gradient.reshape(-1) for gradient in gradients]
-            torch._foreach_copy_(list(target.unbind(1)), lines)
+            copy_all(list(target.unbind(1)), lines)
         else:
             joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
             target.copy_(joined.view(len(gradients), -1).t())

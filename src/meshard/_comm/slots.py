@@ -32,3 +32,8 @@ def matching_parts(
         owned = slots[full, : layout.prefix * rest * layout.suffix]
         parts.append((owned.view(layout.prefix, rest, layout.suffix), rows[:, full * chunk :]))
     return parts
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target, which have the same shapes, in one call of torch."""
+    torch._foreach_copy_(targets, sources)

@@ -17,6 +17,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from meshard._params.private_torch import unasked
+
 
 def make_dtensor(
     local: torch.Tensor,
@@ -50,12 +52,6 @@ _LOCAL = attrgetter("_local_tensor")
 def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Iterate over the local tensor of each, as ``local_of`` returns it, in a loop in C."""
     return map(_LOCAL, tensors)
-
-
-# Within it torch does not ask at each attribute of a DTensor whether ``__torch_function__`` wants
-# to know (DTensor's does not), which takes twice as long as the attribute itself. For loops over
-# several, without a call of anything of the user's.
-unasked = torch._C.DisableTorchFunctionSubclass
 
 
 def version_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> int | None:

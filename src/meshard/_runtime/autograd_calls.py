@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from meshard._params.private_torch import is_in_backward
 from meshard._runtime.optimizer_steps import owner_of
-from meshard._runtime.private_torch import is_in_backward
 
 _grad = torch.autograd.grad
 _backward = torch.autograd.backward

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshard._runtime.private_torch import number_of
+from meshard._params.private_torch import number_of
 
 WATCHED = "_meshard_watched"  # on an output: a unit has put its hook there
 _MAX_DEPTH = 3  # of objects in objects that are searched

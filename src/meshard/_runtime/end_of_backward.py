@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-from meshard._runtime.private_torch import untraced
+from meshard._params.private_torch import untraced
 
 
 class BackwardEvents(Protocol):

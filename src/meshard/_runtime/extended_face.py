@@ -21,8 +21,8 @@ from meshard._params.extension import (
     takes_mesh_only,
 )
 from meshard._params.marks import Mark, mark_as
+from meshard._params.private_torch import keeping_version
 from meshard._params.sharded_param import ShardedParam
-from meshard._runtime.private_torch import keeping_version
 
 
 class ExtendedFace:

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
+from meshard._params.private_torch import keeps_graph, untraced
 from meshard._runtime.param_group import Residence
-from meshard._runtime.private_torch import keeps_graph, untraced
 from meshard._runtime.schedule import ForwardPass
 from meshard._runtime.transforms import refuse_transforms
 from meshard._runtime.unit import Unit

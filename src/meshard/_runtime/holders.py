@@ -8,8 +8,7 @@ from weakref import getweakrefcount
 
 import torch
 
-from meshard._params.dtensors import unasked
-from meshard._runtime.private_torch import num_users, references_in_torch
+from meshard._params.private_torch import num_users, references_in_torch, unasked
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _ATTRIBUTES = attrgetter("__dict__")

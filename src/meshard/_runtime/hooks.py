@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshard._params.private_torch import next_node, untraced, untraced_itself
 from meshard._runtime.containers import (
     WATCHED,
     cast_floats,
@@ -26,7 +27,6 @@ from meshard._runtime.containers import (
 )
 from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.misread import explain
-from meshard._runtime.private_torch import next_node, untraced, untraced_itself
 from meshard._runtime.schedule import ForwardCall, ForwardPass, Phase
 from meshard._runtime.unit import Unit
 

@@ -12,9 +12,9 @@ import torch
 from meshard._comm.communicator import Queued
 from meshard._comm.host_link import HostLink
 from meshard._params.home import Home
+from meshard._params.private_torch import num_users
 from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.private_torch import num_users
 from meshard._runtime.sharded_grads import ShardedGrads
 
 

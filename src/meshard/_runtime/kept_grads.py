@@ -14,7 +14,8 @@ from operator import is_
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import locals_of, unasked, wrap_like
+from meshard._params.dtensors import locals_of, wrap_like
+from meshard._params.private_torch import unasked
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.holders import Holders
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshard._params.private_torch import untraced
 from meshard._runtime.hooks import is_hidden, watch_outputs
-from meshard._runtime.private_torch import untraced
 from meshard._runtime.schedule import Phase
 from meshard._runtime.unit import Unit, unit_of
 

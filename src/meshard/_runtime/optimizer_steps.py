@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from meshard._params.marks import Mark, mark_of
-from meshard._runtime.private_torch import untraced
+from meshard._params.private_torch import untraced
 
 
 class Stepped(Protocol):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from meshard._runtime.private_torch import queue_backward_callback
+from meshard._params.private_torch import queue_backward_callback
 
 
 class Overlapping(Protocol):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from meshard._params.dtensors import unasked, wrap_like
+from meshard._params.dtensors import wrap_like
+from meshard._params.private_torch import unasked
 from meshard._params.sharded_param import ShardedParam
 
 

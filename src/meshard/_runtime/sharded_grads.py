@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._params.dtensors import local_of, move_local, unasked, wrap_like
+from meshard._params.dtensors import local_of, move_local, wrap_like
 from meshard._params.home import Home
+from meshard._params.private_torch import unasked
 from meshard._runtime.held_grads import Held
 from meshard._runtime.kept_grads import KeptGrads
 from meshard._runtime.param_group import ParamGroup

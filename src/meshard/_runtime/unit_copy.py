@@ -17,12 +17,12 @@ from torch import nn
 
 from meshard._comm.checked import number_root
 from meshard._comm.streams import make_communicator
+from meshard._params.private_torch import queue_backward_callback
 from meshard._runtime.hooks import gradient_hook_maker
 from meshard._runtime.lifecycle import Lifecycle
 from meshard._runtime.misread import watch_reads
 from meshard._runtime.on_access import gather_on_access
 from meshard._runtime.param_group import ParamGroup
-from meshard._runtime.private_torch import queue_backward_callback
 from meshard._runtime.unit import Unit, UnitSettings, UnitStep, units_in
 
 _UNDER_WAY = object()  # its id, in the memo, says that units have been copied

@@ -90,3 +90,9 @@ def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     So that filling a whole parameter again is not taken for an in-place change of a saved tensor.
     """
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
+
+
+# Within it torch does not ask at each attribute of a DTensor whether ``__torch_function__`` wants
+# to know (DTensor's does not), which takes twice as long as the attribute itself. For loops over
+# several, without a call of anything of the user's.
+unasked = torch._C.DisableTorchFunctionSubclass
