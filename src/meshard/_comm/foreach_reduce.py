@@ -147,8 +147,9 @@ class Reduction:
         self._request = request
         self._comm = comm
         self._stages_done = 0
+        self._shard_count = request.shard_group.size()
         self._divisors = resolve_divisors(
-            request.shard_group.size(),
+            self._shard_count,
             request.replicate_count,
             request.divide_factor,
             request.wire_dtype,
@@ -162,7 +163,7 @@ class Reduction:
 
     def _start_scatter(self) -> Pending:
         request = self._request
-        if request.shard_group.size() == 1 and self._comm.waits_block_host:
+        if self._shard_count == 1 and self._comm.waits_block_host:
             request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
         for part in _parts(request.buffer):
             self._divide(part, self._divisors.before_scatter)
@@ -172,13 +173,7 @@ class Reduction:
         for part in _parts(request.buffer):
             request.marks.mark_sent(part)
         with self._comm.lane(Lane.SCATTER):
-            own = request.buffer[request.shard_group.rank()]
-            if isinstance(request.buffer, list) and own.dtype == self._sum_dtype:
-                self._result = own
-            elif request.output is not None:
-                self._result = request.output
-            else:
-                self._result = self._allocate(own.numel(), self._sum_dtype)
+            self._result = self._memory_for_sum(request)
             return self._comm.reduce_scatter(
                 self._result,
                 request.buffer,
@@ -186,6 +181,16 @@ class Reduction:
                 label=request.label,
                 keep_signs=not request.marks.all_used,
             )
+
+    def _memory_for_sum(self, request: ReduceRequest) -> torch.Tensor:
+        rows = request.buffer
+        if isinstance(rows, list):
+            own = rows[request.shard_group.rank()]
+            if own.dtype == self._sum_dtype:
+                return own
+        if request.output is not None:
+            return request.output
+        return self._allocate(rows[0].numel(), self._sum_dtype)
 
     def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
         divide_(tensor, divisor, self._request.marks.numbers)

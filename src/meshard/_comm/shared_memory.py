@@ -155,6 +155,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
         self._neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]
         self._neighbours = weakref.WeakKeyDictionary()

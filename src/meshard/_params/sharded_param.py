@@ -60,7 +60,7 @@ class ShardedParam:
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         # Where each owner keeps it: looked at several times in each step.
         self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self._listed: Slots | None = None
+        self._listed: weakref.ref[Slots] | None = None
         for module, name in owners:
             self.add_owner(module, name)
         self.layout = layout
@@ -89,8 +89,9 @@ class ShardedParam:
         self._changed_owners()
 
     def _changed_owners(self) -> None:
-        if self._listed is not None:
-            self._listed.forget()
+        listed = None if self._listed is None else self._listed()
+        if listed is not None:
+            listed.forget()
 
     def make_sharded(self, local: torch.Tensor, roles: MeshRoles, *, requires_grad: bool) -> None:
         """Create the sharded face over ``local``, a view of the unit's flat shard."""
@@ -237,7 +238,7 @@ class Slots:
         self._params = params
         self._found: list[tuple[ShardedParam, dict[str, nn.Parameter | None], str]] = []
         for param in params:
-            param._listed = self
+            param._listed = weakref.ref(self)
 
     def forget(self) -> None:
         """Look again at the next use: an owner has come, or keeps its parameters elsewhere."""
