@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import Communicator, Lane, Pending, Rows
+from meshard._comm.kept_buffer import KeptBuffer
 from meshard._comm.numbers import Numbers
 from meshard._comm.sums import wider
 from meshard._comm.usage_marks import UsageMarks
@@ -111,6 +112,7 @@ class ReduceRequest:
             a row of ``buffer``. None: anywhere.
         sums_apart: ``buffer`` is one row that was allocated to be sent by the all-reduce, whose sum
             goes to ``output``.
+        kept: What ``buffer`` is in, if it is to be given back by its owner.
     """
 
     buffer: Rows
@@ -125,6 +127,7 @@ class ReduceRequest:
     label: str
     output: torch.Tensor | None = None
     sums_apart: bool = False
+    kept: KeptBuffer | None = None
 
 
 class Reduced(NamedTuple):
@@ -222,13 +225,21 @@ class Reduction:
             return True
         if not self._pending.poll():
             return False
-        self._request.buffer = self._result
+        self._drop_sent()
         return True
+
+    def _drop_sent(self) -> None:
+        self._request.buffer = self._result
+        if self._request.kept is not None:
+            self._request.kept.free()
+            self._request.kept = None
 
     def _after_scatter(self) -> None:
         request, marks = self._request, self._request.marks
         with self._comm.lane(Lane.SCATTER):
             self._pending.wait()
+            if request.kept is not None:
+                self._drop_sent()
             self._unused = marks.read(self._result)
             self._divide(self._result, self._divisors.after_scatter)
             if request.partial is not None:
@@ -287,5 +298,7 @@ class Reduction:
     def abandon(self) -> None:
         """Wait for what was started, and queue nothing more."""
         self._pending.wait()
+        if self._request.kept is not None:
+            self._drop_sent()
         for end in self._ends:
             end.wait()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from meshard._comm.communicator import Rows
+from meshard._comm.kept_buffer import KeptBuffer
 from meshard._comm.numbers import Numbers
 from meshard._comm.slots import copy_all, matching_parts
 from meshard._comm.usage_marks import UsageMarks
@@ -68,6 +69,7 @@ class GradientLayout:
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UsageMarks] = {}
         self._numbers = Numbers()
+        self._kept: dict[torch.dtype, KeptBuffer] = {}
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -78,6 +80,13 @@ class GradientLayout:
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)
+
+    def kept_buffer(self, dtype: torch.dtype) -> KeptBuffer:
+        """Return what ``allocate`` does, but the same in each step, for one reduction at a time."""
+        if dtype not in self._kept:
+            like = torch.empty(0, dtype=dtype, device=self.device)
+            self._kept[dtype] = KeptBuffer(like, self.shard_count, self.shard_numel)
+        return self._kept[dtype]
 
     def shards(
         self, row: torch.Tensor, shard_rank: int, used: frozenset[int]

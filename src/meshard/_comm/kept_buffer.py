@@ -25,12 +25,12 @@ class KeptBuffer:
         like: torch.Tensor,
         count: int,
         numel: int,
-        cut: Callable[[torch.Tensor], list[torch.Tensor]],
+        cut: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
     ) -> None:
         with torch.inference_mode(False):  # a module that runs under it first must train later
             self.flat = like.new_empty(count * numel)
             self.rows = self.flat.view(count, numel)
-            self.views = cut(self.rows)
+            self.views = [] if cut is None else cut(self.rows)
         storage = self.flat.untyped_storage()
         self._num_bytes = storage.nbytes()
         self._resize = storage.resize_

@@ -265,6 +265,7 @@ class GradientState:
             wire_dtype=wire_dtype,
             output=memory.output,
             sums_apart=memory.sums_apart,
+            kept=memory.kept,
             partial=partial,
             shard_group=options.shard_group or roles.shard_group,
             replicate_group=roles.replicate_group if options.over_replicas else None,

@@ -262,7 +262,8 @@ class ParamGroup:
             keep_in: Also keep this rank's part of them, so that the next gather can be among
                 these neighbours instead of all ranks.
         """
-        self.start_unshard()
+        if self._in_flight is None:
+            self.start_unshard()
         if self._in_flight is None:
             return
         if not self.may_keep:

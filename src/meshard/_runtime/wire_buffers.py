@@ -8,6 +8,7 @@ import torch
 
 from meshard._comm.communicator import Lane, Rows
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._comm.kept_buffer import KeptBuffer
 from meshard._comm.sums import wider
 from meshard._runtime.gradient_plan import ReduceOptions
 from meshard._runtime.host_grads import HostGrads
@@ -22,6 +23,7 @@ class WireMemory(NamedTuple):
     buffer: Rows | None  # uninitialised; None: the gradients lie somewhere already
     output: torch.Tensor | None = None  # where the sum should be; None: anywhere
     sums_apart: bool = False  # see Communicator.sums_apart
+    kept: KeptBuffer | None = None  # of which ``buffer`` is
 
 
 def memory_for(
@@ -79,6 +81,11 @@ def memory_for(
     rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group, own=own)
     if rows is not None:
         return WireMemory(rows, output)
+    # Who hooks in may hold what it is given.
+    if is_idle and comm.may_keep_buffers and not (as_one or layout.is_large):
+        kept = layout.kept_buffer(wire)
+        kept.take()
+        return WireMemory(kept.rows, output, kept=kept)
     flat = comm.allocate(
         layout.numel, Lane.SCATTER, dtype=wire, device=layout.device, group=shard_group
     )
