@@ -21,6 +21,7 @@ from meshard._params.dtensors import (
     version_over,
 )
 from meshard._params.marks import Mark, mark_as
+from meshard._params.private_torch import unasked
 
 
 class ShardedParam:
@@ -248,6 +249,15 @@ class Slots:
         if not self._found:
             self._found = [(param, *slot) for param in self._params for slot in param._slots]
         return self._found
+
+    def take_flags(self) -> int:
+        """Let whole parameters require gradients as the shards do; return how many do."""
+        with unasked():
+            flags = [param.sharded.requires_grad for param in self._params]
+        for param, flag in zip(self._params, flags, strict=True):
+            if param.unsharded.requires_grad is not flag:
+                param.unsharded.requires_grad_(flag)
+        return sum(flags)
 
     def show_sharded(self) -> None:
         """Make every owner that holds the whole parameter hold the shard."""

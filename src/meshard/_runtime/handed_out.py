@@ -19,11 +19,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from meshard._params.dtensors import local_of, place_like, set_local
+from meshard._params.private_torch import num_users, references_in_torch
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.faces import Faces
 from meshard._runtime.group_tensors import GradientHook
 from meshard._runtime.optimizer_steps import Stepped, note_shown_whole
-from meshard._runtime.private_torch import num_users, references_in_torch
 
 
 class Gathered(Stepped, Protocol):

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
-from meshard._params.private_torch import unasked
 from meshard._params.sharded_param import Slots
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
@@ -334,12 +333,7 @@ class ParamGroup:
                 backward, with that of the forward: all ranks reduce what forward has recorded.
         """
         if read_flags:
-            with unasked():
-                flags = [param.sharded.requires_grad for param in self.params]
-            for param, flag in zip(self.params, flags, strict=True):
-                if param.unsharded.requires_grad is not flag:
-                    param.unsharded.requires_grad_(flag)
-            self.num_trainable = sum(flags)
+            self.num_trainable = self._slots.take_flags()
         self._slots.show_unsharded()
         self.is_showing_unsharded = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from meshard._comm.communicator import Lane, Rows
 from meshard._comm.gradient_buffer import GradientLayout
@@ -58,16 +59,7 @@ def memory_for(
         across = roles.replicate_group if options.over_replicas else None
         may_sum_apart = not is_laid_out and not as_one and wire == total and layout.numel
         if may_sum_apart and across is not None and comm.sums_apart(across):
-            whole = layout.allocate(wire) if bucket is None else bucket
-            sent = comm.allocate(
-                layout.numel,
-                Lane.ALL_REDUCE,
-                dtype=wire,
-                device=layout.device,
-                group=across,
-                is_sent=True,
-            )
-            return WireMemory([sent], whole.view(-1), sums_apart=True)
+            return _apart(layout, wire, bucket, group, across)
         if bucket is not None:
             return WireMemory(bucket)
     output = None
@@ -90,3 +82,18 @@ def memory_for(
         layout.numel, Lane.SCATTER, dtype=wire, device=layout.device, group=shard_group
     )
     return WireMemory(flat.view(layout.shard_count, -1), output)
+
+
+def _apart(
+    layout: GradientLayout,
+    wire: torch.dtype,
+    bucket: torch.Tensor | None,
+    group: ParamGroup,
+    across: dist.ProcessGroup,
+) -> WireMemory:
+    """Return memory to send from, and the bucket, or memory like it, for the sum."""
+    whole = layout.allocate(wire) if bucket is None else bucket
+    sent = group.comm.allocate(
+        layout.numel, Lane.ALL_REDUCE, dtype=wire, device=layout.device, group=across, is_sent=True
+    )
+    return WireMemory([sent], whole.view(-1), sums_apart=True)
