@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ _MAX_LAYOUTS = 64
 TensorHook = Callable[[torch.Tensor], None]
 
 
-@dataclass(slots=True, kw_only=True)
-class ReduceOptions:
+class ReduceOptions(NamedTuple):
     """How one reduction goes.
 
     Attributes:

@@ -39,7 +39,7 @@ class KeptGrads:
         locals_ = layout.shards(self.flat, rank, everything)
         # A gradient of a narrower parameter is a copy, and made anew in each step.
         self._is_whole = all(params[index].sharded.dtype == dtype for index, _ in locals_)
-        self._made_for = [params[index].sharded for index, _ in locals_]
+        self._made_for = [(params[index], params[index].sharded) for index, _ in locals_]
         self.faces = {index: wrap_like(params[index].sharded, local) for index, local in locals_}
         self._locals = [local for _, local in locals_]
         start = self.flat.data_ptr()
@@ -82,14 +82,13 @@ class KeptGrads:
 
     def fits(self, layout: GradientLayout, dtype: torch.dtype) -> bool:
         """Whether this is for gradients in that layout and dtype, of the parameters of today."""
-        made_for, params = self._made_for, self._params
-        return (
-            self._layout is layout
-            and self.flat.dtype == dtype
-            and all(params[i].sharded is p for i, p in zip(self.faces, made_for, strict=True))
-            # A cast of the module puts other memory under the gradients that there are.
-            and all(map(is_, locals_of(self.faces.values()), self._locals))
-        )
+        if self._layout is not layout or self.flat.dtype is not dtype:
+            return False
+        for param, made_for in self._made_for:
+            if param.sharded is not made_for:
+                return False
+        # A cast of the module puts other memory under the gradients that there are.
+        return all(map(is_, locals_of(self.faces.values()), self._locals))
 
     def show(self, used: frozenset[int]) -> dict[int, int] | None:
         """Make these the ``.grad`` of the parameters in ``used``.

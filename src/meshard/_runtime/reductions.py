@@ -95,16 +95,16 @@ class Reductions:
         if self._is_checked:
             _compare(unit, over_replicas, divide_factor)
         hooks = tuple(unit.settings.reduce_hooks)
+        settings = unit.settings
         options = ReduceOptions(
-            over_replicas=over_replicas,
-            divide_factor=divide_factor,
-            zero_unused=unit.settings.zero_unused,
-            shard_group=unit.settings.scatter_group,
+            over_replicas, divide_factor, settings.zero_unused, settings.scatter_group
         )
         if hooks:
-            options.arrived = [hook.arrived for hook in hooks if hook.arrived]
-            options.before = [hook.before for hook in hooks if hook.before]
-            options.wire_dtype = next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None)
+            options = options._replace(
+                arrived=[hook.arrived for hook in hooks if hook.arrived],
+                before=[hook.before for hook in hooks if hook.before],
+                wire_dtype=next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None),
+            )
         if self._comm.waits_block_host:
             # Before this one takes memory, not after: they have had a unit's backward to hide
             # behind, and what they give back is what this one needs.
