@@ -8,7 +8,6 @@ gets. Nothing waits in backward; the host does before the unit is gathered again
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,11 +20,11 @@ from meshard._params.home import Home
 from meshard._runtime.param_group import ParamGroup
 from meshard.flat_run import State
 from meshard.joined_steps import MakeOptimizer
-from meshard.shown_shards import hide_shards, show_shards
+from meshard.shown_shards import AwaitedStep
 
 
-class ReturningStep:
-    """A step whose result is on its way to host memory: see ``StepUnderWay``.
+class ReturningStep(AwaitedStep):
+    """A step whose result is on its way to host memory.
 
     Args:
         group: Whose step.
@@ -33,24 +32,11 @@ class ReturningStep:
     """
 
     def __init__(self, group: ParamGroup, pending: Queued) -> None:
-        self._group = weakref.ref(group)
+        super().__init__(group)
         self._pending = pending
-        hide_shards(group)
 
-    def before_gather(self) -> None:
-        """Have it over: host memory is read, and the host may read it next."""
-        self.finish()
-
-    def finish(self) -> None:
-        """Have it over: a shard is about to be read. Blocks the host."""
-        group = self._group()
-        if group is not None:
-            show_shards(group)
-            group.stepping = None
+    def _wait(self) -> None:
         self._pending.synchronize()
-
-    def abandon(self) -> None:
-        """Do nothing: it has been taken."""
 
 
 class _Twin(NamedTuple):

@@ -6,14 +6,13 @@ and steps; the thread that runs backward waits for nothing.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from meshard._runtime.param_group import ParamGroup
-from meshard.shown_shards import hide_shards, in_step, show_shards
+from meshard.shown_shards import AwaitedStep, in_step
 
 
 class HostWorker:
@@ -42,8 +41,8 @@ class HostWorker:
         group.stepping = HostStep(group, self._pool.submit(wait_and_step))
 
 
-class HostStep:
-    """A step that the worker takes: see ``StepUnderWay``. The host waits for it.
+class HostStep(AwaitedStep):
+    """A step that the worker takes.
 
     Args:
         group: Whose step.
@@ -51,20 +50,10 @@ class HostStep:
     """
 
     def __init__(self, group: ParamGroup, future: Future[None]) -> None:
-        self._group = weakref.ref(group)
+        super().__init__(group)
         self._future = future
-        hide_shards(group)
 
-    def before_gather(self) -> None:
-        """Have it over."""
-        self.finish()
-
-    def finish(self) -> None:
-        """Have it over: a shard is about to be read. Raises what the optimizer has raised."""
-        group = self._group()
-        if group is not None:
-            show_shards(group)
-            group.stepping = None
+    def _wait(self) -> None:
         self._future.result()
 
     def abandon(self) -> None:

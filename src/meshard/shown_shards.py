@@ -49,3 +49,36 @@ def in_step() -> Iterator[None]:
         yield
     finally:
         _thread.is_stepping = False
+
+
+class AwaitedStep:
+    """A step under way that the host waits for: see ``StepUnderWay``.
+
+    Its shards are hidden until somebody asks for one, or the unit is about to be gathered.
+
+    Args:
+        group: Whose step.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = weakref.ref(group)
+        hide_shards(group)
+
+    def _wait(self) -> None:
+        """Block until it is over. Raises what the optimizer has raised."""
+        raise NotImplementedError
+
+    def before_gather(self) -> None:
+        """Have it over: what follows reads the shards."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Have it over: a shard is about to be read."""
+        group = self._group()
+        if group is not None:
+            show_shards(group)
+            group.stepping = None
+        self._wait()
+
+    def abandon(self) -> None:
+        """Do nothing: it has been taken."""

@@ -102,7 +102,7 @@ def test_a_step_that_does_not_wait_for_the_gradient_is_found_out(monkeypatch, ru
 
 
 def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(meshard.device_steps, "hide_shards", lambda group: None)
+    monkeypatch.setattr(meshard.shown_shards, "hide_shards", lambda group: None)
     with run.recorder:
         for _ in range(2):
             run.window()
