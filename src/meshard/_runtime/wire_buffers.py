@@ -73,8 +73,9 @@ def memory_for(
     rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group, own=own)
     if rows is not None:
         return WireMemory(rows, output)
-    # Who hooks in may hold what it is given.
-    if is_idle and comm.may_keep_buffers and not (as_one or layout.is_large):
+    # Who hooks in may hold what it is given; and where there is one shard, the sum is what is sent.
+    may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
+    if may_keep and is_idle and not as_one:
         kept = layout.kept_buffer(wire)
         kept.take()
         return WireMemory(kept.rows, output, kept=kept)
