@@ -70,3 +70,10 @@ def test_a_number_as_a_tensor_gives_the_same_bits(dtype):
             ours, theirs = operation(values, operand), operation(values, number)
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_a_number_lies_where_the_other_operand_does():
+    values = torch.ones(3)
+    with torch.device("meta"):  # as by torch.set_default_device
+        divide_(values, Fraction(3), Numbers())
+    assert torch.equal(values, torch.full((3,), 1 / 3))

@@ -27,7 +27,7 @@ class Numbers:
         if key not in self._made:
             if len(self._made) >= _MOST:  # a divide factor that changes with every batch
                 self._made.clear()
-            self._made[key] = torch.full((), number, dtype=dtype)
+            self._made[key] = torch.full((), number, dtype=dtype, device=other.device)
         return self._made[key]
 
 
