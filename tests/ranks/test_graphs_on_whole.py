@@ -16,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.by_hand import BATCHES, both, loss_of, penalty_of, reshard, units_of, unshard
+from tests.support.by_hand import (
+    BATCHES,
+    both,
+    loss_of,
+    penalty_of,
+    reshard,
+    units_of,
+    unshard,
+    with_methods,
+)
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, whole
 
@@ -122,13 +131,6 @@ WAYS = {
         second_order,
     )
 }
-
-
-def with_methods(plain):
-    """Give a plain model the methods of units, which do nothing."""
-    for each in units_of(plain):
-        each.unshard = each.reshard = lambda: None
-    return plain
 
 
 def train(way, mesh_shape=None, **kwargs):

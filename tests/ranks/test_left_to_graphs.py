@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from meshard._runtime.unit import unit_of
-from tests.support.by_hand import BATCHES, both, loss_of, penalty_of, reshard, units_of, unshard
+from tests.support.by_hand import (
+    BATCHES,
+    both,
+    loss_of,
+    penalty_of,
+    reshard,
+    units_of,
+    unshard,
+    with_methods,
+)
 from tests.support.fake import fake_group
 from tests.support.parity import assert_same, full_grads
 
@@ -75,6 +84,48 @@ def test_the_memory_goes_with_the_graph():
 
 def left_of(unit):
     return [param.left[-1] for param in unit_of(unit).group.params if param.left]
+
+
+def run_backward(loss):
+    loss.backward()
+
+
+def drop_graph(loss):
+    loss.detach_()
+
+
+ENDS = {"in a backward": run_backward, "without one": drop_graph}
+READERS = {
+    "a weight": lambda model: model.blocks[0].up.weight.square().sum(),
+    "of the root": lambda model: model.scale.square().sum(),
+    "a view": lambda model: model.blocks[1].down.weight.t().cos().sum(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_graph_stays_when_that_of_forward_ends_before_it(end, reader):
+    with fake_group(1):
+        model, plain = both()
+        for each in (model, with_methods(plain)):
+            loss = loss_of(each, BATCHES[0])
+            unshard(each)
+            penalty = READERS[reader](each)
+            ENDS[end](loss)
+            reshard(each)
+            penalty.backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_nothing_is_left_to_the_graph_of_forward(keeps):
+    with fake_group(1):
+        model, _ = both()
+        loss = loss_of(model, BATCHES[0])
+        unshard(model)
+        loss.backward(retain_graph=keeps)
+        reshard(model)
+        assert not any(left_of(unit) for unit in units_of(model))
 
 
 def test_what_a_view_shows_stays():

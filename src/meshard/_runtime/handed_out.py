@@ -167,7 +167,13 @@ class HandedOut:
         if not self._holders:
             return False
         now = self._count_holders()
-        return now != self._holders and any(map(_is_held, self._params, self._holders, now))
+        if now == self._holders:
+            return False
+        if any(map(_is_held, self._params, self._holders, now)):
+            return True
+        # A graph that was there before is gone: what is there now may belong to another one.
+        has_sunk = any(map(_has_sunk, self._holders, now))
+        return has_sunk and any(_num_readers(param.unsharded) > 0 for param in self._params)
 
     def _count_holders(self) -> list[_Holders]:
         return [
@@ -233,15 +239,28 @@ def _is_held(param: ShardedParam, before: _Holders, now: _Holders) -> bool:
     face, num_new = param.unsharded, now.references - before.references
     if now.users > before.users:
         return True
-    if num_new != 1 or before.references > 1 or not face.requires_grad:
-        return num_new > 0
-    # The first in a graph. Is it the node that adds to the gradient? That one reads nothing, and
-    # there is one at a time: who asks for it gets it, or a new one.
+    if num_new == 1 and before.references == 1:
+        return _num_readers(face) > 0
+    return num_new > 0
+
+
+def _has_sunk(before: _Holders, now: _Holders) -> bool:
+    return now.references < before.references or now.users < before.users
+
+
+def _num_readers(face: torch.Tensor) -> int:
+    """Return how many in graphs hold a whole parameter, but for the node that adds to its gradient.
+
+    That one reads nothing, and there is one at a time: who asks for it gets it, or a new one.
+    """
+    num_holders = references_in_torch(face) - 1
+    if not num_holders or not face.requires_grad:
+        return num_holders
     with torch.inference_mode(False), torch.enable_grad():
         node = get_gradient_edge(face).node
-    is_new = references_in_torch(face) > now.references
+    was_there = references_in_torch(face) - 1 == num_holders
     del node
-    return is_new
+    return num_holders - was_there
 
 
 def _restore(face: torch.Tensor, was: _Face) -> None:

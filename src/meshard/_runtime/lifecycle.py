@@ -18,6 +18,7 @@ from meshard._comm.communicator import Communicator
 from meshard._runtime import interrupted
 from meshard._runtime.autograd_calls import num_nested
 from meshard._runtime.end_of_backward import EndOfBackward
+from meshard._runtime.handed_out import take_back
 from meshard._runtime.held import HeldUnits
 from meshard._runtime.hidden_grads import HiddenGrads
 from meshard._runtime.host_waits import HostWaits
@@ -191,6 +192,9 @@ class Lifecycle:
         unit.step.in_call = call
         if unit.group is None:
             return None
+        if unit.group.handed_out is not None:
+            # Before the graph of forward lets go of what another one may hold.
+            take_back(unit.group, refuse=False)
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
             unit.step.awaits_gradients |= unit.group.num_trainable > 0
