@@ -1,5 +1,6 @@
 """Does a job whose ranks diverge end in an error that names unit and ranks?"""
 
+import copy
 import os
 import time
 
@@ -117,3 +118,20 @@ def test_checks_change_neither_numbers_nor_counts(run_ranks, monkeypatch):
     ):
         assert_same(grads, expected, bitwise=True)
         assert counts == expected_counts
+
+
+def train_replicas_of_one_shard():
+    plain = seeded(MlpStack())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit, mesh)
+    batches = torch.randn(3, dist.get_world_size(), 3, 6)
+    for batch in batches:
+        model(batch[dist.get_rank()]).square().mean().backward()
+        plain(batch.flatten(0, 1)).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+def test_what_is_sent_where_there_is_one_shard_stays(run_ranks, debug):
+    run_ranks(train_replicas_of_one_shard, 2)
