@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ _TorchDataParallelMeshDims = getattr(
     torch.distributed.fsdp, "DataParallelMeshDims", DataParallelMeshDims
 )
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
+_EXIT_SECONDS = 0.05
 PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
 
 
@@ -314,6 +316,9 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
+        # To let go of what it has sent, a thread of gloo takes Python's lock, if late: refused once
+        # the interpreter is ending, it aborts the process. Sleeping, this thread leaves it the lock.
+        time.sleep(_EXIT_SECONDS)
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
