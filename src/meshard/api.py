@@ -45,8 +45,8 @@ _TorchDataParallelMeshDims = getattr(
     torch.distributed.fsdp, "DataParallelMeshDims", DataParallelMeshDims
 )
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
-_EXIT_SECONDS = 0.05
 PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
+_EXIT_SECONDS = 0.05
 
 
 def fully_shard(
@@ -316,9 +316,9 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
-        # To let go of what it has sent, a thread of gloo takes Python's lock, if late: refused once
-        # the interpreter is ending, it aborts the process. Sleeping, this thread leaves it the lock.
-        time.sleep(_EXIT_SECONDS)
+    # A thread of gloo takes the lock of Python to let go of what it has sent. Refused it, as the
+    # interpreter is ending, it aborts the process; while this thread sleeps, it gets it.
+    time.sleep(_EXIT_SECONDS)
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
