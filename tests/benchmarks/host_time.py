@@ -152,7 +152,7 @@ def report(args: argparse.Namespace, added: dict[str, Step]) -> str:
     return "\n".join(lines)
 
 
-def run(layers: tuple[int, ...] = (1, 12, 48), worlds: tuple[int, ...] = (8, 4096)) -> Any:
+def run(layers: tuple[int, ...] = (1, 6, 12, 48), worlds: tuple[int, ...] = (8, 4096)) -> Any:
     """Measure several sizes; return the figures."""
     figures = {}
     for layer_count in layers:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Queued, Rows
 from meshard._comm.notes import compare_notes
+from meshard._comm.parts import Part
 
 # Of each group, how many roots were made that use it. Counted when they are made, not when they
 # run: what runs in another order is what is to be found. Not over all groups: ranks may have models
@@ -86,9 +87,9 @@ class CheckedCommunicator:
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
 
-    def trim(self, *, everything: bool) -> None:
+    def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``."""
-        self.inner.trim(everything=everything)
+        self.inner.trim(keep_for=keep_for)
 
     def lend_rows(
         self,

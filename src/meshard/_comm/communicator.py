@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from meshard._comm.parts import Part
+
 # One tensor [ranks, n], or a list of tensors [n].
 Rows = torch.Tensor | list[torch.Tensor]
 
@@ -99,11 +101,11 @@ class Communicator(Protocol):
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``lane``, after all that the caller has queued so far."""
 
-    def trim(self, *, everything: bool) -> None:
-        """Give back memory that is kept for the next collectives: a step is over.
+    def trim(self, *, keep_for: Part | None) -> None:
+        """Give back memory that is kept for the next collectives: a part of a step begins.
 
         Args:
-            everything: And not only what the last steps have not needed.
+            keep_for: But for what this has needed in the last steps; None: everything.
         """
 
     def lend_rows(
@@ -276,7 +278,7 @@ class BaseCommunicator:
     def retire(self, tensors: Sequence[torch.Tensor]) -> None:
         """See ``Communicator.retire``: it is over."""
 
-    def trim(self, *, everything: bool) -> None:
+    def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``: there is none."""
 
     def lend_rows(

@@ -23,6 +23,7 @@ from meshard._comm.communicator import (
     Rows,
     profiled,
 )
+from meshard._comm.parts import Part
 from meshard._comm.work_communicator import WorkPending
 
 
@@ -140,9 +141,9 @@ class CustomCommunicator(BaseCommunicator):
             return self._memory.allocate(group, numel, dtype)
         return self._inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
 
-    def trim(self, *, everything: bool) -> None:
+    def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``."""
-        self._inner.trim(everything=everything)
+        self._inner.trim(keep_for=keep_for)
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

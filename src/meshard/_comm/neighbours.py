@@ -15,6 +15,7 @@ import select
 import time
 import weakref
 from collections import deque
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from meshard._comm.backends import timeout_of
 from meshard._comm.communicator import Rows
+from meshard._comm.parts import Part
 from meshard._comm.segment import IS_SUPPORTED, FirstFit, Segment, aligned
 from meshard._comm.setup_communicator import exchange_numbers
 
@@ -94,8 +96,11 @@ class Neighbours:
         self._next = 0
         self._trimmed_at = 0
         self._is_bare = False  # the last to trim wanted everything
-        self._reach = 0  # how far the ranges of this step go
-        self._reached: deque[int] = deque(maxlen=_STEPS_TO_REMEMBER)
+        self._reach = 0  # how far the ranges of this part of a step go
+        self._part: Part | None = Part.FORWARD
+        self._reached: dict[Part | None, deque[int]] = {
+            part: deque(maxlen=_STEPS_TO_REMEMBER) for part in (Part.FORWARD, Part.BACKWARD)
+        }
         self._free = FirstFit(_START)
         self._leases: dict[int, _Lease] = {}  # by address; the tensor lives
         # Appended to whenever a tensor dies, in the midst of anything: taken from in one place.
@@ -142,21 +147,27 @@ class Neighbours:
             time.sleep(_NAPS[0])
             self._take_back()
 
-    def trim(self, *, everything: bool) -> None:
-        """Give the memory of free ranges back to the system; a step is over.
+    def trim(self, *, keep_for: Part | None) -> None:
+        """Give the memory of free ranges back to the system; a part of a step begins.
 
         Args:
-            everything: And not only that behind what the last steps have used.
+            keep_for: But for how far its ranges went in the last steps; None: all of it.
         """
-        if self._trimmed_at != self._next:
+        is_new = self._trimmed_at != self._next
+        if is_new:
             self._trimmed_at = self._next
-            self._reached.append(self._reach)
+            self._reached[self._part].append(self._reach)
             self._reach = 0
-        elif self._is_bare or not everything:
+        if keep_for in self._reached:
+            self._part = keep_for
+        elif not is_new and keep_for is Part.STEP:
             return  # the units of a root ask one after another
-        self._is_bare = everything
+        known = [*self._reached.get(keep_for, chain(*self._reached.values()))]
+        if (self._is_bare and not is_new) or not known:
+            return
+        keep = 0 if keep_for is None else max(known)
+        self._is_bare = keep_for is None
         self._take_back()
-        keep = 0 if everything else max(self._reached)
         for begin, end in self._free.ranges:
             self._own.forget(max(begin, keep), end)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from meshard._comm import sums
 from meshard._comm.communicator import Borrowed, Lane, Pending, Rows, profiled
 from meshard._comm.neighbours import Neighbours, meet
+from meshard._comm.parts import Part
 from meshard._comm.work_communicator import WorkCommunicator
 
 
@@ -197,12 +198,12 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return neighbours.allocate(numel, dtype)
         return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
 
-    def trim(self, *, everything: bool) -> None:
+    def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``."""
-        for ref in self._met:  # every unit asks, at every step
+        for ref in self._met:  # every unit asks before an optimizer steps
             neighbours = ref()
             if neighbours is not None:
-                neighbours.trim(everything=everything)
+                neighbours.trim(keep_for=keep_for)
 
     def lend_rows(
         self,

@@ -49,6 +49,7 @@ from meshard._comm.communicator import (
 )
 from meshard._comm.communicator_calls import all_gather_single, reduce_scatter_single
 from meshard._comm.notes import is_debugging
+from meshard._comm.parts import Part
 from meshard._comm.shared_memory import SharedMemoryCommunicator
 
 
@@ -143,7 +144,7 @@ class StreamCommunicator(BaseCommunicator):
         while self._retired and self._retired[0][0].query():
             self._retired.popleft()
 
-    def trim(self, *, everything: bool) -> None:
+    def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``: what is retired, if it is over."""
         self._collect()
 

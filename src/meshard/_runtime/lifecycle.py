@@ -91,6 +91,7 @@ class Lifecycle:
             self.abort()
         if self.phase is Phase.RESTING:
             self.held.begin_forward()
+            self._reductions.begin_forward()
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             self.phase = Phase.FORWARD
         if self.phase is Phase.FORWARD:
@@ -128,7 +129,7 @@ class Lifecycle:
         if group is not None:
             group.show_sharded()
         unit.step.modules_run.add(module_place)
-        if group is not None and (failed or self._may_reshard(unit)):
+        if group is not None and (failed or unit.may_reshard):
             group.reshard(keep=not failed)
         elif group is not None and not self._open:
             unit.mark_leftover()
@@ -138,10 +139,6 @@ class Lifecycle:
 
     def _is_open(self, unit: Unit) -> bool:
         return bool(self._open) and any(other is unit for other, _ in self._open)
-
-    @staticmethod
-    def _may_reshard(unit: Unit) -> bool:
-        return unit.reshards_after_forward and len(unit.step.modules_run) == len(unit.modules)
 
     def _end_forward(self, *, failed: bool) -> None:
         self.phase = Phase.RESTING

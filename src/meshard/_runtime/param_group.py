@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import Communicator, Lane
+from meshard._comm.parts import Part
 from meshard._params.sharded_param import Slots
 from meshard._runtime.autograd_calls import explain_autograd
 from meshard._runtime.averages import watch_averages
@@ -194,7 +195,7 @@ class ParamGroup:
 
     def make_room(self) -> None:
         """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
-        self.comm.trim(everything=self.saves_memory)
+        self.comm.trim(keep_for=None if self.saves_memory else Part.STEP)
 
     def note_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""

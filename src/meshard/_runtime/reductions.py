@@ -15,6 +15,7 @@ from typing import NamedTuple
 from meshard._comm.checked import CheckedCommunicator
 from meshard._comm.communicator import Communicator, Pending
 from meshard._comm.notes import compare_text
+from meshard._comm.parts import Part
 from meshard._runtime.gradient_plan import ReduceOptions
 from meshard._runtime.gradient_state import ReductionInFlight
 from meshard._runtime.plain_grads import PlainGrads
@@ -49,10 +50,15 @@ class Reductions:
         """Whether none is on its way."""
         return not self._queue
 
+    def begin_forward(self) -> None:
+        """Give back memory that only a backward needs."""
+        self._comm.trim(keep_for=Part.FORWARD)
+
     def begin_backward(self) -> None:
         """Ask for divide factors anew: each is resolved once per backward, not once per unit."""
         self._factors.clear()
         self._backward = next(_backwards)
+        self._comm.trim(keep_for=Part.BACKWARD)  # the peak of a step is there, as a rule
 
     def _divide_factor(self, unit: Unit) -> float | None:
         key = id(unit.settings.divide_factor)
@@ -97,7 +103,10 @@ class Reductions:
         hooks = tuple(unit.settings.reduce_hooks)
         settings = unit.settings
         options = ReduceOptions(
-            over_replicas, divide_factor, settings.zero_unused, settings.scatter_group
+            over_replicas=over_replicas,
+            divide_factor=divide_factor,
+            zero_unused=settings.zero_unused,
+            shard_group=settings.scatter_group,
         )
         if hooks:
             options = options._replace(
