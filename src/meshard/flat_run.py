@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._params.dtensors import local_of, locals_of, set_local, wrap_like
+from meshard._params.private_torch import unasked
 from meshard._params.shard_storage import with_storage_of_its_own
 
 State = dict[str, Any]
@@ -65,7 +66,8 @@ class Run:
 
     def take_gradient(self) -> bool:
         """Give ``flat`` the gradients of the members; False if only some members have one."""
-        gradients = list(map(_GRADIENT, self._params))
+        with unasked():
+            gradients = list(map(_GRADIENT, self._params))
         missing = sum(map(is_, gradients, repeat(None)))
         if missing:
             self.flat.grad = None

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import Lane, Queued, profiled
 from meshard._params.dtensors import local_of
+from meshard._params.private_torch import unasked
 from meshard._runtime.held_grads import Held
 from meshard._runtime.param_group import ParamGroup, Residence
 from meshard._runtime.sharded_grads import ShardedGrads
@@ -89,7 +90,8 @@ class UnitStepper:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        num_without = sum(map(is_, map(_GRADIENT, self.params), repeat(None)))
+        with unasked():
+            num_without = sum(map(is_, map(_GRADIENT, self.params), repeat(None)))
         return num_without < len(self.params)
 
     @property

@@ -90,9 +90,11 @@ def note_shown_whole(owner: Stepped, wholes: Iterable[torch.Tensor]) -> None:
 
 def at_rest(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``params`` with the sharded parameter, whose ``.grad`` counts, for every whole one."""
+    if not _shown_whole:
+        return list(params)
     found = []
     for param in params:
-        owner = _shown_whole.get(id(param)) if _shown_whole else None
+        owner = _shown_whole.get(id(param))
         sharded = None if owner is None else owner.sharded_of(param)
         found.append(param if sharded is None else sharded)
     return found
@@ -139,13 +141,25 @@ def _check_trains(optimizer: Optimizer) -> None:
             )
 
 
+def _shape_of(optimizer: Optimizer) -> _Shape:
+    return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+
+
 def _owners_in(optimizer: Optimizer) -> list[Stepped]:
-    shape = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+    shape = _shape_of(optimizer)
     known = _stepped_by.get(optimizer)
     if known is None or known[0] != shape:
         _check_trains(optimizer)  # here, because it is not done again at every step
         owners = owners_of(_params_of(optimizer))
         known = _stepped_by[optimizer] = (shape, [weakref.ref(each) for each in owners])
+    return [owner for ref in known[1] if (owner := ref()) is not None]
+
+
+def _owners_cleared_by(holder: Any, params: list[torch.Tensor]) -> list[Stepped]:
+    """Return ``owners_of(params)``, those of ``holder``: faster, if it is one that has stepped."""
+    known = _stepped_by.get(holder) if isinstance(holder, Optimizer) else None
+    if known is None or _shown_whole or known[0] != _shape_of(holder):
+        return owners_of(params)
     return [owner for ref in known[1] if (owner := ref()) is not None]
 
 
@@ -209,7 +223,7 @@ def _clearing(
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         own = list(params_of(self))
         params = at_rest(own)
-        owners = owners_of(params)
+        owners = _owners_cleared_by(self, params)
         for owner in owners:
             owner.finish_copies()
         zero_grad(self, *args, **kwargs)
