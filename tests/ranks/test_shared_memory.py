@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard._comm import neighbours as neighbours_module
 from meshard._comm.neighbours import meet
-from meshard._comm.parts import Part
 from meshard._comm.segment import IS_SUPPORTED, Segment
 from meshard._comm.shared_memory import SharedMemoryCommunicator
 from meshard._comm.work_communicator import WorkCommunicator
@@ -312,29 +311,3 @@ def too_late():
 
 def test_a_wait_has_an_end(run_ranks):
     run_ranks(too_late, 2)
-
-
-def held_after(units):
-    """Return the bytes of this rank's segment after steps of two sizes.
-
-    Args:
-        units: What each unit wants trimmed: whether everything.
-    """
-    met, held = meet(dist.group.WORLD), []
-    for numel in [1 << 20, 1 << 10, 1 << 10, 1 << 10, 1 << 10, 1 << 10]:
-        message = met.say(torch.ones(numel))
-        theirs = met.listen(message, 1 - dist.get_rank(), numel, torch.float32)
-        assert (theirs == 1.0).all()  # also where it has been given back in between
-        met.hear(message)
-        dist.barrier()
-        for everything in units:
-            met.trim(keep_for=None if everything else Part.STEP)
-        held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
-    return held
-
-
-def test_memory_that_the_last_steps_have_not_needed_is_given_back(run_ranks):
-    assert run_ranks(held_after, 2, [False, False]) == [[4, 4, 4, 4, 0, 0]] * 2
-    # A root that is kept whole, say, asks before units that are not.
-    for units in [True], [True, False], [False, True]:
-        assert run_ranks(held_after, 2, units) == [[0] * 6] * 2

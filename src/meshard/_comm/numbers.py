@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+_MOST = 64
 _EXACT = (torch.float32, torch.float64)  # narrower ones compute with the number as float32
 
 
@@ -29,6 +30,3 @@ class Numbers:
                 self._made.clear()
             self._made[key] = torch.full((), number, dtype=dtype, device=other.device)
         return self._made[key]
-
-
-_MOST = 64

@@ -29,7 +29,7 @@ class UsageMarks:
         offsets: Offset of the first element of each parameter's slot in a row.
         used: Parameters for which this rank has a gradient.
         device: Where the buffers live.
-        numbers: What the unit computes with besides.
+        numbers: Those that the unit computes with, also what its reductions divide by.
     """
 
     def __init__(

@@ -145,22 +145,21 @@ def _shape_of(optimizer: Optimizer) -> _Shape:
     return [tuple(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _owners_in(optimizer: Optimizer) -> list[Stepped]:
-    shape = _shape_of(optimizer)
+def _known_owners(optimizer: Optimizer) -> list[Stepped] | None:
+    """Return the groups that have its parameters; None if it has not stepped with these yet."""
     known = _stepped_by.get(optimizer)
-    if known is None or known[0] != shape:
+    if known is None or known[0] != _shape_of(optimizer):
+        return None
+    return [owner for ref in known[1] if (owner := ref()) is not None]
+
+
+def _owners_in(optimizer: Optimizer) -> list[Stepped]:
+    owners = _known_owners(optimizer)
+    if owners is None:
         _check_trains(optimizer)  # here, because it is not done again at every step
         owners = owners_of(_params_of(optimizer))
-        known = _stepped_by[optimizer] = (shape, [weakref.ref(each) for each in owners])
-    return [owner for ref in known[1] if (owner := ref()) is not None]
-
-
-def _owners_cleared_by(holder: Any, params: list[torch.Tensor]) -> list[Stepped]:
-    """Return ``owners_of(params)``, those of ``holder``: faster, if it is one that has stepped."""
-    known = _stepped_by.get(holder) if isinstance(holder, Optimizer) else None
-    if known is None or _shown_whole or known[0] != _shape_of(holder):
-        return owners_of(params)
-    return [owner for ref in known[1] if (owner := ref()) is not None]
+        _stepped_by[optimizer] = _shape_of(optimizer), [weakref.ref(each) for each in owners]
+    return owners
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> None:
@@ -223,7 +222,10 @@ def _clearing(
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         own = list(params_of(self))
         params = at_rest(own)
-        owners = _owners_cleared_by(self, params)
+        is_known = isinstance(self, Optimizer) and not _shown_whole
+        owners = _known_owners(self) if is_known else None
+        if owners is None:
+            owners = owners_of(params)
         for owner in owners:
             owner.finish_copies()
         zero_grad(self, *args, **kwargs)
