@@ -99,6 +99,11 @@ class FlatOptimizer(Optimizer):
                 each["step"] = torch.tensor(float(each["step"]))
         self._stepper = FlatStepper(self._class)
 
+    @property
+    def is_in_portions(self) -> bool:
+        """Whether the next step takes memory for a few runs at a time, and has all state."""
+        return self._stepper.is_steady
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.NAdam,
     torch.optim.RAdam,
 )
+# Bytes of parameters that are stepped at once: torch's foreach kernels make one or two tensors as
+# large as what they are given, and come back to it several times, so it should stay in a cache.
+_PORTION = 2**20
+
 States = MutableMapping[torch.Tensor, State]
 
 _alive: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
@@ -253,10 +257,11 @@ class FlatStepper:
             flat: list[torch.Tensor] = [run.flat for run in self.runs if run.number == number]
             flat += [param for param in loose if not isinstance(param, DTensor)]
             # torch's foreach kernels do not take the two kinds together.
-            for params in (flat, [param for param in loose if isinstance(param, DTensor)]):
-                if params or params is flat:
-                    made.append({**group, "params": params})
-                    self._numbers.append(number)
+            sharded = [param for param in loose if isinstance(param, DTensor)]
+            portions = [*self._portions_of(flat), *self._portions_of(sharded)]
+            for portion in portions or [[]]:
+                made.append({**group, "params": portion})
+                self._numbers.append(number)
         self._inner = self._make(made)
         step: Any = type(self._inner).step
         # Of torch's own, without what cares for graphs of the step, either.
@@ -275,6 +280,21 @@ class FlatStepper:
             if known:
                 self._inner.state[param] = known
         return self._inner
+
+    def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Iterate over neighbours that are stepped at once: see ``_PORTION``."""
+        portion: list[torch.Tensor] = []
+        room = _PORTION
+        for param in params:
+            num_bytes = local_of(param).nbytes if isinstance(param, DTensor) else param.nbytes
+            # What else there is in its group may matter to an optimizer that is not pointwise.
+            if portion and num_bytes > room and self._is_pointwise:
+                yield portion
+                portion, room = [], _PORTION
+            portion.append(param)
+            room -= num_bytes
+        if portion:
+            yield portion
 
 
 def _states_of(run: Run, state: Mapping[torch.Tensor, State]) -> list[State]:

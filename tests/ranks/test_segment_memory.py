@@ -28,11 +28,11 @@ def held_after(units):
     return held
 
 
-def held_in_parts():
+def held_in_parts(in_forward, in_backward):
     """Return what is held after the beginnings of three backwards, and of forwards, in MiB."""
     met, held = meet(dist.group.WORLD), []
     for _ in range(3):
-        for part, numel in ((Part.FORWARD, 1 << 20), (Part.BACKWARD, 1 << 10)):
+        for part, numel in ((Part.FORWARD, in_forward), (Part.BACKWARD, in_backward)):
             met.trim(keep_for=part)
             held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
             message = met.say(torch.ones(numel))
@@ -45,7 +45,12 @@ def held_in_parts():
 
 def test_a_backward_does_not_keep_what_only_forwards_need(run_ranks):
     # What a backward needs is not known before the first is over.
-    assert run_ranks(held_in_parts, 2) == [[0, 4, 4, 0, 0, 0]] * 2
+    assert run_ranks(held_in_parts, 2, 1 << 20, 1 << 10) == [[0, 4, 4, 0, 0, 0]] * 2
+
+
+def test_a_forward_keeps_what_backwards_need(run_ranks):
+    # The peak is in backward: to give memory back before it is to touch it anew for nothing.
+    assert run_ranks(held_in_parts, 2, 1 << 10, 1 << 20) == [[0, 0, 4, 4, 4, 4]] * 2
 
 
 def test_memory_that_the_last_steps_have_not_needed_is_given_back(run_ranks):

@@ -162,7 +162,8 @@ class Neighbours:
             self._part = keep_for
         elif not is_new and keep_for is Part.STEP:
             return  # the units of a root ask one after another
-        known = [*self._reached.get(keep_for, chain(*self._reached.values()))]
+        parts = (keep_for,) if keep_for is Part.BACKWARD else self._reached  # the peak is there
+        known = [*chain.from_iterable(self._reached[part] for part in parts)]
         if (self._is_bare and not is_new) or not known:
             return
         keep = 0 if keep_for is None else max(known)

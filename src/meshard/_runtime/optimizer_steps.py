@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -51,6 +51,15 @@ class Stepped(Protocol):
 
     def clear_pending(self, ids: set[int]) -> None:
         """Forget pending gradients of the parameters with these ids."""
+
+
+@runtime_checkable
+class StepsInPortions(Protocol):
+    """An optimizer that may need less memory for its step than a unit does for its backward."""
+
+    @property
+    def is_in_portions(self) -> bool:
+        """Whether the next step does."""
 
 
 # Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
@@ -181,8 +190,9 @@ def _before_step(
         return None
     for owner in owners:
         owner.check_may_step()
-    for owner in owners:
-        owner.make_room()
+    if not (isinstance(optimizer, StepsInPortions) and optimizer.is_in_portions):
+        for owner in owners:
+            owner.make_room()
     _watch_zero_grad(type(optimizer))
     # torch passes the optimizer itself as the first argument.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -1,0 +1,106 @@
+"""How much memory does a step on flat shards take at once?"""
+
+import os
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshard import flat_optimizer, fully_shard
+from meshard._comm.neighbours import Neighbours
+from tests.support.parity import assert_same, full_state
+
+WIDTH = 1024  # a square of it is 4 MiB, and a rank of two has half of that
+
+
+class Kernels(TorchDispatchMode):
+    """Notes how many bytes, and tensors, each square root of an AdamW is taken of."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::_foreach_sqrt":
+            self.taken.append((sum(each.nbytes for each in args[0]), len(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+class Beside(nn.Module):
+    """Three large layers and three small ones, none of which feeds another."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [WIDTH, WIDTH, WIDTH, 8, 8, 8]
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in widths)
+
+    def forward(self, value):
+        return sum(
+            layer(torch.full((1, layer.in_features), value)).square().sum() for layer in self.layers
+        )
+
+
+def trained(*, is_flat, notes=None):
+    """Train; return the parameters, what kernels took, and in ``notes`` what segments hold."""
+    torch.manual_seed(0)
+    model = Beside()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    options = {"lr": 0.1, "foreach": True}
+    params = list(model.parameters())
+    make = torch.optim.AdamW
+    optimizer = flat_optimizer(model, make, **options) if is_flat else make(params, **options)
+    for step in range(3):
+        model(step + 1.0).backward()
+        with Kernels() as kernels:
+            optimizer.step()
+        if notes is not None:
+            notes.append(held())
+        optimizer.zero_grad()
+    return full_state(model), kernels.taken
+
+
+def held():
+    """Return the MiB that the segments of this rank hold."""
+    return sum(os.fstat(each._own.descriptor).st_blocks * 512 for each in MET) >> 20
+
+
+MET = []
+
+
+def keep_met():
+    """Have all neighbours of this process in ``MET``."""
+    make = Neighbours.__init__
+
+    def note(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        MET.append(self)
+
+    Neighbours.__init__ = note
+
+
+def in_portions():
+    flat, taken = trained(is_flat=True)
+    ordinary, _ = trained(is_flat=False)
+    assert_same(ordinary, flat, bitwise=True)
+    assert taken == [(2 << 20, 1)] * 3 + [(3 * 8 * 8 * 4 // 2, 3)]
+
+
+def test_large_units_one_by_one_and_small_ones_together(run_ranks):
+    run_ranks(in_portions, 2)
+
+
+def what_segments_hold():
+    keep_met()
+    flat, ordinary = [], []
+    trained(is_flat=True, notes=flat)
+    MET.clear()
+    trained(is_flat=False, notes=ordinary)
+    # With no state yet, the first step makes it for all units at once.
+    assert flat[0] == 0 and flat[1] == flat[2] >= 2
+    assert ordinary == [0, 0, 0]
+
+
+def test_what_segments_have_is_given_back_only_for_a_step_of_all_at_once(run_ranks):
+    run_ranks(what_segments_hold, 2)
