@@ -145,7 +145,9 @@ class RankPool:
                     is_clean[rank] = True  # it died and says no more
                     self._processes[rank].join(1)
                     code = self._processes[rank].exitcode
-                    reply = Reply(result=None, error=f"the process died with exit code {code}")
+                    error = f"the process died with exit code {code}"
+                    stack = self._dump_path(rank).read_text()
+                    reply = Reply(result=None, error=error, trace=stack)
                     replies[rank] = replies[rank] or reply
                 else:
                     if replies[rank] is None:

@@ -48,6 +48,7 @@ def serve(rank: int, connection: Connection, store_port: int, dump_path: str) ->
     import torch.distributed.tensor
 
     dump = open(dump_path, "w")  # noqa: SIM115 (lives as long as the process)
+    faulthandler.enable(file=dump)  # a crash too says where it was
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)

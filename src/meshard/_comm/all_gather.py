@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,13 @@ class GatherInFlight(NamedTuple):
             self.borrowed.give_back()
         elif self.kept is not None:
             self.kept.free()
+
+
+class WholeMemory(Protocol):
+    """The memory of whole parameters."""
+
+    def allocate(self) -> None:
+        """Take it, unless that has been done."""
 
 
 class _CastRun(NamedTuple):
@@ -104,6 +111,8 @@ class GatherPlan:
             for slot in segment.slots[segment.num_regular :]
         ]
         self._kept: KeptBuffer | None = None
+        self._memory: WholeMemory | None = None
+        self._in_place: tuple[torch.Tensor, torch.Tensor] | None = None  # flat, and row by row
 
     def _make_source(
         self,
@@ -146,6 +155,11 @@ class GatherPlan:
                 return GatherInFlight(None, source, borrowed, borrowed)
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
+            if self._memory is not None and self._in_place is not None:
+                self._memory.allocate()
+                flat, rows = self._in_place
+                pending = comm.all_gather(flat, source, group=group, label=label)
+                return GatherInFlight(rows, source, pending)
             if self._kept is None:
                 count, numel = group.size(), source.numel()
                 self._kept = KeptBuffer(source, count, numel, self.on_wire.split)
@@ -153,11 +167,21 @@ class GatherPlan:
             pending = comm.all_gather(self._kept.flat, source, group=group, label=label)
             return GatherInFlight(self._kept.rows, source, pending, None, self._kept)
 
-    def bind(self, whole: Sequence[torch.Tensor]) -> None:
+    def bind(self, whole: Sequence[torch.Tensor], memory: WholeMemory | None = None) -> None:
         """Prepare the views through which ``copy_out`` fills these whole parameters.
 
         Those of one dtype lie in one storage, as ``UnshardedStorage`` has them.
+
+        Args:
+            whole: The parameters.
+            memory: Theirs, if what is gathered may be received in it. That of a parameter which
+                is all of the unit, and cut evenly, is: there is nothing to copy out.
         """
+        self._memory, self._in_place = memory, None
+        (first, *others) = self.on_wire.segments or [None]
+        if first is not None and not others and len(first.slots) == first.num_regular == 1:
+            flat = whole[first.slots[0].index].view(-1)
+            self._in_place = flat, flat.view(-1, first.numel)
         self._irregular = list(whole)
         self._copies: _Copies | None = None
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
@@ -173,6 +197,8 @@ class GatherPlan:
         """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
         if isinstance(gathered, list):
             self._copy_rows_out(gathered)
+            return
+        if self._in_place is not None and gathered is self._in_place[1]:
             return
         if self._kept is not None and gathered is self._kept.rows:
             parts = self._kept.views

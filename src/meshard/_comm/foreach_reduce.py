@@ -25,6 +25,8 @@ from meshard._comm.numbers import Numbers
 from meshard._comm.sums import wider
 from meshard._comm.usage_marks import UsageMarks
 
+_ONE = Fraction(1)
+
 
 class Divisors(NamedTuple):
     """What to divide by before and after each of the two collectives, exactly."""
@@ -59,7 +61,7 @@ def resolve_divisors(
     total = shard_count * replicate_count if divide_factor is None else divide_factor
     scatter, across = Fraction(total) / replicate_count, Fraction(replicate_count)
     if wire_dtype != torch.float16:
-        return Divisors(Fraction(1), scatter, Fraction(1), across)
+        return Divisors(_ONE, scatter, _ONE, across)
     scatter_first, across_first = _near_root(scatter), _near_root(across)
     return Divisors(scatter_first, scatter / scatter_first, across_first, across / across_first)
 
@@ -168,8 +170,9 @@ class Reduction:
         request = self._request
         if self._shard_count == 1 and self._comm.waits_block_host:
             request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
-        for part in _parts(request.buffer):
-            self._divide(part, self._divisors.before_scatter)
+        if self._divisors.before_scatter is not _ONE:
+            for part in _parts(request.buffer):
+                self._divide(part, self._divisors.before_scatter)
         if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:
             narrow = self._allocate(request.buffer.numel(), request.wire_dtype)
             request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)

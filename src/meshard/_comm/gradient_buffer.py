@@ -145,7 +145,9 @@ class GradientLayout:
             self._write(buffer, gradients, self.irregular)
 
     def _concatenate(self, gradients: list[torch.Tensor], target: torch.Tensor) -> None:
-        if self._is_by_element:
+        if len(gradients) == 1:
+            target.copy_(gradients[0].reshape(self.shard_count, -1))
+        elif self._is_by_element:
             self._transpose(gradients, target)
         elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
             # One call for what follows: 6 us less for six gradients.

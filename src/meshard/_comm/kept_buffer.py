@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+_TINY = 2**14  # bytes
+
 
 class KeptBuffer:
     """A buffer ``[count, n]`` that is made once, and has memory only from ``take`` to ``free``.
@@ -34,12 +36,16 @@ class KeptBuffer:
         storage = self.flat.untyped_storage()
         self._num_bytes = storage.nbytes()
         self._resize = storage.resize_
+        # The system would not have such a piece back from malloc.
+        self._stays = self._num_bytes <= _TINY
         self.free()
 
     def take(self) -> None:
         """Have memory. The content is undefined until it is filled."""
-        self._resize(self._num_bytes)
+        if not self._stays:
+            self._resize(self._num_bytes)
 
     def free(self) -> None:
         """Give the memory back."""
-        self._resize(0)
+        if not self._stays:
+            self._resize(0)

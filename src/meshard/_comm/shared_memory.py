@@ -10,7 +10,6 @@ more than two ranks, which gloo adds up in an order of its own.
 from __future__ import annotations
 
 import os
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -147,6 +146,29 @@ class _Sum(_Heard):
         torch.add(buffer, theirs, out=self._output)
 
 
+class _NeighboursIn(dict[dist.ProcessGroup, Neighbours | None]):
+    """The neighbours in each group; None where ranks do not reach one another's memory.
+
+    To look for a group that is not there is collective: its ranks meet.
+
+    Args:
+        is_wanted: Whether this rank wants to.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        super().__init__()
+        self.met: list[Neighbours] = []
+        self._is_wanted = is_wanted
+
+    def __missing__(self, group: dist.ProcessGroup) -> Neighbours | None:
+        is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
+        found = meet(group, is_wanted=self._is_wanted) if is_gloo else None
+        if found is not None:
+            self.met.append(found)
+        self[group] = found
+        return found
+
+
 class SharedMemoryCommunicator(WorkCommunicator):
     """Collectives between ranks that reach one another's memory; by sockets where they do not.
 
@@ -157,30 +179,8 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
-        self._neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours | None]
-        self._neighbours = weakref.WeakKeyDictionary()
-        self._met: list[weakref.ref[Neighbours]] = []
-        self._last: tuple[weakref.ref[dist.ProcessGroup], Neighbours | None] | None = None
-
-    def _neighbours_in(self, group: dist.ProcessGroup) -> Neighbours | None:
-        if self._last is not None and self._last[0]() is group:
-            return self._last[1]
-        found = self._find_neighbours_in(group)
-        self._last = (weakref.ref(group), found)
-        return found
-
-    def _find_neighbours_in(self, group: dist.ProcessGroup) -> Neighbours | None:
-        try:
-            return self._neighbours[group]
-        except KeyError:
-            is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
-            found = self._neighbours[group] = (
-                meet(group, is_wanted=self._is_wanted) if is_gloo else None
-            )
-            if found is not None:
-                self._met.append(weakref.ref(found))
-            return found
+        is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
+        self._neighbours = _NeighboursIn(is_wanted=is_wanted)
 
     def allocate(
         self,
@@ -193,17 +193,15 @@ class SharedMemoryCommunicator(WorkCommunicator):
         is_sent: bool = False,
     ) -> torch.Tensor:
         """See ``Communicator.allocate``: what is sent lies where the neighbours read it."""
-        neighbours = self._neighbours_in(group) if is_sent else None
+        neighbours = self._neighbours[group] if is_sent else None
         if neighbours is not None:
             return neighbours.allocate(numel, dtype)
         return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
 
     def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``."""
-        for ref in self._met:  # every unit asks before an optimizer steps
-            neighbours = ref()
-            if neighbours is not None:
-                neighbours.trim(keep_for=keep_for)
+        for neighbours in self._neighbours.met:  # every unit asks before an optimizer steps
+            neighbours.trim(keep_for=keep_for)
 
     def lend_rows(
         self,
@@ -214,7 +212,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.lend_rows``."""
-        neighbours = self._neighbours_in(group)
+        neighbours = self._neighbours[group]
         if neighbours is None:
             return super().lend_rows(numel, dtype, group=group, own=own)
         return neighbours.allocate_rows(numel, dtype, own)
@@ -223,7 +221,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Borrowed | None:
         """See ``Communicator.borrow``."""
-        neighbours = self._neighbours_in(group)
+        neighbours = self._neighbours[group]
         if neighbours is None:
             return super().borrow(source, group=group, label=label)
         self.observe("all_gather", source, group, label, rows=group.size())
@@ -234,7 +232,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> Pending:
         """See ``Communicator.all_gather``."""
-        neighbours = self._neighbours_in(group)
+        neighbours = self._neighbours[group]
         if neighbours is None:
             return super().all_gather(output, source, group=group, label=label)
         self.observe("all_gather", output, group, label)
@@ -251,7 +249,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         keep_signs: bool = True,
     ) -> Pending:
         """See ``Communicator.reduce_scatter``."""
-        neighbours = self._neighbours_in(group)
+        neighbours = self._neighbours[group]
         if neighbours is None:
             return super().reduce_scatter(
                 output, source, group=group, label=label, keep_signs=keep_signs
@@ -269,7 +267,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         output: torch.Tensor | None = None,
     ) -> Pending:
         """See ``Communicator.all_reduce``."""
-        neighbours = self._neighbours_in(group) if group.size() == 2 else None
+        neighbours = self._neighbours[group] if group.size() == 2 else None
         if neighbours is None:
             return super().all_reduce(buffer, group=group, label=label, output=output)
         self.observe("all_reduce", buffer, group, label)
@@ -278,4 +276,4 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def sums_apart(self, group: dist.ProcessGroup) -> bool:
         """See ``Communicator.sums_apart``: two ranks do."""
-        return group.size() == 2 and self._neighbours_in(group) is not None
+        return group.size() == 2 and self._neighbours[group] is not None

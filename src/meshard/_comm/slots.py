@@ -36,4 +36,7 @@ def matching_parts(
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target, which have the same shapes, in one call of torch."""
-    torch._foreach_copy_(targets, sources)
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])  # half the time
+    else:
+        torch._foreach_copy_(targets, sources)

@@ -17,8 +17,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from meshard._params.private_torch import unasked
-
 
 def make_dtensor(
     local: torch.Tensor,
@@ -46,31 +44,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
-_LOCAL = attrgetter("_local_tensor")
+# The same for loops over many: what runs is C.
+own_local: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Iterate over the local tensor of each, as ``local_of`` returns it, in a loop in C."""
-    return map(_LOCAL, tensors)
-
-
-def version_over(tensors: Iterable[torch.Tensor], locals_: Iterable[torch.Tensor]) -> int | None:
-    """Return a number that grows with every edit of DTensors, or of what they were made over.
-
-    Args:
-        tensors: The DTensors.
-        locals_: The local tensor that each was made over.
-
-    Returns:
-        None: A local tensor is another one.
-    """
-    version = 0
-    with unasked():
-        for tensor, own in zip(tensors, locals_, strict=True):
-            if tensor._local_tensor is not own:  # type: ignore[attr-defined]
-                return None
-            version += tensor._version + own._version
-    return version
+    return map(own_local, tensors)
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

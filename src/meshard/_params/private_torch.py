@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -72,12 +74,41 @@ def number_of(tensor: torch.Tensor) -> int:
     return -1 if node is None else node._sequence_nr()
 
 
+def hook_gradient(
+    tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    """Do what ``tensor.register_hook(hook)`` does, but for the handle, which takes 3 us to make.
+
+    Args:
+        tensor: One that requires a gradient.
+        hook: Never removed.
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor.register_hook(hook)
+        return
+    hooks = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        node = tensor.grad_fn
+        if node is not None:
+            node._register_hook_dict(tensor)
+    hooks[next(_OWN_KEYS)] = hook
+
+
+_OWN_KEYS = itertools.count(-1, -1)  # those of torch's handles count up from 0
+
+
 def num_users(tensor: torch.Tensor) -> int:
     """Return how many tensors there are on the storage of ``tensor``, and a constant more.
 
     That counts views which the user made of it and kept.
     """
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return num_tensors_on(tensor.untyped_storage())
+
+
+def num_tensors_on(storage: torch.UntypedStorage) -> int:
+    """Likewise of a storage, which takes a third of the time."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 # How often torch itself holds a tensor, Python's object included.

@@ -16,9 +16,9 @@ from meshard._geometry.placed import Placed
 from meshard._params.dtensors import (
     copy_dtensor,
     make_dtensor,
+    own_local,
     place_like,
     set_local,
-    version_over,
 )
 from meshard._params.marks import Mark, mark_as
 from meshard._params.private_torch import unasked
@@ -252,12 +252,16 @@ class Slots:
 
     def take_flags(self) -> int:
         """Let whole parameters require gradients as the shards do; return how many do."""
+        count, others = 0, []
         with unasked():
-            flags = [param.sharded.requires_grad for param in self._params]
-        for param, flag in zip(self._params, flags, strict=True):
-            if param.unsharded.requires_grad is not flag:
-                param.unsharded.requires_grad_(flag)
-        return sum(flags)
+            for param in self._params:
+                flag = param.sharded.requires_grad
+                if param.unsharded.requires_grad is not flag:
+                    others.append(param)
+                count += flag
+        for param in others:
+            param.unsharded.requires_grad_(param.sharded.requires_grad)
+        return count
 
     def show_sharded(self) -> None:
         """Make every owner that holds the whole parameter hold the shard."""
@@ -288,12 +292,15 @@ def version_unless_replaced(
     Returns:
         None: An owner holds neither of the two faces, or a local tensor is another one.
     """
-    tensors = []
-    for param in params:
-        sharded = param.sharded
-        for parameters, name in param._slots:
-            held = parameters.get(name)
-            if held is not sharded and held is not param.unsharded:
+    version = 0
+    with unasked():
+        for param, own in zip(params, locals_, strict=True):
+            sharded = param.sharded
+            for parameters, name in param._slots:
+                held = parameters.get(name)
+                if held is not sharded and held is not param.unsharded:
+                    return None
+            if own_local(sharded) is not own:
                 return None
-        tensors.append(sharded)
-    return version_over(tensors, locals_)
+            version += sharded._version + own._version
+    return version

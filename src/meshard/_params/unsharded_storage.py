@@ -38,6 +38,7 @@ class UnshardedStorage:
                 param = layout.params[slot.index]
                 self.views[slot.index] = flat.narrow(0, offset, param.numel).view(param.shape)
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
+        self._has_memory = True
         self.free()
 
     def as_parameters(self, requires_grad: Sequence[bool]) -> list[torch.nn.Parameter]:
@@ -50,12 +51,15 @@ class UnshardedStorage:
 
     def allocate(self) -> None:
         """Take the memory. The content is undefined until it is filled."""
-        for storage, num_bytes in self._storages:
-            if storage.nbytes() != num_bytes:
+        if not self._has_memory:
+            for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
+            self._has_memory = True
 
     def free(self) -> None:
         """Give the memory back."""
-        for storage, _ in self._storages:
-            # Resize, do not replace: autograd may have saved views of this storage.
-            storage.resize_(0)
+        if self._has_memory:
+            for storage, _ in self._storages:
+                # Resize, do not replace: autograd may have saved views of this storage.
+                storage.resize_(0)
+            self._has_memory = False

@@ -239,12 +239,12 @@ class GradientState:
         if not layout.indices:
             return None
         self._check_factor(options)
-        roles = self._group.place.roles
+        roles, accumulate_dtype = self._group.place.roles, self.plan.accumulate_dtype
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
         memory = memory_for(
             layout,
             wire_dtype,
-            self.plan.accumulate_dtype,
+            accumulate_dtype,
             group=self._group,
             grads=self.sharded,
             options=options,
@@ -271,7 +271,7 @@ class GradientState:
             replicate_group=roles.replicate_group if options.over_replicas else None,
             replicate_count=roles.replicate_count,
             divide_factor=options.divide_factor,
-            accumulate_dtype=self.plan.accumulate_dtype,
+            accumulate_dtype=accumulate_dtype,
             marks=layout.marks_for(used),
             label=self._group.label,
         )

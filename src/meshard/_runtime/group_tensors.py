@@ -110,7 +110,7 @@ class GroupTensors:
             device = META.device if is_meta else self.place.device
             self.whole = UnshardedStorage(self.plan.on_wire, device)
             faces = self.whole.as_parameters(flags)
-        self.plan.bind(self.whole.views)
+        self.plan.bind(self.whole.views, self.whole)
         faces = [param.as_used(face) for param, face in zip(self.params, faces, strict=True)]
         for param, face in zip(self.params, faces, strict=True):
             mark_as(face, Mark.WHOLE_FACE, param.fqn)

@@ -8,7 +8,7 @@ from weakref import getweakrefcount
 
 import torch
 
-from meshard._params.private_torch import num_users, references_in_torch, unasked
+from meshard._params.private_torch import num_tensors_on, references_in_torch, unasked
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _ATTRIBUTES = attrgetter("__dict__")
@@ -28,6 +28,7 @@ class Holders:
 
     def __init__(self, tensors: list[torch.Tensor], shown: list[torch.Tensor]) -> None:
         self._tensors = tensors
+        self._storage = tensors[0].untyped_storage()
         self._shown = shown
         self._alone: list[int] = []
 
@@ -41,11 +42,13 @@ class Holders:
         return self._count() == self._alone
 
     def _count(self) -> list[int]:
-        tensors = self._tensors
-        counts = [num_users(tensors[0]), *map(getrefcount, tensors)]
-        counts.extend(map(references_in_torch, tensors))
-        counts.extend(map(getweakrefcount, tensors))
+        tensors, shown = self._tensors, self._shown
         with unasked():
-            counts.extend(map(_REQUIRES_GRAD, self._shown))
-        counts.extend(map(len, map(_ATTRIBUTES, self._shown)))
-        return counts
+            return [
+                num_tensors_on(self._storage),
+                *map(getrefcount, tensors),
+                *map(references_in_torch, tensors),
+                *map(getweakrefcount, tensors),
+                *map(_REQUIRES_GRAD, shown),
+                *map(len, map(_ATTRIBUTES, shown)),
+            ]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._params.private_torch import next_node, untraced, untraced_itself
+from meshard._params.private_torch import hook_gradient, next_node, untraced, untraced_itself
 from meshard._runtime.containers import (
     WATCHED,
     cast_floats,
@@ -221,7 +221,7 @@ def watch_outputs(
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
-            tensor.register_hook(hook)
+            hook_gradient(tensor, hook)
             if tensor._is_view():
                 _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
 

@@ -8,8 +8,9 @@ graph, is left to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,22 @@ from meshard._params.dtensors import locals_of, wrap_like
 from meshard._params.private_torch import unasked
 from meshard._params.sharded_param import ShardedParam
 from meshard._runtime.holders import Holders
+
+
+class Places(NamedTuple):
+    """Where some gradients are: for whoever asks, which few do."""
+
+    start: int
+    offsets: Mapping[int, int | None]  # None: it is empty, and nowhere
+    used: frozenset[int]
+
+    def addresses(self) -> dict[int, int]:
+        """Return them by parameter."""
+        return {
+            index: 0 if offset is None else self.start + offset
+            for index, offset in self.offsets.items()
+            if index in self.used
+        }
 
 
 class KeptGrads:
@@ -43,13 +60,12 @@ class KeptGrads:
         self.faces = {index: wrap_like(params[index].sharded, local) for index, local in locals_}
         self._locals = [local for _, local in locals_]
         start = self.flat.data_ptr()
-        # What is empty is nowhere.
-        self._offsets = {i: own.data_ptr() - start for i, own in locals_ if own.numel()}
+        self._offsets = {
+            index: own.data_ptr() - start if own.numel() else None for index, own in locals_
+        }
         self._storage = self.flat.untyped_storage()
         self._num_bytes = self._storage.nbytes()
         self._has_memory = True
-        self._shown: tuple[frozenset[int], int] | None = None  # what, and where
-        self._addresses: dict[int, int] = {}
         faces: list[torch.Tensor] = list(self.faces.values())
         self._holders = Holders([self.flat, *faces, *self._locals], faces)
 
@@ -90,11 +106,11 @@ class KeptGrads:
         # A cast of the module puts other memory under the gradients that there are.
         return all(map(is_, locals_of(self.faces.values()), self._locals))
 
-    def show(self, used: frozenset[int]) -> dict[int, int] | None:
+    def show(self, used: frozenset[int]) -> Places | None:
         """Make these the ``.grad`` of the parameters in ``used``.
 
         Returns:
-            Where each ``.grad`` is, not to be changed; None if they cannot be shown.
+            Where each ``.grad`` is; None if they cannot be shown.
         """
         if not self._is_whole:
             return None
@@ -102,11 +118,4 @@ class KeptGrads:
         with unasked():
             for index in faces if len(used) == len(faces) else used:
                 params[index].sharded.grad = faces[index]
-        shown = used, self.flat.data_ptr()
-        if shown != self._shown:
-            start, offsets = shown[1], self._offsets
-            self._addresses = {
-                i: start + offsets[i] if i in offsets else 0 for i in faces if i in used
-            }
-            self._shown = shown
-        return self._addresses
+        return Places(self.flat.data_ptr(), self._offsets, used)

@@ -106,8 +106,8 @@ class Lifecycle:
             ahead = self._prefetcher.after_entry(unit, self.schedule)
         else:
             ahead = Ahead([], False)  # a recomputation: backward knows what is next
-        keep = torch.is_grad_enabled() and unit.reshards_after_forward
-        self._prefetcher.unshard(unit, ahead, keep=keep)
+        keeps_rows = unit.settings.keep_in is not None and torch.is_grad_enabled()
+        self._prefetcher.unshard(unit, ahead, keep=keeps_rows and unit.reshards_after_forward)
         group.show_unsharded(read_flags=self.phase is Phase.FORWARD)
         if group.num_trainable:
             unit.step.note_forward(with_graph=torch.is_grad_enabled())
@@ -212,9 +212,10 @@ class Lifecycle:
             self._begin_backward((unit, index))
         step, group = unit.step, unit.group
         assert group is not None
-        unit.step.awaits_gradients = True
+        step.awaits_gradients = True
         step.arrived.add(index)
-        if step.has_all(group.num_trainable):
+        # Asked twice: at every gradient, and once.
+        if len(step.arrived) >= group.num_trainable and step.has_all(group.num_trainable):
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
         elif self._reductions.holds_sent:

@@ -312,6 +312,7 @@ class ParamGroup:
             self._in_flight.pending.wait()
             self._in_flight.end()
             self._in_flight = None
+            self.tensors.free_whole()  # where it was gathered in place
             self.residence = Residence.SHARDED
         if self.handed_out is not None:
             take_back(self, refuse=False, stays=False)

@@ -65,8 +65,8 @@ class Prefetcher:
         """
         assert unit.group is not None
         is_cold = unit.group.residence is Residence.SHARDED
-        unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
         if is_cold:
+            unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
             # Nothing to hide this gather behind: let the next one share the wait.
             self._start(ahead)
         unit.group.finish_unshard(unit.settings.keep_in if keep else None)
@@ -75,11 +75,12 @@ class Prefetcher:
 
     def _start(self, ahead: Ahead) -> None:
         for unit in ahead.units:
-            if unit.group is not None and unit.group.residence is Residence.SHARDED:
+            group = unit.group
+            if group is not None and group.residence is Residence.SHARDED:
                 if ahead.in_forward:
-                    unit.group.forget_stale(leftover=False)
-                unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
-                unit.group.is_leftover = False  # of what was whole before
+                    group.forget_stale(leftover=False)
+                group.start_unshard(only_for_backward=_is_passing(unit, ahead))
+                group.is_leftover = False  # of what was whole before
                 self._prefetched.append(unit)
             if unit.companions:  # they are entered at the same moment
                 self._start(Ahead(unit.companions, ahead.in_forward))

@@ -173,7 +173,9 @@ class Reductions:
 
     def finish_partials_of(self, unit: Unit) -> None:
         """Finish all up to the last one of ``unit`` that stops before the replicas."""
-        while any(each.unit is unit and not each.in_flight.is_full for each in self._queue):
+        while self._queue and any(
+            each.unit is unit and not each.in_flight.is_full for each in self._queue
+        ):
             self._finish_oldest()
 
     def abandon(self) -> None:

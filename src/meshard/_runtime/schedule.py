@@ -85,8 +85,9 @@ class StepSchedule:
     def enter(self, unit: int) -> ForwardCall:
         """Record that a unit's forward begins."""
         now = self.current
-        call = self.newest = ForwardCall(unit, now.ticks, unit not in now.units)
-        if unit not in now.units:
+        is_first = unit not in now.units
+        call = self.newest = ForwardCall(unit, now.ticks, is_first)
+        if is_first:
             now.units.add(unit)
             now.first_entries.append((unit, now.ticks))
         now.entries.append(unit)

@@ -16,7 +16,7 @@ from meshard._params.dtensors import local_of, move_local, wrap_like
 from meshard._params.home import Home
 from meshard._params.private_torch import unasked
 from meshard._runtime.held_grads import Held
-from meshard._runtime.kept_grads import KeptGrads
+from meshard._runtime.kept_grads import KeptGrads, Places
 from meshard._runtime.param_group import ParamGroup
 from meshard._runtime.shard_hooks import look_at, run_post_hooks, run_tensor_hooks
 
@@ -42,7 +42,7 @@ class ShardedGrads:
         self.offered: Held | None = None  # to who steps by it at once; .grad does not show it
         # Where each .grad is, by parameter. A weakref would forbid Module.to to swap it, and a
         # reference would keep its memory.
-        self._addresses: dict[int, int] = {}
+        self._noted: dict[int, int] | Places = {}
         self.is_kept = False  # the memory, from step to step
         self._kept: KeptGrads | None = None
         self._num_held = 0  # how often somebody else held on to what was kept
@@ -136,13 +136,13 @@ class ShardedGrads:
         self._shown = held
         if self._kept is not None:
             is_there = self._kept.flat is held.flat
-            addresses = self._kept.show(held.used) if is_there else None
-            if addresses is not None:
-                self._addresses = addresses
+            places = self._kept.show(held.used) if is_there else None
+            if places is not None:
+                self._noted = places
                 return
             if not self.is_kept:  # say, of narrow parameters: do not make them in vain each time
                 self._kept, self._num_held = None, self._num_held + 1
-        self._addresses = {index: self._set(index, local) for index, local in self._locals(held)}
+        self._noted = {index: self._set(index, local) for index, local in self._locals(held)}
 
     def _show_more(self, shown: Held, used: frozenset[int]) -> None:
         """Let the ``.grad`` of ``used`` be what ``shown`` says; all others that it has, are."""
@@ -150,7 +150,7 @@ class ShardedGrads:
         if used <= shown.used:
             return
         more = ((i, local) for i, local in self._locals(self._shown) if i not in shown.used)
-        self._addresses = self._addresses | {i: self._set(i, local) for i, local in more}
+        self._noted = self._addresses | {i: self._set(i, local) for i, local in more}
 
     @staticmethod
     def _laid_out(held: Held, indices: tuple[int, ...]) -> Held:
@@ -269,7 +269,7 @@ class ShardedGrads:
                 sources.append(local)
             move_local(gradient, new)
         self._shown = None if shown is None else moved
-        self._addresses = {} if shown is None else self._addresses_of(moved)
+        self._noted = {} if shown is None else self._addresses_of(moved)
         return sources
 
     def clear(self) -> None:
@@ -312,6 +312,12 @@ class ShardedGrads:
     def _take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
         # By value, because torch's foreach kernels on DTensors raise no version counter.
         wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
+
+    @property
+    def _addresses(self) -> dict[int, int]:
+        if isinstance(self._noted, Places):
+            self._noted = self._noted.addresses()
+        return self._noted
 
     def _addresses_of(self, held: Held) -> dict[int, int]:
         grads = ((index, self._grad(index)) for index in held.used)
