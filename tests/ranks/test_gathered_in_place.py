@@ -1,0 +1,139 @@
+"""Is a unit of one parameter received where the whole parameter lies, and only there?"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshard
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads, full_state
+
+
+class Chain(nn.Module):
+    """Layers of one parameter each, by default: 8 rows are cut evenly among 2 ranks and 4."""
+
+    def __init__(self, rows=8, *, bias=False):
+        super().__init__()
+        self.table = nn.Embedding(8, 6)
+        self.layers = nn.ModuleList(
+            [nn.Linear(6, rows, bias=bias), nn.Linear(rows, 6, bias=bias).bfloat16()]
+        )
+
+    def forward(self, ids):
+        x = self.layers[0](self.table(ids))
+        return self.layers[1](x.bfloat16()).float()
+
+
+def sent_between(mesh, rows=8, *, reshard=None, bias=False):
+    """Return a model whose units send through sockets, and the plain one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHARD_SHARED_MEMORY", "0")
+        model, plain = (seeded(Chain(rows, bias=bias)) for _ in range(2))
+        for layer in (model.table, *model.layers):
+            meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
+        return meshard.fully_shard(model, mesh, reshard_after_forward=reshard), plain
+
+
+class Copies(TorchDispatchMode):
+    """Counts the kernels that copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.count += "copy" in name and "to_copy" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def wholes(model):
+    return [
+        param.unsharded
+        for module in model.modules()
+        if (unit := vars(module).get("_meshard_unit")) and unit.group
+        for param in unit.group.params
+    ]
+
+
+def num_copies(rows, bias):
+    model, _ = sent_between(init_device_mesh("cpu", (2,)), rows, bias=bias)
+    ids = torch.arange(4)
+    with torch.no_grad():
+        model(ids)
+        with Copies() as copies:
+            model(ids)
+    return copies.count
+
+
+def test_nothing_is_copied_out(run_ranks):
+    assert run_ranks(num_copies, 2, 8, False) == [0, 0]
+    # With a second parameter, or padding, there is something to take apart; not of the table.
+    assert min(run_ranks(num_copies, 2, 8, True)) == 2
+    assert min(run_ranks(num_copies, 2, 7, False)) >= 1
+
+
+def trains(mesh_shape, reshard):
+    """Integers, so that the order of sums does not matter."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, plain = sent_between(mesh, reshard=reshard)
+    for module in (model, plain):
+        with torch.no_grad():
+            for param in module.parameters():
+                param.copy_(param.mul(4).round())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, plain)]
+    count = dist.get_world_size()
+    for step in range(3):
+        everybody = [(torch.arange(3) + step * rank) % 8 for rank in range(count)]
+        for k in range(2):
+            model.set_is_last_backward(k == 1)
+            model.set_gradient_sync(meshard.GradientSync.FULL if k else meshard.GradientSync.NONE)
+            model(everybody[dist.get_rank()]).sum().mul(count).backward()
+            for ids in everybody:
+                plain(ids).sum().backward()
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            # Small integers stay so.
+            for param in each.parameters():
+                param.grad.sign_()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(full_state(model), full_state(plain), bitwise=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "reshard"),
+    [((2,), None), ((2,), False), ((4,), True), ((4,), 2), ((2, 2), True)],
+)
+def test_trains_as_one_process(run_ranks, mesh_shape, reshard):
+    run_ranks(trains, 4 if mesh_shape != (2,) else 2, mesh_shape, reshard)
+
+
+def given_up():
+    """A gather that nobody waits for leaves no memory, and the next one is right."""
+    model, plain = sent_between(init_device_mesh("cpu", (2,)))
+    ids = torch.arange(4)
+    expected = plain(ids)
+    for layer in (model.table, *model.layers):
+        layer.unshard(async_op=True)
+    assert all(each.untyped_storage().nbytes() for each in wholes(model))
+    for layer in (model.table, *model.layers):
+        layer.reshard()
+    assert not any(each.untyped_storage().nbytes() for each in wholes(model))
+    assert torch.equal(model(ids), expected)
+    # The next unit is on its way when this one raises.
+    handle = model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+        model.reset_iter_state()
+        assert not any(each.untyped_storage().nbytes() for each in wholes(model))
+    handle.remove()
+    assert torch.equal(model(ids), expected)
+
+
+def test_a_gather_that_is_given_up(run_ranks):
+    run_ranks(given_up, 2)
