@@ -98,7 +98,7 @@ def what_segments_hold():
     MET.clear()
     trained(is_flat=False, notes=ordinary)
     # With no state yet, the first step makes it for all units at once.
-    assert flat[0] == 0 and flat[1] == flat[2] >= 2
+    assert flat[0] == 0 and min(flat[1:]) >= 2  # more, if ranks were further apart
     assert ordinary == [0, 0, 0]
 
 

@@ -170,7 +170,7 @@ class Reduction:
         request = self._request
         if self._shard_count == 1 and self._comm.waits_block_host:
             request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
-        if self._divisors.before_scatter is not _ONE:
+        if self._divisors.before_scatter is not _ONE:  # another one divides by 1, to no effect
             for part in _parts(request.buffer):
                 self._divide(part, self._divisors.before_scatter)
         if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:

@@ -151,7 +151,8 @@ class Neighbours:
         """Give the memory of free ranges back to the system; a part of a step begins.
 
         Args:
-            keep_for: But for how far its ranges went in the last steps; None: all of it.
+            keep_for: But for how far ranges went in the last steps: where the peak is, in backward,
+                that of backwards, else the farther of both parts. None: all of it.
         """
         is_new = self._trimmed_at != self._next
         if is_new:
@@ -162,7 +163,7 @@ class Neighbours:
             self._part = keep_for
         elif not is_new and keep_for is Part.STEP:
             return  # the units of a root ask one after another
-        parts = (keep_for,) if keep_for is Part.BACKWARD else self._reached  # the peak is there
+        parts = (keep_for,) if keep_for is Part.BACKWARD else self._reached
         known = [*chain.from_iterable(self._reached[part] for part in parts)]
         if (self._is_bare and not is_new) or not known:
             return

@@ -149,7 +149,8 @@ class _Sum(_Heard):
 class _NeighboursIn(dict[dist.ProcessGroup, Neighbours | None]):
     """The neighbours in each group; None where ranks do not reach one another's memory.
 
-    To look for a group that is not there is collective: its ranks meet.
+    To look for a group that is not there is collective: its ranks meet. Groups that were found live
+    as long as this, also when they have been destroyed.
 
     Args:
         is_wanted: Whether this rank wants to.

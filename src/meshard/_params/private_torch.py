@@ -74,6 +74,9 @@ def number_of(tensor: torch.Tensor) -> int:
     return -1 if node is None else node._sequence_nr()
 
 
+_OWN_KEYS = itertools.count(-1, -1)  # those of torch's handles count up from 0
+
+
 def hook_gradient(
     tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
@@ -93,9 +96,6 @@ def hook_gradient(
         if node is not None:
             node._register_hook_dict(tensor)
     hooks[next(_OWN_KEYS)] = hook
-
-
-_OWN_KEYS = itertools.count(-1, -1)  # those of torch's handles count up from 0
 
 
 def num_users(tensor: torch.Tensor) -> int:

@@ -214,8 +214,7 @@ class Lifecycle:
         assert group is not None
         step.awaits_gradients = True
         step.arrived.add(index)
-        # Asked twice: at every gradient, and once.
-        if len(step.arrived) >= group.num_trainable and step.has_all(group.num_trainable):
+        if step.has_all(group.num_trainable):
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
         elif self._reductions.holds_sent:
