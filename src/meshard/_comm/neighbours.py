@@ -15,7 +15,6 @@ import select
 import time
 import weakref
 from collections import deque
-from itertools import chain
 from typing import Any
 
 import torch
@@ -148,11 +147,11 @@ class Neighbours:
             self._take_back()
 
     def trim(self, *, keep_for: Part | None) -> None:
-        """Give the memory of free ranges back to the system; a part of a step begins.
+        """Give the memory of free ranges back; a part of a step begins.
 
         Args:
-            keep_for: But for how far ranges went in the last steps: where the peak is, in backward,
-                that of backwards, else the farther of both parts. None: all of it.
+            keep_for: But for how far ranges went in the last steps: in backward, where the peak
+                is, those of backwards, else all. None: all of it.
         """
         is_new = self._trimmed_at != self._next
         if is_new:
@@ -164,7 +163,7 @@ class Neighbours:
         elif not is_new and keep_for is Part.STEP:
             return  # the units of a root ask one after another
         parts = (keep_for,) if keep_for is Part.BACKWARD else self._reached
-        known = [*chain.from_iterable(self._reached[part] for part in parts)]
+        known = [reach for part in parts for reach in self._reached[part]]
         if (self._is_bare and not is_new) or not known:
             return
         keep = 0 if keep_for is None else max(known)
