@@ -51,6 +51,14 @@ class WholeMemory(Protocol):
         """Take it, unless that has been done."""
 
 
+class _InPlace(NamedTuple):
+    """A whole parameter that is what is gathered."""
+
+    memory: WholeMemory
+    flat: torch.Tensor
+    rows: torch.Tensor  # the same, one per rank
+
+
 class _CastRun(NamedTuple):
     """A range that is contiguous in the shard at rest and in the shard on the wire."""
 
@@ -111,8 +119,7 @@ class GatherPlan:
             for slot in segment.slots[segment.num_regular :]
         ]
         self._kept: KeptBuffer | None = None
-        self._memory: WholeMemory | None = None
-        self._in_place: tuple[torch.Tensor, torch.Tensor] | None = None  # flat, and row by row
+        self._in_place: _InPlace | None = None
 
     def _make_source(
         self,
@@ -155,9 +162,9 @@ class GatherPlan:
                 return GatherInFlight(None, source, borrowed, borrowed)
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
-            if self._memory is not None and self._in_place is not None:
-                self._memory.allocate()
-                flat, rows = self._in_place
+            if self._in_place is not None:
+                memory, flat, rows = self._in_place
+                memory.allocate()
                 pending = comm.all_gather(flat, source, group=group, label=label)
                 return GatherInFlight(rows, source, pending)
             if self._kept is None:
@@ -177,11 +184,11 @@ class GatherPlan:
             memory: Theirs, if what is gathered may be received in it. That of a parameter which
                 is all of the unit, and cut evenly, is: there is nothing to copy out.
         """
-        self._memory, self._in_place = memory, None
-        (first, *others) = self.on_wire.segments or [None]
-        if first is not None and not others and len(first.slots) == first.num_regular == 1:
-            flat = whole[first.slots[0].index].view(-1)
-            self._in_place = flat, flat.view(-1, first.numel)
+        self._in_place = None
+        segments = self.on_wire.segments
+        if memory is not None and len(whole) == 1 and segments[0].num_regular:
+            flat = whole[0].view(-1)
+            self._in_place = _InPlace(memory, flat, flat.view(-1, segments[0].numel))
         self._irregular = list(whole)
         self._copies: _Copies | None = None
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
@@ -198,7 +205,7 @@ class GatherPlan:
         if isinstance(gathered, list):
             self._copy_rows_out(gathered)
             return
-        if self._in_place is not None and gathered is self._in_place[1]:
+        if self._in_place is not None and gathered is self._in_place.rows:
             return
         if self._kept is not None and gathered is self._kept.rows:
             parts = self._kept.views
