@@ -6,24 +6,26 @@ from meshard.accumulation import gradient_sync as gradient_sync
 from meshard.accumulation import microbatches as microbatches
 from meshard.accumulation import no_sync as no_sync
 from meshard.accumulation import pending_gradients as pending_gradients
+from meshard.accumulation import uneven_batches as uneven_batches
 from meshard.api import fully_shard as fully_shard
-from meshard.auto_units import fully_shard_units as fully_shard_units
-from meshard.comm_setters import share_comm_ctx as share_comm_ctx
+from meshard.auto_wrap import fully_shard_units as fully_shard_units
+from meshard.clipping import clip_grad_norm_ as clip_grad_norm_
+from meshard.clipping import get_total_norm as get_total_norm
 from meshard.diagnostics import CommLedger as CommLedger
-from meshard.flat_optimizer import FlatOptimizer as FlatOptimizer
-from meshard.flat_optimizer import flat_optimizer as flat_optimizer
-from meshard.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
+from meshard.diagnostics import describe as describe
 from meshard.fsdp_module import FSDPModule as FSDPModule
 from meshard.fsdp_module import UnshardHandle as UnshardHandle
-from meshard.gradients import ShardedGradScaler as ShardedGradScaler
-from meshard.gradients import clip_grad_norm_ as clip_grad_norm_
-from meshard.gradients import get_total_norm as get_total_norm
+from meshard.fsdp_module import register_fsdp_forward_method as register_fsdp_forward_method
+from meshard.fsdp_module import share_comm_ctx as share_comm_ctx
+from meshard.grad_scaler import ShardedGradScaler as ShardedGradScaler
 from meshard.initialization import materialize as materialize
 from meshard.offloading import Offloaded as Offloaded
 from meshard.offloading import offload as offload
 from meshard.offloading import onload as onload
-from meshard.optimizer_overlap import overlap_optimizer as overlap_optimizer
-from meshard.overlapped_optimizer import OverlappedOptimizer as OverlappedOptimizer
+from meshard.optim.flat import FlatOptimizer as FlatOptimizer
+from meshard.optim.flat import flat_optimizer as flat_optimizer
+from meshard.optim.overlap import OverlappedOptimizer as OverlappedOptimizer
+from meshard.optim.overlap import overlap_optimizer as overlap_optimizer
 from meshard.policies import AllGather as AllGather
 from meshard.policies import Comm as Comm
 from meshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
@@ -38,8 +40,6 @@ from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 from meshard.replication import ReplicateModule as ReplicateModule
 from meshard.replication import replicate as replicate
-from meshard.uneven import uneven_batches as uneven_batches
-from meshard.unit_table import describe as describe
 from meshard.weights import unsharded_params as unsharded_params
 
 __all__ = [

@@ -18,19 +18,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from meshard._comm.notes import is_debugging
-from meshard._geometry.mesh_roles import MeshRoles, device_of, group_of_neighbours
-from meshard._runtime.companions import accompany
-from meshard._runtime.unit import UnitSettings, unit_of
-from meshard.build_unit import (
+from meshard._comm.divergence import is_debugging
+from meshard._engine.build import (
     Collected,
+    OnMesh,
+    Placer,
+    by_mesh,
     check_parameters,
     collect,
     commit,
     make_unit,
+    roles_of,
 )
+from meshard._engine.unit import UnitSettings, accompany, unit_of
+from meshard._mesh.mesh_info import MeshRoles, device_of, group_of_neighbours
+from meshard.fsdp_module import check_bool
 from meshard.offloading import host_for
-from meshard.placing import OnMesh, Placer, by_mesh, roles_of
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -38,7 +41,6 @@ from meshard.policies import (
     ShardPlacementResult,
 )
 from meshard.same_start import check_same_start
-from meshard.setters import check_bool
 
 # Since torch 2.13.
 _TorchDataParallelMeshDims = getattr(

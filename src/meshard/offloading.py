@@ -16,12 +16,12 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._params.dtensors import local_of, move_local
-from meshard._params.home import Home
-from meshard._runtime.extended_tensors import check_not_extended
-from meshard._runtime.sharded_grads import ShardedGrads
-from meshard._runtime.unit import Unit, units_in
-from meshard.flat_stepper import forget_runs
+from meshard._engine.unit import Unit, units_in
+from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._params.storage import Home
+from meshard._params.subclass_params import check_not_extended
+from meshard._torch.dtensor import local_of, move_local
+from meshard.optim.flat import forget_runs
 
 _has_warned = False
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._runtime.unit import ReduceHook, Unit, units_in, units_of
+from meshard._engine.unit import ReduceHook, Unit, units_in, units_of
 
 
 class ReduceHookHandle:

@@ -1,4 +1,4 @@
-"""Do all ranks start from the same values?
+"""Equality of first values across ranks.
 
 Each rank keeps one part of what it brings. Ranks that bring different values would be stitched
 together to a model that no rank ever had, and replicas would differ for good.
@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.setup_communicator import broadcast_from_first, gather_from_all
-from meshard._geometry.mesh_roles import MeshRoles
-from meshard._params.dtensors import local_of
-from meshard._params.extension import plain_tensors_in
+from meshard._comm.blocking import broadcast_from_first, gather_from_all
+from meshard._mesh.mesh_info import MeshRoles
+from meshard._torch.dtensor import local_of, plain_tensors_in
 
 _CHUNK = 1 << 20  # elements: a checksum needs no more memory than this many int64
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,17 +1,340 @@
-"""How do I read or edit whole weights?"""
+"""Unsharded weights, to read and to edit.
+
+Its modules run as they are, like plain ones: nothing is gathered or given back. Gradients of whole
+parameters join those that the unit gets in the ordinary way.
+
+It is *open*: its modules hold plain parameters in the dtype of the shards (what it computes with
+may be narrower, and would round the edits), in memory of their own that nothing else refers to.
+Meanwhile its lifecycle is replaced by one that gathers nothing, so the plain path does not know.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
-from meshard._comm.scalars import agree_on_max
-from meshard._runtime.open_events import Opening
-from meshard._runtime.open_unit import OpenUnit, check_may_open
-from meshard._runtime.unit import Unit, units_in, units_of
+from meshard._comm.all_gather import start_all_gather
+from meshard._comm.blocking import (
+    agree_on_max,
+    broadcast_from_first,
+    gather_to_first,
+    scatter_from_first,
+)
+from meshard._comm.buffers import matching_parts
+from meshard._comm.communicator import Lane
+from meshard._engine.param_group import ParamGroup, Residence
+from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
+from meshard._params.flat_params import GradientHook, GroupTensors, Place
+from meshard._params.sharded_param import ShardedParam
+from meshard._params.subclass_params import check_not_extended
+from meshard._torch.dtensor import is_placed_like, local_of
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How units are opened: the arguments of ``meshard.unsharded_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+    def check_allows(self, inner: Opening, label: str) -> None:
+        """Raise unless what ``inner`` asks for is so while ``self`` is in force."""
+        if (inner.rank0_only, inner.offload_to_cpu) != (self.rank0_only, self.offload_to_cpu):
+            raise RuntimeError(
+                f"unit {label!r} is open already, with other arguments ({self}); "
+                "use the same rank0_only and offload_to_cpu, or leave the outer context first."
+            )
+        if inner.writeback and not self.writeback:
+            raise RuntimeError(
+                f"unit {label!r} is open already, and by writeback=False its edits will be "
+                "dropped; pass writeback=False here too, or writeback=True to the outer context."
+            )
+
+
+class OpenEvents:
+    """Stands in for the lifecycle of a unit while it is open: all that differs is here.
+
+    Args:
+        root: The lifecycle of the root, which goes on for other units.
+        opening: What was asked for.
+        is_whole_here: Whether this rank has the whole parameters.
+    """
+
+    def __init__(self, root: StepEvents, opening: Opening, *, is_whole_here: bool) -> None:
+        self.root = root
+        self.opening = opening
+        self._is_whole_here = is_whole_here
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.root, name)
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Of the root, as it is set."""
+        return self.root.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, value: bool) -> None:
+        self.root.is_last_backward = value
+
+    def is_running(self, unit: Unit) -> bool:
+        """Not as a unit."""
+        return False
+
+    def pre_forward(self, unit: Unit) -> None:
+        """Let it run, if its parameters are whole here."""
+        if not self._is_whole_here:
+            raise RuntimeError(
+                f"unit {unit.label!r} is open on rank 0 only, so it cannot run on this rank; leave "
+                "unsharded_params(..., rank0_only=True) before the forward."
+            )
+
+    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+        """Nothing to give back."""
+        return None
+
+    def pre_backward(
+        self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+    ) -> None:
+        """Refuse: what this backward needs has been given back."""
+        raise RuntimeError(
+            f"a backward reached unit {unit.label!r} inside unsharded_params, from a forward made "
+            "before it; run that backward before, or after."
+        )
+
+
+def joining_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
+    """Return what makes the hook that hands the gradient of a whole parameter to its unit."""
+    unit_ref = weakref.ref(unit)
+
+    def make(index: int) -> GradientHook:
+        return partial(_join, unit_ref, index)
+
+    return make
+
+
+def _join(unit_ref: weakref.ref[Unit], index: int, whole: torch.Tensor) -> None:
+    unit, gradient = unit_ref(), whole.grad
+    whole.grad = None
+    if unit is None or unit.group is None or gradient is None:
+        return
+    unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
+    face = unit.group.params[index].unsharded
+    moved = gradient.to(face.device, face.dtype)
+    face.grad = moved if face.grad is None else face.grad + moved
+
+
+class OpenUnit:
+    """A unit that is open, until ``close``.
+
+    **Collective:** the shard group; with ``rank0_only`` that of the first replica.
+
+    Args:
+        unit: At rest; see ``check_may_open``.
+        opening: What was asked for.
+    """
+
+    def __init__(self, unit: Unit, opening: Opening) -> None:
+        assert unit.group is not None
+        self.unit = unit
+        self.opening = opening
+        assert isinstance(unit.group.tensors, GroupTensors)  # see check_may_open
+        self._group: ParamGroup = unit.group
+        self._tensors = unit.group.tensors
+        self._group.reshard()
+        self._version = self._group.version
+        self._whole = self._gather()
+        self._casts, unit.casts = unit.casts, Casts(None, None)
+        events = OpenEvents(unit.lifecycle, opening, is_whole_here=bool(self._whole))
+        unit.lifecycle = cast("StepEvents", events)
+        self._group.residence = Residence.OPEN
+        if self._whole:
+            for param, whole in zip(self._group.params, self._whole, strict=True):
+                param.show(whole)
+
+    @property
+    def place(self) -> Place:
+        """Mesh and device."""
+        return self._group.place
+
+    # --- whole parameters ------------------------------------------------------------------
+
+    def _gather(self) -> list[nn.Parameter]:
+        """Return the whole parameters, or nothing on ranks that are not to have them."""
+        group, roles = self._group, self._group.place.roles
+        own = self._tensors.storage.buffer.to(group.place.device)
+        if self.opening.rank0_only:
+            if not _is_in_first_replica(group):
+                return []
+            rows = gather_to_first(own, roles.shard_group, group.label)
+            if rows is None:
+                return []
+        else:
+            with group.comm.lane(Lane.GATHER):
+                in_flight = start_all_gather(
+                    own,
+                    roles.shard_count,
+                    comm=group.comm,
+                    group=roles.shard_group,
+                    label=group.label,
+                )
+            in_flight.pending.wait()
+            rows = in_flight.gathered
+            assert rows is not None
+        with torch.inference_mode(False), torch.no_grad():
+            wholes = [
+                torch.empty(param.layout.shape, dtype=param.sharded.dtype, device=own.device)
+                for param in group.params
+            ]
+            for ours, theirs in self._pairs(rows, wholes):
+                theirs.copy_(ours)
+            return [self._as_parameter(index, whole) for index, whole in enumerate(wholes)]
+
+    def _as_parameter(self, index: int, whole: torch.Tensor) -> nn.Parameter:
+        value = whole.cpu() if self.opening.offload_to_cpu else whole
+        if not value.is_floating_point():
+            return nn.Parameter(value, requires_grad=False)
+        # A hook can only be put on a tensor that requires grad.
+        parameter = self._group.params[index].as_used(nn.Parameter(value))
+        parameter.register_post_accumulate_grad_hook(joining_hook_maker(self.unit)(index))
+        parameter.requires_grad_(self._group.params[index].sharded.requires_grad)
+        return parameter
+
+    def _pairs(
+        self, rows: torch.Tensor, wholes: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Iterate over parts of ``rows [shard_count, n]`` and the same elements of the wholes."""
+        layout = self._tensors.storage.layout
+        for segment, part in zip(layout.segments, layout.split(rows), strict=True):
+            for slot in segment.slots:
+                slots = part.narrow(1, slot.offset, slot.numel)
+                yield from matching_parts(slots, wholes[slot.index], layout.params[slot.index])
+
+    # --- edits -----------------------------------------------------------------------------
+
+    def edited_values(self) -> list[torch.Tensor]:
+        """Return what the modules hold now, one value per parameter; nothing if not whole here.
+
+        Raises:
+            RuntimeError: That cannot be written back.
+        """
+        if self._group.version != self._version:
+            raise RuntimeError(
+                f"the shards of unit {self.unit.label!r} were edited while it was open (by an "
+                "optimizer's step?), and writing back would undo that; step outside of "
+                "unsharded_params, or pass writeback=False."
+            )
+        if not self._whole:
+            return []
+        return [self._value_of(param) for param in self._group.params]
+
+    def _value_of(self, param: ShardedParam) -> torch.Tensor:
+        name = f"parameter {param.fqn!r} of unit {self.unit.label!r}"
+        held = {id(value): value for value in param.held()}
+        if len(held) != 1:
+            raise RuntimeError(
+                f"{name} is tied, and another tensor was assigned to some of its names only; "
+                "assign to all of them, or edit it in place."
+            )
+        (value,) = held.values()
+        if value is None:
+            raise RuntimeError(f"{name} was removed inside unsharded_params; edit it in place.")
+        if param.placed is not None and is_placed_like(value, param.unsharded):
+            return local_of(value.detach())
+        if isinstance(value, DTensor) or value.is_meta or value.shape != param.layout.shape:
+            raise RuntimeError(
+                f"{name} was replaced inside unsharded_params by a {type(value).__name__} of shape "
+                f"{tuple(value.shape)} on {value.device}, which cannot be written back; "
+                f"assign a plain tensor of shape {tuple(param.layout.shape)}."
+            )
+        return value.detach()
+
+    def close(self) -> None:
+        """Let the modules hold their shards again. Does not communicate."""
+        for param in self._group.params:
+            # As everywhere, the sharded parameter's flag is the one that counts.
+            flags = {value.requires_grad for value in param.held() if value is not None}
+            if self._whole and not self.opening.rank0_only and len(flags) == 1:
+                param.sharded.requires_grad_(flags.pop())
+            param.show(param.sharded)
+        self._group.residence = Residence.SHARDED
+        self._whole.clear()
+        self.unit.casts = self._casts
+        if isinstance(self.unit.lifecycle, OpenEvents):  # or it got another root meanwhile
+            self.unit.lifecycle = self.unit.lifecycle.root
+
+    @torch.no_grad()
+    def write(self, values: list[torch.Tensor]) -> None:
+        """Put what ``edited_values`` returned into the shards.
+
+        **Collective:** with ``rank0_only`` the shard group of the first replica; then the replica
+        group, whose first rank is the one that counts.
+        """
+        group, roles = self._group, self._group.place.roles
+        storage = self._tensors.storage
+        group.finish_copies()
+        if not self.opening.rank0_only:
+            for param, own, value in zip(group.params, storage.locals, values, strict=True):
+                owned = param.layout.owned_rows(roles.shard_rank)
+                own.copy_(value.narrow(param.layout.shard_dim, owned.start, len(owned)))
+            if roles.replicate_group is None:
+                return
+        buffer = storage.buffer.to(group.place.device)
+        if self.opening.rank0_only and _is_in_first_replica(group):
+            rows = self._rows_of(values, buffer) if values else None
+            scatter_from_first(buffer, rows, roles.shard_group, group.label)
+        if roles.replicate_group is not None:
+            broadcast_from_first(buffer, roles.replicate_group, label=group.label)
+        if buffer is not storage.buffer:
+            storage.buffer.copy_(buffer)
+        increment_version(storage.locals)
+
+    def _rows_of(self, values: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+        """Return the flat shards ``[shard_count, n]`` of all ranks."""
+        rows = own.new_zeros(self._group.place.roles.shard_count, own.numel())
+        for ours, theirs in self._pairs(rows, values):
+            ours.copy_(theirs)
+        return rows
+
+
+def _is_in_first_replica(group: ParamGroup) -> bool:
+    replicas = group.place.roles.replicate_group
+    return replicas is None or replicas.rank() == 0
+
+
+def check_may_open(unit: Unit, opening: Opening) -> bool:
+    """Return whether a unit is to be opened: not if that has been done, or it has no parameters.
+
+    Raises:
+        NotImplementedError: A parameter says itself what is gathered of it.
+        RuntimeError: It cannot be opened now, or is open in another way.
+    """
+    if unit.group is None:
+        return False
+    if isinstance(unit.lifecycle, OpenEvents):
+        unit.lifecycle.opening.check_allows(opening, unit.label)
+        return False
+    if not unit.lifecycle.is_between_steps():
+        raise RuntimeError(
+            f"unsharded_params cannot open unit {unit.label!r} while a forward or backward of its "
+            "root runs. Before or around the forward it can; to read a weight inside a parent's "
+            "forward, pass unshard_on_access=True to fully_shard."
+        )
+    check_not_extended(unit.group.tensors, "meshard.unsharded_params")
+    unit.group.adopt_edits()
+    unit.group.tensors.check_materialised()
+    return True
 
 
 @contextlib.contextmanager

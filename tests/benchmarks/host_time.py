@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from meshard import FSDPModule, flat_optimizer, fully_shard
-from meshard._comm import work_communicator
+from meshard._comm import cpu
 from tests.support.fake import fake_group
 
 KEPT = "meshard, flat, kept"
@@ -196,7 +196,7 @@ def seconds_in_a_world(world: int, rounds: int = 15) -> list[float]:
     """
     torch.set_num_threads(1)
     length = 4096
-    gather = mock.patch.object(work_communicator, "start_all_gather_on", _pretend)
+    gather = mock.patch.object(cpu, "start_all_gather_on", _pretend)
     with fake_group(world), gather:
         mesh = init_device_mesh("cpu", (world,))
         model = nn.Sequential(*(Scales(6, length) for _ in range(48)))

@@ -28,8 +28,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from meshard import CommLedger
-from meshard._comm.communicator_calls import all_gather_single, reduce_scatter_single
-from meshard._comm.work_communicator import WorkCommunicator
+from meshard._comm.cpu import WorkCommunicator
+from meshard._torch.versions import all_gather_single, reduce_scatter_single
 from tests.benchmarks.rounds import on_ranks
 from tests.ranks.test_overlap import (
     BLOCKS,

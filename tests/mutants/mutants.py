@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshard._comm import sums
-from meshard._comm.foreach_reduce import Divisors, Reduced, Reduction
+from meshard._comm import cpu
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._runtime.gradient_plan import GradientPlan
-from meshard._runtime.gradient_state import GradientState
-from meshard._runtime.lifecycle import Lifecycle
-from meshard._runtime.sharded_grads import ShardedGrads
+from meshard._engine.lifecycle import Lifecycle
+from meshard._gradients.accumulator import GradientState
+from meshard._gradients.reduce_plan import GradientPlan
+from meshard._gradients.sharded_grads import ShardedGrads
+from meshard.foreach_reduce import Divisors, Reduced, Reduction
 
 ONE = Fraction(1)
 Patch = pytest.MonkeyPatch
@@ -212,7 +212,7 @@ def mode_of_the_root_for_every_unit(patch: Patch) -> None:
 
 
 def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
-    sum_two = sums.sum_two
+    sum_two = cpu.sum_two
 
     def sum_narrow(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool) -> None:
         for row in rows[1:]:
@@ -224,8 +224,8 @@ def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
         sum_two(narrow, received, own)
         output.copy_(narrow)
 
-    patch.setattr(sums, "sum_rows", sum_narrow)
-    patch.setattr(sums, "sum_two", sum_two_narrow)
+    patch.setattr(cpu, "sum_rows", sum_narrow)
+    patch.setattr(cpu, "sum_two", sum_two_narrow)
 
 
 def narrowed_before_it_is_divided(patch: Patch) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard._comm import notes
+from meshard._comm import divergence
 from tests.support.models import MlpStack, seeded
 
 
@@ -43,17 +43,17 @@ def train(num_steps):
 
 
 def most_requests():
-    original, counts = notes._store_of, []
-    notes._store_of = lambda group: CountingStore(original(group), counts)
+    original, counts = divergence._store_of, []
+    divergence._store_of = lambda group: CountingStore(original(group), counts)
     most = 0
     try:
         for _ in range(20):
             dist.barrier()
             counts.clear()
-            notes.compare_text("something", dist.group.WORLD)
+            divergence.compare_text("something", dist.group.WORLD)
             most = max(most, len(counts))
     finally:
-        notes._store_of = original
+        divergence._store_of = original
     return most
 
 
@@ -89,7 +89,9 @@ def _meet_in_store_of_rank_0(rank, port, how, replies):
     if rank == 1:
         time.sleep(1 if how == "differ" else 5)
     try:
-        notes.compare_text(f"what rank {rank if how == 'differ' else 0} does", dist.group.WORLD)
+        divergence.compare_text(
+            f"what rank {rank if how == 'differ' else 0} does", dist.group.WORLD
+        )
     except RuntimeError as error:
         replies.put((rank, str(error)))
         replies.close()
@@ -134,7 +136,7 @@ def test_a_rank_that_finds_the_store_gone_says_what_it_was_about_to_do():
 
 def time_out_in(store):
     try:
-        return notes._is_written_within(0.1, store, "never")
+        return divergence._is_written_within(0.1, store, "never")
     except RuntimeError as error:
         return error
 

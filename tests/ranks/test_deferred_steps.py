@@ -74,13 +74,13 @@ def moments():
     model = make((2,))
     optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, **DEFERRED)
     stepped = []
-    run = meshard.unit_stepper.UnitStepper.run
+    run = meshard.optim.unit_step.UnitStepper.run
 
     def note(self, *args):
         stepped.append(self.unit.label)
         return run(self, *args)
 
-    meshard.unit_stepper.UnitStepper.run = note
+    meshard.optim.unit_step.UnitStepper.run = note
     try:
         window(model, 0)
         optimizer.step()
@@ -101,7 +101,7 @@ def moments():
         optimizer.state_dict()
         assert len(stepped) == 10
     finally:
-        meshard.unit_stepper.UnitStepper.run = run
+        meshard.optim.unit_step.UnitStepper.run = run
 
 
 def test_when_units_are_stepped(run_ranks):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshard import CPUOffloadPolicy, overlap_optimizer
-from meshard._params.home import Home
-from meshard.device_steps import DeviceSteps
+from meshard._params.storage import Home
+from meshard.optim.device_steps import DeviceSteps
 from tests.ranks.test_deferred_steps import DEFERRED, clipped, deferred
 from tests.ranks.test_flat_optimizer import MANY, assert_same_state, plain_state
 from tests.ranks.test_overlapped_steps import DTYPES, grads, make, train_both

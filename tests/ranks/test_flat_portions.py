@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshard import flat_optimizer, fully_shard
-from meshard._comm.neighbours import Neighbours
+from meshard._shared_memory.channel import Neighbours
 from tests.support.parity import assert_same, full_state
 
 WIDTH = 1024  # a square of it is 4 MiB, and a rank of two has half of that

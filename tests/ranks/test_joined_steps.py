@@ -5,8 +5,8 @@ import torch
 
 import meshard
 from meshard import overlap_optimizer
-from meshard._runtime.sharded_grads import ShardedGrads
-from meshard.joined_steps import JoinedSteps
+from meshard._gradients.sharded_grads import ShardedGrads
+from meshard.optim.joined_steps import JoinedSteps
 from tests.ranks.test_flat_optimizer import MANY, assert_same_state, groups_of, plain_state
 from tests.ranks.test_lifetime import settled_tensor_bytes
 from tests.ranks.test_overlapped_steps import DTYPES, make, window

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard._params.dtensors import local_of
-from meshard._runtime.unit import units_in
+from meshard._engine.unit import units_in
+from meshard._torch.dtensor import local_of
 from tests.ranks.test_lifetime import settled_tensor_bytes
 from tests.support.cases import CASES
 from tests.support.covering import covering

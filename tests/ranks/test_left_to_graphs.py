@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from meshard._runtime.unit import unit_of
+from meshard._engine.unit import unit_of
 from tests.support.by_hand import (
     BATCHES,
     both,

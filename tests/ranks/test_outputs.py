@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
-from meshard._runtime.containers import cast_floats, tensors_in
+from meshard._engine.outputs import cast_floats, tensors_in
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads
 

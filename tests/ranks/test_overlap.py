@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard.build_unit
-from meshard._comm.work_communicator import WorkCommunicator
+import meshard._engine.build
+from meshard._comm.cpu import WorkCommunicator
 from tests.support.parity import assert_same, full_grads
 
 DELAY = COMPUTE = 0.020
@@ -77,14 +77,14 @@ class DelayedReductions(WorkCommunicator):
 def build(communicator, mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(BLOCKS)])
-    original = meshard.build_unit.make_communicator
-    meshard.build_unit.make_communicator = lambda device: communicator()
+    original = meshard._engine.build.make_communicator
+    meshard._engine.build.make_communicator = lambda device: communicator()
     try:
         for block in model[1:]:
             meshard.fully_shard(block, mesh)
         return meshard.fully_shard(model, mesh)
     finally:
-        meshard.build_unit.make_communicator = original
+        meshard._engine.build.make_communicator = original
 
 
 def step_times(delayed, mesh_shape):

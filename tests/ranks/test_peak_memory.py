@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshard import fully_shard
-from meshard._comm import work_communicator
+from meshard._comm import cpu
 from tests.benchmarks.memory import resident
 from tests.benchmarks.rounds import on_ranks
 from tests.support.covering import covering
@@ -104,7 +104,7 @@ def check_numbers(model, x, width, units):
 def step_at_once(argument):
     """Measure where a collective is over as soon as it is waited for, whatever else runs here."""
     width, units, reshards = argument
-    start = work_communicator.start_all_gather_on
+    start = cpu.start_all_gather_on
 
     def start_and_wait(*args):
         work = start(*args)
@@ -116,8 +116,8 @@ def step_at_once(argument):
         return True
 
     with (
-        mock.patch.object(work_communicator, "start_all_gather_on", start_and_wait),
-        mock.patch.object(work_communicator.WorkPending, "poll", wait),
+        mock.patch.object(cpu, "start_all_gather_on", start_and_wait),
+        mock.patch.object(cpu.WorkPending, "poll", wait),
     ):
         small = sharded(16, 2, reshards)  # what loads with the first step is nobody's
         one_step(small, adamw(small), batch(16, 0), 0)

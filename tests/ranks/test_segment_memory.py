@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from meshard._comm.neighbours import meet
-from meshard._comm.parts import Part
+from meshard._comm.communicator import Part
+from meshard._shared_memory.channel import meet
 
 
 def held_after(units):

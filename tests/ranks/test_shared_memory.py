@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard._comm import neighbours as neighbours_module
-from meshard._comm.neighbours import meet
-from meshard._comm.segment import IS_SUPPORTED, Segment
-from meshard._comm.shared_memory import SharedMemoryCommunicator
-from meshard._comm.work_communicator import WorkCommunicator
+from meshard._comm.cpu import WorkCommunicator
+from meshard._shared_memory import channel as neighbours_module
+from meshard._shared_memory.channel import meet
+from meshard._shared_memory.communicator import SharedMemoryCommunicator
+from meshard._shared_memory.segment import IS_SUPPORTED, Segment
 from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshard
-from meshard._runtime.unit import units_in
+from meshard._engine.unit import units_in
 from tests.ranks.test_lifetime import settled_tensor_bytes
 
 

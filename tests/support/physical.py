@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from meshard._comm.neighbours import Neighbours
+from meshard._shared_memory.channel import Neighbours
 
 
 def resident(what: str) -> int:

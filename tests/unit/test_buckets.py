@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshard.buckets import join_two, partition
+from meshard.replication import join_two, partition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 PARAMS = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(DTYPES)), min_size=1, max_size=12)

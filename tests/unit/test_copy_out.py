@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from meshard._comm.all_gather import GatherPlan
 from meshard._comm.communicator import DONE
-from meshard._comm.work_communicator import WorkCommunicator
-from meshard._geometry.layout import FlatLayout, ParamLayout
-from meshard._params.home import Home
-from meshard._params.shard_storage import ShardStorage
-from meshard._params.unsharded_storage import UnshardedStorage
+from meshard._comm.cpu import WorkCommunicator
+from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._params.storage import Home, ShardStorage, UnshardedStorage
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
-from meshard.unit_table import readable_bytes
+from meshard.diagnostics import readable_bytes
 from tests.support.fake import fake_group
 from tests.support.models import Adapted, MixedDtype, Transformer
 

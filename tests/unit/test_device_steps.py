@@ -7,12 +7,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard.build_unit
+import meshard._engine.build
 from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.communicator import Lane
-from meshard._comm.host_link import HostLink
+from meshard._comm.host_copies import HostLink
 from meshard._comm.streams import StreamCommunicator
-from meshard._params.home import Home
+from meshard._params.storage import Home
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
 from tests.unit.test_overlapped_streams import SYNC
@@ -31,7 +31,7 @@ class Run:
         self.comm = StreamCommunicator(self.device)
         self.host = FakeHost(self.device)
         self.host.step_device = CPU  # of the mesh, too: the recording device knows what is host's
-        monkeypatch.setattr(meshard.build_unit, "make_communicator", lambda _: self.comm)
+        monkeypatch.setattr(meshard._engine.build, "make_communicator", lambda _: self.comm)
         monkeypatch.setattr(Home, "host_of", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.model = make_model()
@@ -102,7 +102,7 @@ def test_a_step_that_does_not_wait_for_the_gradient_is_found_out(monkeypatch, ru
 
 
 def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(meshard.shown_shards, "hide_shards", lambda group: None)
+    monkeypatch.setattr(meshard.optim.pending_step, "hide_shards", lambda group: None)
     with run.recorder:
         for _ in range(2):
             run.window()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm.foreach_reduce import divide_, resolve_divisors
-from meshard._comm.numbers import Numbers
+from meshard._comm.buffers import Numbers
+from meshard.foreach_reduce import divide_, resolve_divisors
 
 factors = st.one_of(
     st.none(), st.sampled_from([0.5, 1.0, 3.0, 300.0]), st.integers(-6, 12).map(lambda k: 2.0**k)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from meshard._comm.packed_gather import PackedGather
+from meshard._comm.all_gather import PackedGather
 from meshard._comm.streams import StreamCommunicator
 from tests.support.covering import covering
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshard._comm.cpu import sum_rows
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._comm.sums import sum_rows
-from meshard._geometry.layout import ParamLayout
+from meshard._mesh.layout import ParamLayout
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from meshard import gradients
-from meshard._params.dtensors import local_of, make_dtensor, move_local, wrap_like
-from meshard._params.home import Home
+from meshard import clipping, grad_scaler
+from meshard._params.storage import Home
+from meshard._torch.dtensor import local_of, make_dtensor, move_local, wrap_like
 from tests.support.fake import fake_group
 
 SHAPE = torch.Size([8, 3])
@@ -58,20 +58,20 @@ def test_the_norm_of_host_shards_is_gathered_on_the_device(cuda_mesh, monkeypatc
         seen.append(value.device)
         return value.new_empty((group.size(), *value.shape))
 
-    monkeypatch.setattr(gradients, "device_of", lambda mesh: meta)  # in the place of a GPU
-    monkeypatch.setattr(gradients, "gather_values", gather_values)
+    monkeypatch.setattr(clipping, "device_of", lambda mesh: meta)  # in the place of a GPU
+    monkeypatch.setattr(clipping, "gather_values", gather_values)
     tensor = make_dtensor(torch.ones(2, 3), cuda_mesh, (Shard(0),), SHAPE)
-    assert gradients.get_total_norm([tensor]).device == meta
+    assert clipping.get_total_norm([tensor]).device == meta
     assert seen == [meta]
 
 
 def test_infs_are_agreed_on_where_the_group_works(cuda_mesh, monkeypatch):
     meta, seen = torch.device("meta"), []
-    monkeypatch.setattr(gradients, "device_of", lambda mesh: meta)
-    monkeypatch.setattr(gradients, "agree_on_max", lambda value, group: seen.append(value.device))
+    monkeypatch.setattr(grad_scaler, "device_of", lambda mesh: meta)
+    monkeypatch.setattr(grad_scaler, "agree_on_max", lambda value, group: seen.append(value.device))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # nothing to copy on meta
     param = make_dtensor(torch.ones(2, 3), cuda_mesh, (Shard(0),), SHAPE)
-    gradients._agree(torch.zeros(()), [param], None)
+    grad_scaler._agree(torch.zeros(()), [param], None)
     assert seen == [meta]
 
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from meshard._params.private_torch import hook_gradient
+from meshard._torch.private import hook_gradient
 
 OTHER = type("Other", (torch.Tensor,), {})
 

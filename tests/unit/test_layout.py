@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshard._comm.all_gather import GatherPlan
-from meshard._comm.slots import matching_parts
-from meshard._comm.work_communicator import WorkCommunicator
-from meshard._geometry.layout import FlatLayout, ParamLayout
-from meshard._params.home import Home
-from meshard._params.shard_storage import ShardStorage
+from meshard._comm.buffers import matching_parts
+from meshard._comm.cpu import WorkCommunicator
+from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._params.storage import Home, ShardStorage
 
 CPU = torch.device("cpu")
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3)

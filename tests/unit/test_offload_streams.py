@@ -7,11 +7,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard.build_unit
+import meshard._engine.build
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
-from meshard._comm.host_link import HostLink
+from meshard._comm.host_copies import HostLink
 from meshard._comm.streams import StreamCommunicator
-from meshard._params.home import Home
+from meshard._params.storage import Home
 from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
@@ -29,7 +29,7 @@ class Run:
         self.host = FakeHost(self.device)
         self.recorder = Recorder(self.device)
         monkeypatch.setattr(
-            meshard.build_unit, "make_communicator", lambda _: StreamCommunicator(self.device)
+            meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(self.device)
         )
         monkeypatch.setattr(Home, "host_of", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)

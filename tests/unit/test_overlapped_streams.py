@@ -9,13 +9,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard.build_unit
-import meshard.queued_step
-import meshard.unit_stepper
+import meshard._engine.build
+import meshard.optim.pending_step
+import meshard.optim.unit_step
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import Lane
 from meshard._comm.streams import StreamCommunicator
-from meshard.joined_steps import JoinedSteps
+from meshard.optim.joined_steps import JoinedSteps
 from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -37,7 +37,7 @@ class Run:
         self.device = FakeDevice()
         self.recorder = Recorder(self.device)
         self.comm = StreamCommunicator(self.device)
-        monkeypatch.setattr(meshard.build_unit, "make_communicator", lambda _: self.comm)
+        monkeypatch.setattr(meshard._engine.build, "make_communicator", lambda _: self.comm)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.model = make_model()
         for block in self.model[1:4]:
@@ -189,7 +189,7 @@ def test_a_read_waits_for_its_unit_only(sgd_run):
 def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
     run = sgd_run
     steps, gathers, in_backward = {}, {}, []
-    step, gather = meshard.unit_stepper.UnitStepper.step, StreamCommunicator.all_gather
+    step, gather = meshard.optim.unit_step.UnitStepper.step, StreamCommunicator.all_gather
     wait = Stream.wait_event
 
     def log_step(self, *args):
@@ -207,7 +207,7 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
             in_backward.append(self.number)
         wait(self, event)
 
-    monkeypatch.setattr(meshard.unit_stepper.UnitStepper, "step", log_step)
+    monkeypatch.setattr(meshard.optim.unit_step.UnitStepper, "step", log_step)
     monkeypatch.setattr(StreamCommunicator, "all_gather", log_gather)
     monkeypatch.setattr(Stream, "wait_event", log_wait)
     with run.recorder:
@@ -282,7 +282,7 @@ def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
 
 
 def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(meshard.queued_step, "hide_shards", lambda group: None)
+    monkeypatch.setattr(meshard.optim.pending_step, "hide_shards", lambda group: None)
     with run.recorder, torch.no_grad():
         with torch.enable_grad():
             run.window()

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshard._comm.packed_gather import Form, PackedGather, agree_on_forms
-from meshard._comm.work_communicator import WorkCommunicator
+from meshard._comm.all_gather import Form, PackedGather, agree_on_forms
+from meshard._comm.cpu import WorkCommunicator
 from tests.support.threads import run_threads
 
 INPUTS = {

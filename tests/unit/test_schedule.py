@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._runtime.schedule import StepSchedule
+from meshard._engine.schedule import StepSchedule
 
 ROOT, A, B, C = range(4)
 

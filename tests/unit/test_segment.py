@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm.segment import FirstFit, Segment
+from meshard._shared_memory.segment import FirstFit, Segment
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=30), data=st.data())

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard.build_unit
+import meshard._engine.build
 from meshard import GradientSync, MixedPrecisionPolicy
 from meshard._comm import streams
 from meshard._comm.communicator import Lane
@@ -24,7 +24,7 @@ def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, is_last=True, 
     """Train three windows of three microbatches; return the device with what it found."""
     device = device or FakeDevice()
     monkeypatch.setattr(
-        meshard.build_unit, "make_communicator", lambda _: StreamCommunicator(device)
+        meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(device)
     )
     world_size = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
     with fake_group(world_size):
@@ -116,7 +116,7 @@ def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
 def test_a_gather_can_wait_for_the_optimizer_alone(monkeypatch, from_optimizer):
     device, comm = FakeDevice(), []
     monkeypatch.setattr(
-        meshard.build_unit,
+        meshard._engine.build,
         "make_communicator",
         lambda _: comm.append(StreamCommunicator(device)) or comm[-1],
     )
@@ -166,7 +166,7 @@ def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
 
 
 def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
-    from meshard._comm import foreach_reduce
+    from meshard import foreach_reduce
 
     finish = foreach_reduce.Reduction._start_scatter
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm import sums
+from meshard._comm import cpu
 
 WIDE = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 
@@ -30,8 +30,8 @@ def test_sums_of_integers_are_exact_and_zeros_keep_their_sign(
     is_negative_zero = [bool((c == 0).all() and torch.signbit(c).all()) for c in rows.t()]
     output = torch.full((numel,), float("nan"), dtype=WIDE[dtype])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "_SMALL", 2**19 if is_small else 0)
-        sums.sum_rows(output, rows, keep_signs=keep_signs)
+        patch.setattr(cpu, "_SMALL", 2**19 if is_small else 0)
+        cpu.sum_rows(output, rows, keep_signs=keep_signs)
     assert output.tolist() == expected
     if keep_signs:
         assert [bool(s) for s in torch.signbit(output) & (output == 0)] == is_negative_zero
@@ -41,8 +41,8 @@ def test_sums_of_integers_are_exact_and_zeros_keep_their_sign(
 def test_asking_for_signs_changes_no_other_bit(count, numel, seed):
     rows = torch.randn(count, numel, generator=torch.Generator().manual_seed(seed))
     with_signs, without = torch.empty(numel), torch.empty(numel)
-    sums.sum_rows(with_signs, rows.clone(), keep_signs=True)
-    sums.sum_rows(without, rows.clone(), keep_signs=False)
+    cpu.sum_rows(with_signs, rows.clone(), keep_signs=True)
+    cpu.sum_rows(without, rows.clone(), keep_signs=False)
     assert torch.equal(with_signs, without)
     for total, column in zip(without.tolist(), rows.t().tolist(), strict=True):
         # Each addition rounds by half an ulp of what the terms can add up to.
@@ -53,5 +53,5 @@ def test_asking_for_signs_changes_no_other_bit(count, numel, seed):
 def test_narrow_rows_add_up_in_the_wide_dtype():
     rows = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
     output = torch.empty(1)
-    sums.sum_rows(output, rows)
+    cpu.sum_rows(output, rows)
     assert output.item() == 259  # in bfloat16 it would stay 256

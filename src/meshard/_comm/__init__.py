@@ -1,1 +1,1 @@
-"""How do a unit's tensors travel?"""
+"""Tensors in flight."""

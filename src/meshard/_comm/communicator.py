@@ -1,4 +1,4 @@
-"""How is one collective queued, and how is it waited for?
+"""The communicator interface.
 
 A collective is started by one call and finished by ``wait()`` on what it returned; between the two
 it runs beside the compute. Here is the interface. The implementations are ``shared_memory`` for
@@ -17,7 +17,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshard._comm.parts import Part
+
+class Part(enum.Enum):
+    """What a communicator may keep memory for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"  # of an optimizer; then all of it again
+
 
 # One tensor [ranks, n], or a list of tensors [n].
 Rows = torch.Tensor | list[torch.Tensor]

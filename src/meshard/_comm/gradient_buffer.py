@@ -1,4 +1,4 @@
-"""How are the whole gradients of a unit laid out for the wire?
+"""Layout of a unit's gradients in the buffer that is reduced.
 
 A buffer ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. Every parameter
 that takes part has its slot in it, whether this rank has a gradient for it or not, so that ranks
@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from meshard._comm.buffers import KeptBuffer, Numbers, copy_all, matching_parts
 from meshard._comm.communicator import Rows
-from meshard._comm.kept_buffer import KeptBuffer
-from meshard._comm.numbers import Numbers
-from meshard._comm.slots import copy_all, matching_parts
-from meshard._comm.usage_marks import UsageMarks
-from meshard._geometry.layout import FlatLayout, ParamLayout, Slot
+from meshard._comm.unused_params import UsageMarks
+from meshard._mesh.layout import FlatLayout, ParamLayout, Slot
 
 _MAX_MARKS = 16
 _FEW = 3600  # elements: from here on torch transposes by blocks, slower than column by column
@@ -281,3 +279,33 @@ class GradientLayout:
 def _copy_into(slots: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
     for ours, theirs in matching_parts(slots, gradient, layout):
         ours.copy_(theirs)
+
+
+class Held(NamedTuple):
+    """Gradients of some parameters in one flat tensor."""
+
+    layout: GradientLayout
+    flat: torch.Tensor  # [shard_numel], or [shard_count, shard_numel] before any reduction
+    used: frozenset[int]  # the parameters that have a gradient
+
+    def shards(self, shard_rank: int) -> list[tuple[int, torch.Tensor]]:
+        """Return each parameter's shard: a view of ``flat``, which has been reduced."""
+        return self.layout.shards(self.flat, shard_rank, self.used)
+
+    def laid_out(self, layout: GradientLayout) -> torch.Tensor:
+        """Return ``flat`` in another layout, in which nothing is missing."""
+        if self.layout is layout:
+            return self.flat
+        return self.layout.move(self.flat, layout, self.used)
+
+    def erase(self, indices: frozenset[int]) -> None:
+        """Make the slots of some parameters as if they had no gradient, in place."""
+        for index in self.used & indices:
+            slot = self.layout.slots[index]
+            self.flat.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
+
+    def unless_all(self, erased: frozenset[int]) -> Held | None:
+        """Return what is left once ``erased`` are gone; None if that is all, used here or not."""
+        if erased.issuperset(self.layout.indices):
+            return None
+        return self._replace(used=self.used - erased)

@@ -1,4 +1,4 @@
-"""How is a collective queued on a device with streams, and who may free what, when?
+"""Collectives on a device with streams.
 
 Note: Stream rules.
     The *compute* stream is the one that is current when a lane is entered or a ``wait`` is called.
@@ -36,21 +36,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.checked import CheckedCommunicator
 from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
-    Communicator,
     Lane,
+    Part,
     Pending,
     Queued,
     Rows,
     profiled,
 )
-from meshard._comm.communicator_calls import all_gather_single, reduce_scatter_single
-from meshard._comm.notes import is_debugging
-from meshard._comm.parts import Part
-from meshard._comm.shared_memory import SharedMemoryCommunicator
+from meshard._torch.versions import all_gather_single, reduce_scatter_single
 
 
 class _EventPending:
@@ -209,13 +205,3 @@ class StreamCommunicator(BaseCommunicator):
         with profiled("all_reduce", label):
             dist.all_reduce(buffer, group=group)
         return self.queued(buffer)
-
-
-def make_communicator(device: torch.device) -> Communicator:
-    """Return a communicator for tensors on ``device``; a checked one under ``MESHARD_DEBUG=1``."""
-    communicator: Communicator
-    if device.type != "cpu":
-        communicator = StreamCommunicator(torch.get_device_module(device))
-    else:
-        communicator = SharedMemoryCommunicator()
-    return CheckedCommunicator(communicator) if is_debugging() else communicator

@@ -1,1 +1,1 @@
-"""Where are a unit's tensors at rest?"""
+"""Parameters at rest and in use."""

@@ -1,7 +1,13 @@
-"""Which of a parameter's two faces does the module see?"""
+"""One parameter of a unit, sharded and unsharded.
+
+Tensors outlive their part: an optimizer may hold the parameters that ``fully_shard`` replaced, and
+would never train. So each says on itself what it is. The checks
+are in ``optimizer_steps`` and, for ties that a call would cut, in ``build_unit``.
+"""
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +16,38 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
-from meshard._geometry.layout import ParamLayout
-from meshard._geometry.mesh_roles import MeshRoles
-from meshard._geometry.placed import Placed
-from meshard._params.dtensors import (
+from meshard._mesh.layout import ParamLayout
+from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.placement import Placed
+from meshard._torch.dtensor import (
     copy_dtensor,
     make_dtensor,
     own_local,
     place_like,
     set_local,
 )
-from meshard._params.marks import Mark, mark_as
-from meshard._params.private_torch import unasked
+from meshard._torch.private import unasked
+
+
+class Mark(enum.Enum):
+    """What a tensor is to the unit that marked it."""
+
+    ORIGINAL = enum.auto()  # what fully_shard replaced
+    SHARD = enum.auto()  # the sharded parameter, or a copy of it
+    REPLACED_LATER = enum.auto()  # it was the sharded parameter, or should have become it
+    WHOLE_FACE = enum.auto()  # the whole parameter, which lives inside forward and backward
+
+
+def mark_as(tensor: torch.Tensor, mark: Mark, fqn: str) -> None:
+    """Write on ``tensor`` what it is, and its dotted name from the unit's module."""
+    # By name: torch.save takes attributes along, and may be read where there is no meshard.
+    tensor._meshard_mark = (mark.name, fqn)  # type: ignore[attr-defined]
+
+
+def mark_of(tensor: torch.Tensor) -> tuple[Mark | None, str]:
+    """Return what ``mark_as`` wrote; None for a tensor that no unit knows."""
+    name, fqn = getattr(tensor, "_meshard_mark", (None, ""))
+    return None if name is None else Mark[name], fqn
 
 
 class ShardedParam:

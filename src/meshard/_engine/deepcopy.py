@@ -1,0 +1,182 @@
+"""Deep copies of modules with units.
+
+Another module with units of its own: own shards, hooks, settings and steps, on the same mesh. The
+units are copied first, then the modules, whose hooks and parameters find their copies in deepcopy's
+memo; last, the copied units learn which modules are theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshard._comm.divergence import number_root
+from meshard._engine.hooks import gradient_hook_maker
+from meshard._engine.lifecycle import Lifecycle
+from meshard._engine.misread import watch_reads
+from meshard._engine.on_access import gather_on_access
+from meshard._engine.param_group import ParamGroup
+from meshard._engine.unit import Unit, UnitSettings, UnitStep, units_in
+from meshard._shared_memory.factory import make_communicator
+from meshard._torch.private import queue_backward_callback
+
+_UNDER_WAY = object()  # its id, in the memo, says that units have been copied
+
+
+def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of ``module``, with copies of all units in it.
+
+    Every rank by itself. Gradients are copied, whole parameters are not.
+
+    Args:
+        module: The outermost sharded module of what is copied, or one inside it.
+        memo: ``copy.deepcopy``'s.
+
+    Raises:
+        RuntimeError: A step is under way, or gradients are not fully reduced.
+    """
+    if id(_UNDER_WAY) in memo:
+        return _copy_module(module, memo)
+    units = _reached_from(module)
+    for unit in units:
+        _check_at_rest(unit)
+    for unit in units:
+        memo[id(unit)] = _copy_unit(unit, memo)
+    memo[id(_UNDER_WAY)] = _UNDER_WAY
+    try:
+        copied = memo[id(module)] = _copy_module(module, memo)
+        for unit in units:  # of a list, some modules may be beside this one
+            for ref in unit.modules:
+                copy.deepcopy(ref(), memo)
+    finally:
+        del memo[id(_UNDER_WAY)]
+    _connect(units, memo)
+    return copied
+
+
+def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module as what it was before its class was changed: that class knows how."""
+    sharded_class = type(module)
+    original = next(cls for cls in sharded_class.__mro__[1:] if not _is_ours(cls))
+    module.__class__ = original
+    try:
+        copied: nn.Module = copy.deepcopy(module, memo)
+    finally:
+        module.__class__ = sharded_class
+    copied.__class__ = sharded_class
+    return copied
+
+
+def _is_ours(cls: type) -> bool:
+    # FSDPModule, which cannot be imported here, and its base in torch: they are no modules.
+    return not issubclass(cls, nn.Module)
+
+
+def _reached_from(module: nn.Module) -> list[Unit]:
+    """List the units in ``module``, and in the modules that share one of them."""
+    found: dict[Unit, None] = {}
+    modules = [module]
+    while modules:
+        for unit in units_in(modules.pop(0)):
+            if unit not in found:
+                found[unit] = None
+                modules += [each for ref in unit.modules if (each := ref()) is not None]
+    return list(found)
+
+
+def _check_at_rest(unit: Unit) -> None:
+    if not unit.lifecycle.is_between_steps():
+        raise RuntimeError(
+            f"copy.deepcopy was called while unit {unit.label!r} is in its forward or backward; "
+            "copy a sharded module between steps, or call reset_iter_state() on the root first if "
+            "a step was interrupted."
+        )
+    if unit.group is not None:
+        unit.group.check_closed("copied")
+    if unit.gradients is not None and unit.gradients.pending:
+        raise RuntimeError(
+            f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "
+            f"{unit.gradients.pending}; end the window, call meshard.finalize_gradients(module), "
+            "or drop them with zero_grad()."
+        )
+
+
+def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
+    copied = copy.copy(unit)
+    copied.modules = []
+    copied.parent = None
+    copied.children = []
+    copied.companions = []
+    copied.on_reduced = []
+    copied.step = UnitStep()
+    if unit.group is None or unit.gradients is None:
+        return copied
+    unit.group.adopt_edits()
+    tensors = unit.group.tensors
+    if tensors.is_partly_meta:
+        raise RuntimeError(
+            f"copy.deepcopy was called while some parameters of unit {unit.label!r} are on the "
+            "meta device and others are not; load or initialise all of them first."
+        )
+    params = [param.for_copy(memo) for param in tensors.params]
+    with torch.no_grad():
+        group = ParamGroup(tensors.for_copy(params, gradient_hook_maker(copied)))
+    copied.group = group
+    copied.gradients = unit.gradients.for_copy(group)
+    group.accumulated = weakref.ref(copied.gradients)
+    return copied
+
+
+def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
+    """Let the copies know their modules and one another, and run in steps of their own."""
+    copies = [memo[id(unit)] for unit in units]
+    root_fqn = units[0].fqn
+    for unit, copied in zip(units, copies, strict=True):
+        copied.modules = [weakref.ref(memo[id(ref())]) for ref in unit.modules]
+        copied.settings = _copy_settings(unit.settings, memo)
+        if root_fqn:
+            copied.fqn = unit.fqn.removeprefix(root_fqn).removeprefix(".")
+        parent = unit.parent() if unit.parent is not None else None
+        if parent is not None and id(parent) in memo:
+            copied.parent = weakref.ref(memo[id(parent)])
+            memo[id(parent)].children.append(weakref.ref(copied))
+        copied.companions = [memo[id(companion)] for companion in unit.companions]
+        for companion in copied.companions:
+            companion.companion_of = weakref.ref(copied)
+        if unit.group is None:
+            continue
+        for param, own in zip(unit.group.params, copied.group.params, strict=True):
+            for module_ref, name in param.owners:
+                module = memo.get(id(module_ref()))
+                if module is not None:
+                    own.add_owner(module, name)
+            own.show(own.sharded)
+    groups = [copied.group for copied in copies if copied.group is not None]
+    device = groups[0].place.device if groups else torch.device("cpu")
+    comm = make_communicator(device)
+    number_root(comm, [each for group in groups for each in group.place.roles.groups])
+    lifecycle = Lifecycle(queue_backward_callback, comm)
+    lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
+    lifecycle.set_units(copies)
+    for copied in copies:
+        watch_reads(copied)
+        if copied.settings.unshard_on_access and copied.companion_of is None:
+            gather_on_access(copied)
+
+
+def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings:
+    def copies(refs: list[weakref.ref[Unit]]) -> list[weakref.ref[Unit]]:
+        return [weakref.ref(memo[id(unit)]) for ref in refs if id(unit := ref()) in memo]
+
+    return dataclasses.replace(
+        settings,
+        # The same hooks, in a list of their own: torch's streams cannot be copied.
+        reduce_hooks=list(settings.reduce_hooks),
+        forward_prefetch=copies(settings.forward_prefetch),
+        backward_prefetch=copies(settings.backward_prefetch),
+    )

@@ -1,0 +1,395 @@
+"""Hooks on modules and autograd.
+
+Hooks hold their unit weakly and look the lifecycle up through it, because an outer ``fully_shard``
+puts another lifecycle in its place.
+
+``load_state_dict`` copies (or assigns) what it is given into parameters that are DTensors, and
+torch refuses to mix the two. So before a module loads, each whole tensor in its state dict is
+replaced by this rank's part of it. That takes no communication: every rank was given the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshard._engine.misread import explain
+from meshard._engine.outputs import (
+    WATCHED,
+    cast_floats,
+    detached_from_others,
+    left_in,
+    takes_tensors,
+    tensors_in,
+)
+from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
+from meshard._engine.unit import Unit, units_of
+from meshard._params.flat_params import GradientHook
+from meshard._params.sharded_param import ShardedParam
+from meshard._torch.dtensor import is_placed_like, local_of
+from meshard._torch.private import hook_gradient, next_node, untraced, untraced_itself
+
+
+def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
+    """Return what makes the hook for the whole gradient of parameter ``index`` of a unit."""
+    unit_ref = weakref.ref(unit)
+
+    def make(index: int) -> GradientHook:
+        return partial(_gradient_hook, unit_ref, index)
+
+    return make
+
+
+@untraced
+def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.lifecycle.gradient_arrived(unit, index)
+
+
+def register_hooks(unit: Unit) -> None:
+    """Tell the lifecycle of ``unit`` whenever one of its modules runs."""
+    for place, ref in enumerate(unit.modules):
+        module = ref()
+        assert module is not None
+        hooks = ModuleHooks(unit, place)
+        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+        # always_call: an exception in forward must leave the unit sharded.
+        module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
+        module.register_state_dict_pre_hook(_refuse_in_a_window)
+
+
+def _refuse_in_a_window(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Let nobody save a checkpoint in the middle of a window, which it would not hold.
+
+    After a backward that failed it is allowed: parameters are what they were before.
+
+    Raises:
+        RuntimeError: Gradients are pending.
+    """
+    unit = module.__dict__.get("_meshard_unit")
+    if unit is not None and unit.group is not None:
+        unit.group.check_nothing_is_pending()
+
+
+class ModuleHooks:
+    """The two hooks of one module of a unit.
+
+    Args:
+        unit: Held weakly.
+        place: Which of the unit's modules.
+    """
+
+    __slots__ = ("_place", "_unit")
+
+    def __init__(self, unit: Unit, place: int) -> None:
+        self._unit = weakref.ref(unit)
+        self._place = place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
+        """Be the hooks of the unit's copy, if the unit is being copied: see ``unit_copy``."""
+        copied = copy.copy(self)
+        unit = self._unit()
+        if id(unit) in memo:
+            copied._unit = weakref.ref(memo[id(unit)])
+        return copied
+
+    @untraced
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        unit = self._unit()
+        if unit is None:
+            return None
+        if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
+            # Only Exceptions reach post_forward: a KeyboardInterrupt ended the last forward.
+            unit.lifecycle.abort()
+        unit.lifecycle.pre_forward(unit)
+        if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
+            note_arguments(unit, args, kwargs)
+        dtype = unit.casts.inputs
+        if dtype is None:
+            return None
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    @untraced
+    def post_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        unit = self._unit()
+        if unit is None:
+            return None
+        # When forward raises, torch calls this inside its except block, without an output.
+        failed = output is None and sys.exc_info()[0] is not None
+        of = unit.lifecycle.schedule.present
+        if failed:
+            explain(sys.exc_info()[1])
+        # A root without parameters too: its units may hold gradients and not run in this forward.
+        is_watched = unit.group is not None or unit.is_root
+        records = is_watched and not failed and torch.is_grad_enabled()
+        # The answer decides whether the unit may be resharded now.
+        if (
+            records
+            and not isinstance(output, torch.Tensor)
+            and is_hidden(output, unit, args, kwargs)
+        ):
+            unit.lifecycle.held.hold_hidden(unit, output, of)
+        call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
+        if failed or call is None:
+            return None
+        result = output
+        if unit.casts.outputs is not None:
+            result = cast_floats(output, unit.casts.outputs)
+        if records:
+            result = detached_from_others(result, args, kwargs)
+            watch_outputs(result, self._unit, of, call)
+            if call.began_at >= 0:
+                watch_outputs(left_in(args, kwargs, call.began_at), self._unit, of, call)
+        return None if result is output else result
+
+    @untraced_itself
+    def run(
+        self,
+        module: nn.Module,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call ``method`` as if it were what ``module(...)`` calls."""
+        output = None
+        try:
+            changed = self.pre_forward(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+            output = method(*args, **kwargs)
+            result = self.post_forward(module, args, kwargs, output)
+        except Exception:
+            if output is None:
+                self.post_forward(module, args, kwargs, None)
+            raise
+        return output if result is None else result
+
+
+@untraced_itself
+def run_in_unit(
+    module: nn.Module,
+    unit: Unit,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``method`` as if it were what ``module(...)`` calls, a module of ``unit``."""
+    for companion in reversed(unit.companions):
+        method = partial(_run, _hooks_of(module, companion), module, method)
+    return _hooks_of(module, unit).run(module, method, args, kwargs)
+
+
+@untraced_itself
+def _run(
+    hooks: ModuleHooks,
+    module: nn.Module,
+    method: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return hooks.run(module, method, args, kwargs)
+
+
+def _hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
+    """Return the hooks of one of the modules of ``unit``."""
+    place = next(place for place, ref in enumerate(unit.modules) if ref() is module)
+    return ModuleHooks(unit, place)
+
+
+@untraced
+def _output_hook(
+    unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+) -> torch.Tensor | None:
+    unit = unit_ref()
+    if unit is None:
+        return None
+    return unit.lifecycle.pre_backward(unit, of, call, gradient)
+
+
+def watch_outputs(
+    output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall
+) -> None:
+    """Have ``pre_backward`` called before the first gradient of an output is used."""
+    hook = partial(_output_hook, unit_ref, of, call)
+    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+        if tensor.requires_grad:
+            setattr(tensor, WATCHED, True)
+            hook_gradient(tensor, hook)
+            if tensor._is_view():
+                _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
+
+
+def note_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note that the forward that begins may leave tensors in what it is called with."""
+    if unit.lifecycle.phase is not Phase.FORWARD or not torch.is_grad_enabled():
+        return
+    call = unit.lifecycle.schedule.newest
+    if call is not None and takes_tensors(args, kwargs):
+        call.began_at = next_node()
+
+
+def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> None:
+    """Hear of the backward of ``view`` also if it is changed in place.
+
+    A linear layer returns a view, and adding to it in place (``x = layer(x); x += y``) makes
+    autograd drop the hooks of the view; what made the base of the view stays in the graph.
+    """
+    base = view._base
+    if base is not None and base.grad_fn is not None:
+        base.grad_fn.register_prehook(hook)
+
+
+@untraced
+def _base_hook(
+    unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradients: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    unit = unit_ref()
+    if unit is None or call.begun_in == unit.lifecycle.backward_number:
+        return None
+    used = unit.lifecycle.pre_backward(unit, of, call, gradients[0])
+    return None if used is None else (used, *gradients[1:])
+
+
+def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there is a backward to come, but no tensor in the output to hear of it by."""
+    if unit.group is None or tensors_in(output):
+        return False
+    if unit.group.num_trainable:
+        return True
+    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+
+def _is_inside_itself(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is being made inside another call of it."""
+    # Where a forward is called from, and the name that the module has there.
+    ways = {nn.Module._call_impl.__code__: "self", ModuleHooks.run.__code__: "module"}
+    num_calls, frame = 0, sys._getframe()
+    while frame is not None:
+        name = ways.get(frame.f_code)
+        num_calls += name is not None and frame.f_locals.get(name) is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return num_calls > 1
+
+
+def register_load_hooks(unit: Unit) -> None:
+    """Have every module that owns a parameter of ``unit`` take whole tensors when it loads."""
+    if unit.group is None:
+        return
+    owned: dict[nn.Module, list[tuple[str, int]]] = {}
+    for index, param in enumerate(unit.group.params):
+        for module_ref, name in param.owners:
+            module = module_ref()
+            assert module is not None
+            owned.setdefault(module, []).append((name, index))
+    for module, names in owned.items():
+        module.register_load_state_dict_pre_hook(_LoadHook(unit, names))
+    for module_ref in unit.modules:
+        module = module_ref()
+        assert module is not None
+        module.register_load_state_dict_post_hook(_adopt_loaded)
+
+
+def _adopt_loaded(module: nn.Module, _: Any) -> None:
+    """Take over what was assigned, so that parameters are tied again before anybody lists them."""
+    for unit in units_of(module):
+        group = unit.group
+        if group is not None and not group.is_showing_unsharded and not group.is_open:
+            group.adopt_edits()
+
+
+class _LoadHook:
+    """Runs before one module loads its own parameters.
+
+    Args:
+        unit: Whose parameters they are.
+        names: Attribute and place in the unit of each.
+    """
+
+    def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
+        self._unit = weakref.ref(unit)
+        self._names = names
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
+        """Serve the unit's copy, if the unit is being copied: see ``unit_copy``."""
+        copied = object.__new__(_LoadHook)
+        copied._unit, copied._names = self._unit, self._names
+        unit = self._unit()
+        if id(unit) in memo:
+            copied._unit = weakref.ref(memo[id(unit)])
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Say what to do instead of pickling a module whose parameters are sharded."""
+        raise TypeError(
+            "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
+            "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
+        )
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        """Replace what does not fit in ``state_dict``, which is torch's copy of the user's."""
+        unit = self._unit()
+        if unit is None or unit.group is None:
+            return
+        unit.group.finish_copies()
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        for name, index in self._names:
+            given = state_dict.get(prefix + name)
+            param = unit.group.params[index]
+            if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
+                continue  # torch has a message for that
+            held = module._parameters.get(name)
+            if held is param.sharded:
+                state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
+            elif held is param.unsharded:
+                state_dict[prefix + name] = _whole(param, given)
+                # Also into the shard: the whole copy is given back, and lost.
+                with torch.no_grad():
+                    local_of(param.sharded).copy_(
+                        local_of(_fitting(param, given, is_assigned=False))
+                    )
+
+
+def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> torch.Tensor:
+    """Return ``given`` as a shard with the mesh and placements of ``param``.
+
+    **Collective:** the mesh of ``given``, if it is a DTensor that is placed in another way.
+    """
+    if is_placed_like(given, param.sharded):
+        return given
+    shard = param.shard_of(_whole(param, given))
+    # Assigned, a view would keep the whole tensor alive.
+    return shard.clone() if is_assigned else shard
+
+
+def _whole(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
+    if not isinstance(given, DTensor):
+        return given
+    if given.device_mesh.get_coordinate() is None:
+        raise RuntimeError(
+            f"parameter {param.fqn!r} cannot be loaded from a DTensor on {given.device_mesh}, "
+            "because this rank is not part of that mesh; load a whole tensor, or save and load "
+            "with torch.distributed.checkpoint."
+        )
+    whole: torch.Tensor = given.full_tensor()
+    return whole.detach()

@@ -1,0 +1,271 @@
+"""Parameters unsharded by a call of unshard().
+
+Between ``unshard()`` and the next forward or ``reshard()`` modules show whole parameters outside of
+any forward, and what is done to them is done to a copy. Flags can be carried over to the sharded
+parameters, which count. Edits of values are lost with the copy, and a cast would leave the module
+with a tensor that is never filled again. A graph that was built on the copy keeps it, however long
+it lives: the unit gets another one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from meshard._engine.optimizer_hooks import Stepped, note_shown_whole
+from meshard._params.flat_params import Faces, GradientHook
+from meshard._params.sharded_param import ShardedParam
+from meshard._torch.dtensor import local_of, place_like, set_local
+from meshard._torch.private import num_users, references_in_torch
+
+
+class Gathered(Stepped, Protocol):
+    """A group of parameters that can be made whole: see ``param_group``."""
+
+    params: list[ShardedParam]
+    tensors: Faces
+    handed_out: HandedOut | None
+    may_keep: bool
+
+    @property
+    def label(self) -> str:
+        """The name of its unit."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of a shard."""
+
+    def forget_stale(self, *, leftover: bool) -> None:
+        """Reshard if the whole copy is older than the shards."""
+
+    def start_unshard(self) -> None:
+        """Start gathering."""
+
+    def finish_unshard(self) -> None:
+        """Have the whole parameters."""
+
+    def show_unsharded(self) -> None:
+        """Let the module see them."""
+
+    def reshard(self) -> None:
+        """Give them back."""
+
+
+def hand_out(group: Gathered, joining_hook: Callable[[int], GradientHook]) -> HandedOut:
+    """Start gathering for somebody who wants to see whole parameters outside of a forward.
+
+    Args:
+        group: What is to be gathered.
+        joining_hook: Makes the hook for gradients that come from outside of the unit's forward.
+    """
+    asked = group.handed_out  # who has asked before may wait for the same
+    group.forget_stale(leftover=True)
+    group.start_unshard()
+    # A rank that waits before its forward has nothing to keep there. All decide alike, here.
+    group.may_keep = False
+    hook = joining_hook if group.tensors.can_leave else None
+    group.handed_out = asked or HandedOut(group.label, group.params, hook)
+    return group.handed_out
+
+
+def show_handed_out(group: Gathered, what: HandedOut) -> None:
+    """Show what ``hand_out`` returned, unless it has been used or given back meanwhile."""
+    if group.handed_out is what:
+        group.finish_unshard()
+        group.show_unsharded()
+        what.note_shown(group.version)
+        note_shown_whole(group, [param.unsharded for param in group.params])
+
+
+def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> None:
+    """Look at what was done to whole parameters that ``hand_out`` gave out, if it did.
+
+    Args:
+        group: That may have been gathered.
+        refuse: Raise if something was done that cannot last.
+        stays: It is not resharded now.
+
+    Raises:
+        RuntimeError: ``refuse``, and something was done that cannot last.
+    """
+    handed_out, group.handed_out = group.handed_out, None
+    if handed_out is None:
+        return
+    is_held = handed_out.is_held
+    wrong = handed_out.take_back(group.version)
+    if is_held and handed_out.joining_hook is not None:
+        # No rank may gather for this: others may have built no graph.
+        group.tensors.leave_whole(handed_out.joining_hook, stays=stays and not wrong)
+        note_shown_whole(group, [param.unsharded for param in group.params])
+    if wrong and refuse:
+        group.reshard()
+        raise RuntimeError(wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class _Face:
+    """A whole parameter as it was given."""
+
+    requires_grad: bool
+    version: int
+    local: torch.Tensor
+    address: int
+    dtype: torch.dtype
+
+
+class _Holders(NamedTuple):
+    """How many may read the memory of a whole parameter, and a constant more."""
+
+    references: int  # inside torch, to the parameter
+    users: int  # tensors on its storage
+
+
+class HandedOut:
+    """Whole parameters that ``unshard()`` has asked for, and may show.
+
+    Args:
+        label: The unit's name.
+        params: Of the unit.
+        joining_hook: See ``hand_out``; None: they cannot be left to graphs that hold them.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        params: list[ShardedParam],
+        joining_hook: Callable[[int], GradientHook] | None,
+    ) -> None:
+        self.joining_hook = joining_hook
+        self._label = label
+        self._params = params
+        self._version = 0
+        self._faces: list[_Face] = []  # empty unless they are shown
+        self._holders: list[_Holders] = []  # when they were shown
+
+    def note_shown(self, version: int) -> None:
+        """The modules show them now.
+
+        Args:
+            version: Of the shards.
+        """
+        if not self._faces:  # else somebody who asked first has waited before
+            self._version = version
+            self._faces = [_face_of(param.unsharded) for param in self._params]
+            if self.joining_hook is not None:
+                self._holders = self._count_holders()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a graph, or a tensor on the same memory, has come to hold a shown parameter."""
+        if not self._holders:
+            return False
+        now = self._count_holders()
+        if now == self._holders:
+            return False
+        if any(map(_is_held, self._params, self._holders, now)):
+            return True
+        # A graph that was there before is gone: what is there now may belong to another one.
+        has_sunk = any(map(_has_sunk, self._holders, now))
+        return has_sunk and any(_num_readers(param.unsharded) > 0 for param in self._params)
+
+    def _count_holders(self) -> list[_Holders]:
+        return [
+            _Holders(references_in_torch(param.unsharded), num_users(shown.local))
+            for param, shown in zip(self._params, self._faces, strict=True)
+        ]
+
+    def take_back(self, version: int) -> str:
+        """Carry over flags, and undo what would outlive the copy.
+
+        Args:
+            version: Of the shards. If it has grown, they were edited or loaded too.
+
+        Returns:
+            What is wrong, for an error; empty if nothing is.
+        """
+        cast, edited = [], []
+        faces, self._faces, self._holders = self._faces, [], []
+        for param, was in zip(self._params, faces, strict=False):
+            face = param.unsharded
+            if face.requires_grad is not was.requires_grad:
+                param.sharded.requires_grad_(face.requires_grad)
+            now = _memory_of(face)
+            if now.data_ptr() != was.address or now.dtype != was.dtype:
+                _restore(face, was)
+                cast.append(param.fqn)
+            elif face._version != was.version:
+                edited.append(param.fqn)
+        if edited and version == self._version:
+            warnings.warn(
+                f"parameter(s) {_listed(edited)} of unit {self._label!r} were edited while "
+                "unshard() had made them whole, and these edits are lost: they were made to a "
+                "copy. Edit whole parameters inside meshard.unsharded_params(module), or the "
+                "shards after reshard().",
+                stacklevel=4,
+            )
+        if not cast:
+            return ""
+        return (
+            f"parameter(s) {_listed(cast)} of unit {self._label!r} were cast, moved or given other "
+            "data while unshard() had made them whole, which changes a copy only; call reshard() "
+            "before module.to(...), and edit whole parameters inside "
+            "meshard.unsharded_params(module)."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _memory_of(face: torch.Tensor) -> torch.Tensor:
+    return local_of(face) if isinstance(face, DTensor) else face
+
+
+def _face_of(face: torch.Tensor) -> _Face:
+    local = _memory_of(face).detach()
+    return _Face(face.requires_grad, face._version, local, local.data_ptr(), local.dtype)
+
+
+def _is_held(param: ShardedParam, before: _Holders, now: _Holders) -> bool:
+    """Whether somebody has come who may read the memory of a whole parameter later."""
+    face, num_new = param.unsharded, now.references - before.references
+    if now.users > before.users:
+        return True
+    if num_new == 1 and before.references == 1:
+        return _num_readers(face) > 0
+    return num_new > 0
+
+
+def _has_sunk(before: _Holders, now: _Holders) -> bool:
+    return now.references < before.references or now.users < before.users
+
+
+def _num_readers(face: torch.Tensor) -> int:
+    """Return how many in graphs hold a whole parameter, but for the node that adds to its gradient.
+
+    That one reads nothing, and there is one at a time: who asks for it gets it, or a new one.
+    """
+    num_holders = references_in_torch(face) - 1
+    if not num_holders or not face.requires_grad:
+        return num_holders
+    with torch.inference_mode(False), torch.enable_grad():
+        node = get_gradient_edge(face).node
+    was_there = references_in_torch(face) - 1 == num_holders
+    del node
+    return num_holders - was_there
+
+
+def _restore(face: torch.Tensor, was: _Face) -> None:
+    """Let ``face`` have the memory again that gathers fill."""
+    if isinstance(face, DTensor):
+        face.data = place_like(face, was.local)
+        set_local(face, was.local)
+    else:
+        face.data = was.local

@@ -1,0 +1,154 @@
+"""Units that stay unsharded beyond their backward.
+
+Two kinds. A backward with ``create_graph=True`` makes a graph whose nodes have saved whole
+parameters; the backward through it begins with those nodes, before any hook of a unit. And a unit
+whose outputs are nowhere to be found (``forward`` returned None) has no hook at all. Such units
+are not given back before a backward has ended that frees the graph, or the graph is gone, or the
+shards have changed.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from functools import partial
+
+import torch
+
+from meshard._engine.param_group import Residence, refuse_transforms
+from meshard._engine.schedule import ForwardPass
+from meshard._engine.unit import Unit
+from meshard._torch.private import keeps_graph, untraced
+
+
+class _SecondOrder:
+    """The graph that one backward has made. Only that graph holds it, by its hooks."""
+
+    __slots__ = ("__weakref__", "was_used")
+
+    def __init__(self) -> None:
+        self.was_used = False  # by the present backward
+
+
+@untraced
+def _note_use(graph: _SecondOrder, _: torch.Tensor) -> None:
+    graph.was_used = True
+
+
+class HeldUnits:
+    """The units of a root that are not given back when their forward or backward ends."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+        self._graphs: list[weakref.ref[_SecondOrder]] = []
+        self._num_hidden = 0  # forwards whose backward nothing will tell us of
+        self._hidden_in: ForwardPass | None = None  # the last of them
+        self._making: _SecondOrder | None = None  # what the present backward makes
+        self._is_in_backward = self._frees = False
+
+    def begin_backward(self) -> None:
+        """A backward begins: note whether it makes a graph, and whether it frees its own."""
+        self._is_in_backward = True
+        self._making = _SecondOrder() if torch.is_grad_enabled() else None
+        self._frees = bool(self._units) and not keeps_graph()
+
+    def note_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The backward of a unit begins, with the gradient of an output.
+
+        Returns:
+            What to compute with instead of the gradient; None if that is the gradient itself.
+        """
+        if self._making is None:
+            return None
+        self.hold(unit)
+        watched = gradient
+        if not gradient.requires_grad:
+            # A constant: of a sum, say. Only what requires a gradient can tell when it gets one.
+            watched = _requiring_gradient(unit, gradient)
+        watched.register_hook(partial(_note_use, self._making))
+        return None if watched is gradient else watched
+
+    def hold(self, unit: Unit) -> None:
+        """Keep a unit whole."""
+        if not unit.step.is_held:
+            unit.step.is_held = True
+            if unit.group is not None:
+                unit.group.note_version()  # what has become stale is let go
+            self._units.append(weakref.ref(unit))
+
+    def hold_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
+        """Keep a unit whole whose output holds no tensor, for one backward of this forward."""
+        if self._is_in_backward:
+            return  # a recomputation: the unit is in its backward
+        if unit not in _warned:
+            _warned.add(unit)
+            _warn_of_hidden(unit, output)
+        if self._hidden_in is not of:
+            self._hidden_in = of
+            self._num_hidden += 1
+        self.hold(unit)
+
+    def end_backward(self) -> None:
+        """A backward has ended: let the units go if nobody can need them any more."""
+        self._is_in_backward = False
+        if self._making is not None and self._units:
+            self._graphs.append(weakref.ref(self._making))
+        self._making = None
+        if not self._units:
+            return
+        alive = [graph for ref in self._graphs if (graph := ref()) is not None]
+        if self._frees:
+            if self._num_hidden:
+                self._num_hidden -= 1
+            alive = [graph for graph in alive if not graph.was_used]
+        for graph in alive:
+            graph.was_used = False
+        self._graphs = [weakref.ref(graph) for graph in alive]
+        if not alive and not self._num_hidden:
+            self.let_go()
+
+    def begin_forward(self) -> None:
+        """The root's forward begins: give back what is stale, or what no graph needs."""
+        if not self._units:
+            return
+        units = [unit for ref in self._units if (unit := ref()) is not None]
+        needed = self._num_hidden or any(ref() is not None for ref in self._graphs)
+        if needed and not any(unit.group is not None and unit.group.is_stale for unit in units):
+            return
+        self.let_go()
+        for unit in units:
+            if unit.group is not None and unit.group.residence is Residence.UNSHARDED:
+                unit.group.reshard()
+
+    def let_go(self) -> None:
+        """Hold nothing. Whoever calls this gives back what is whole."""
+        for ref in self._units:
+            unit = ref()
+            if unit is not None:
+                unit.step.is_held = False
+        self._units.clear()
+        self._graphs.clear()
+        self._num_hidden = 0
+        self._is_in_backward = False
+
+
+def _requiring_gradient(unit: Unit, constant: torch.Tensor) -> torch.Tensor:
+    try:
+        return constant.detach().requires_grad_()
+    except RuntimeError as error:
+        refuse_transforms(unit.label, error)
+        raise
+
+
+_warned: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def _warn_of_hidden(unit: Unit, output: object) -> None:
+    warnings.warn(
+        f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was found, so "
+        "the beginning of its backward cannot be seen; it stays whole until a backward has ended. "
+        "Return the tensors that gradients come back through; if they are inside an object, make "
+        "its class a dataclass, or register it (torch.export.register_dataclass, "
+        "torch.utils._pytree.register_pytree_node).",
+        stacklevel=2,
+    )

@@ -1,1 +1,0 @@
-"""Which numbers place a parameter on a mesh?"""

@@ -1,0 +1,1 @@
+"""Accumulation and publication of gradients."""

@@ -1,0 +1,1 @@
+"""Meshes, layouts and placements as numbers."""

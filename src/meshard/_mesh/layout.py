@@ -1,0 +1,214 @@
+"""Layout of parameters in a flat shard.
+
+A parameter of shape ``[prefix..., rows, suffix...]`` is cut along its shard dim into
+``shard_count`` chunks of ``chunk_rows = ceil(rows / shard_count)`` rows, like ``torch.chunk``:
+late ranks may own fewer rows, or none. On the wire every rank has a **slot** of the size of a full
+chunk; what a rank does not own in its slot is padding and is never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLayout:
+    """How one parameter is cut into chunks along one dim."""
+
+    shape: torch.Size
+    shard_dim: int
+    shard_count: int
+
+    @property
+    def rows(self) -> int:
+        """Size of the shard dim."""
+        return self.shape[self.shard_dim]
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a full chunk."""
+        return math.ceil(self.rows / self.shard_count)
+
+    @property
+    def prefix(self) -> int:
+        """Elements before the shard dim."""
+        return math.prod(self.shape[: self.shard_dim])
+
+    @property
+    def suffix(self) -> int:
+        """Elements after the shard dim."""
+        return math.prod(self.shape[self.shard_dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.prefix * self.rows * self.suffix
+
+    @property
+    def slot_numel(self) -> int:
+        """Elements of a full chunk, which is what every rank sends."""
+        return self.prefix * self.chunk_rows * self.suffix
+
+    @property
+    def full_chunks(self) -> int:
+        """How many ranks own a full chunk; they come first."""
+        return self.rows // self.chunk_rows if self.rows else 0
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether slots laid end to end are the parameter: dim 0, no padding, not empty."""
+        return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
+
+    def owned_rows(self, shard_rank: int) -> range:
+        """Return the rows that ``shard_rank`` owns.
+
+        >>> ParamLayout(torch.Size([7, 2]), 0, 3).owned_rows(2)
+        range(6, 7)
+        """
+        if not 0 <= shard_rank < self.shard_count:
+            raise ValueError(f"shard_rank must be in [0, {self.shard_count}), got {shard_rank}.")
+        start = min(shard_rank * self.chunk_rows, self.rows)
+        return range(start, min(start + self.chunk_rows, self.rows))
+
+    def local_shape(self, shard_rank: int) -> torch.Size:
+        """Return the shape of the shard of ``shard_rank``.
+
+        >>> ParamLayout(torch.Size([7, 2]), 0, 3).local_shape(2)
+        torch.Size([1, 2])
+        """
+        shape = list(self.shape)
+        shape[self.shard_dim] = len(self.owned_rows(shard_rank))
+        return torch.Size(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter stands inside a flat shard."""
+
+    index: int  # the parameter's place in the unit
+    offset: int  # in elements, from the start of its segment
+    numel: int  # ParamLayout.slot_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a flat shard that has one dtype.
+
+    Regular slots come first, so that ``[:, :regular_numel]`` of a buffer of all ranks' shards
+    splits and concatenates in one kernel.
+    """
+
+    dtype: torch.dtype
+    byte_offset: int
+    slots: tuple[Slot, ...]
+    num_regular: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the segment on one rank."""
+        return self.slots[-1].offset + self.slots[-1].numel if self.slots else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the segment on one rank."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def regular_sizes(self) -> list[int]:
+        """Slot sizes of the regular parameters."""
+        return [slot.numel for slot in self.slots[: self.num_regular]]
+
+    @property
+    def regular_numel(self) -> int:
+        """Elements that the regular slots take."""
+        return sum(self.regular_sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where every parameter of a unit stands in one flat buffer per rank.
+
+    The buffer has one segment per dtype, wider dtypes first, so that every segment is aligned
+    without padding. ``shard_bytes`` is what one rank sends to gather the unit.
+    """
+
+    params: tuple[ParamLayout, ...]
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[ParamLayout],
+        dtypes: Sequence[torch.dtype],
+        order: Iterable[int] | None = None,
+    ) -> FlatLayout:
+        """Lay the parameters ``order`` (all of them by default) out, one segment per dtype.
+
+        Inside a segment, regular parameters precede the others, larger slots smaller ones, so that
+        those of one size are neighbours; and otherwise the given order is kept.
+        """
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index in order if order is not None else range(len(params)):
+            by_dtype.setdefault(dtypes[index], []).append(index)
+        segments = []
+        byte_offset = 0
+        for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
+            indices = sorted(
+                by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].slot_numel)
+            )
+            slots = []
+            offset = 0
+            for index in indices:
+                slots.append(Slot(index, offset, params[index].slot_numel))
+                offset += params[index].slot_numel
+            num_regular = sum(params[index].is_regular for index in indices)
+            segments.append(Segment(dtype, byte_offset, tuple(slots), num_regular))
+            byte_offset += segments[-1].num_bytes
+        return cls(tuple(params), tuple(segments))
+
+    @property
+    def is_one_dtype(self) -> bool:
+        """Whether a buffer of this layout is typed; otherwise it is raw bytes."""
+        return len(self.segments) == 1
+
+    @property
+    def order(self) -> list[int]:
+        """Parameter indices in the order in which they stand in the buffer."""
+        return [slot.index for segment in self.segments for slot in segment.slots]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's flat shard, padded to the widest dtype if there are several."""
+        num_bytes = sum(segment.num_bytes for segment in self.segments)
+        if len(self.segments) <= 1:
+            return num_bytes
+        widest = self.segments[0].dtype.itemsize
+        return math.ceil(num_bytes / widest) * widest
+
+    @property
+    def shard_form(self) -> tuple[int, torch.dtype]:
+        """Elements and dtype of the buffer of one rank's flat shard."""
+        if self.is_one_dtype:
+            return self.segments[0].numel, self.segments[0].dtype
+        return self.shard_bytes, torch.uint8
+
+    def allocate(self, *, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
+        """Return an uninitialised buffer for one rank's flat shard."""
+        numel, dtype = self.shard_form
+        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
+
+    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return one typed view ``[..., segment.numel]`` per segment of a buffer."""
+        if self.is_one_dtype:
+            return [buffer]
+        return [
+            # An empty range has strides that no wider dtype accepts.
+            buffer.narrow(-1, segment.byte_offset, segment.num_bytes).view(segment.dtype)
+            if segment.num_bytes
+            else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)
+            for segment in self.segments
+        ]

@@ -1,0 +1,316 @@
+"""Shard and replicate axes of a device mesh, with their process groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FullMesh:
+    """A mesh of which only some axes are data-parallel.
+
+    Attributes:
+        mesh: All axes, as the parameters on it were placed.
+        at_rest: The same with the shard axes flattened into one.
+        origins: For each axis of ``at_rest`` the axis of ``mesh``; None for the shard axis.
+        data_axes: The data-parallel axes of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    at_rest: DeviceMesh
+    origins: tuple[int | None, ...]
+    data_axes: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeshRoles:
+    """The two roles of a data-parallel mesh, with the groups that play them on this rank.
+
+    A 1D mesh only shards. A 2D mesh is ``(replicate, shard)``: its last axis shards. For axes that
+    are chosen by name see ``named_axes``.
+    """
+
+    mesh: DeviceMesh  # the data-parallel axes
+    shard_axis: int | None  # of ``mesh``; the others replicate
+    shard_group: dist.ProcessGroup
+    shard_count: int
+    shard_rank: int
+    replicate_group: dist.ProcessGroup | None  # None on a 1D mesh
+    replicate_count: int  # 1 on a 1D mesh
+    full: FullMesh | None = None  # what the axes were chosen from, if by name
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshRoles:
+        """Read the roles off ``mesh``.
+
+        Raises:
+            ValueError: The mesh is neither 1D nor 2D.
+        """
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"fully_shard needs a 1D mesh (shard) or a 2D mesh (replicate, shard), got {mesh}; "
+                "pass the data-parallel part of a larger mesh, as in mesh['replicate', 'shard'], "
+                "or name its axes with dp_mesh_dims."
+            )
+        shard_axis = mesh.ndim - 1
+        return cls(
+            mesh=mesh,
+            shard_axis=shard_axis,
+            shard_group=mesh.get_group(shard_axis),
+            shard_count=mesh.size(shard_axis),
+            shard_rank=mesh.get_local_rank(shard_axis),
+            replicate_group=mesh.get_group(0) if mesh.ndim == 2 else None,
+            replicate_count=mesh.size(0) if mesh.ndim == 2 else 1,
+        )
+
+    def keeping_whole(self) -> MeshRoles:
+        """Return roles on the same mesh in which all its axes replicate and none shards.
+
+        **Collective:** the ranks of a mesh of several axes, the first time that it is seen.
+        """
+        full = self.full
+        if full is not None:
+            axes = tuple(range(full.mesh.ndim))
+            full = FullMesh(full.mesh, full.mesh, axes, full.data_axes)
+        return dataclasses.replace(
+            self,
+            shard_axis=None,
+            shard_group=group_of_one(),
+            shard_count=1,
+            shard_rank=0,
+            replicate_group=_group_of_all(self),
+            replicate_count=self.shard_count * self.replicate_count,
+            full=full,
+        )
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The shard group, and the replica group if there is one."""
+        replicas = [] if self.replicate_group is None else [self.replicate_group]
+        return [self.shard_group, *replicas]
+
+    def placements(self, shard_dim: int) -> tuple[Placement, ...]:
+        """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
+        return tuple(
+            Shard(shard_dim) if axis == self.shard_axis else Replicate()
+            for axis in range(self.mesh.ndim)
+        )
+
+    def partial_placements(self, shard_dim: int) -> tuple[Placement, ...]:
+        """Return the placements of a gradient that has not been reduced across the replicas."""
+        return tuple(
+            Shard(shard_dim) if axis == self.shard_axis else Partial("avg")
+            for axis in range(self.mesh.ndim)
+        )
+
+
+def shard_mesh_of(roles: MeshRoles) -> DeviceMesh:
+    """Return the 1D mesh of the ranks that hold the shards of one parameter."""
+    if roles.mesh.ndim == 1:
+        return roles.mesh
+    names = roles.mesh.mesh_dim_names
+    if names is not None and roles.shard_axis is not None:
+        return roles.mesh[names[roles.shard_axis]]
+    return DeviceMesh.from_group(roles.shard_group, roles.mesh.device_type)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device of a mesh: where its collectives take their tensors from."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """Return a group of this rank. It cannot communicate, and need not: nobody else is in it."""
+    return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
+
+
+def _group_of_all(roles: MeshRoles) -> dist.ProcessGroup:
+    if roles.replicate_group is None:
+        return roles.shard_group
+    if roles.shard_axis is None:
+        return roles.replicate_group
+    ranks = sorted(roles.mesh.mesh.flatten().tolist())
+    return _group_beside(roles.mesh, "meshard_all", ranks)
+
+
+class _GroupsBeside(dict[str, dist.ProcessGroup]):
+    """The groups that were made for a mesh. They stay behind when it is copied or pickled.
+
+    So do its own groups; and what is read must be readable where there is no meshard.
+    """
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
+def _group_beside(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of ``mesh``, the same one each time.
+
+    **Collective:** these ranks, the first time, in the same order. Others see other parts of a
+    larger mesh, or none.
+    """
+    # On the mesh itself, so that groups die with it: a process group that is alive when the
+    # interpreter ends aborts the process, and an equal mesh may belong to another world.
+    groups = vars(mesh).get("_meshard_groups")
+    if not isinstance(groups, _GroupsBeside):
+        groups = vars(mesh)["_meshard_groups"] = _GroupsBeside()
+    if name not in groups:
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        groups[name] = group
+    return groups[name]
+
+
+def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
+    """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
+
+    **Collective:** the ranks of that group, in the same order, the first time that a mesh is seen
+    with this size; later calls answer from a cache.
+
+    Args:
+        roles: The mesh to split along its shard axis.
+        group_size: Ranks in each part; divides ``roles.shard_count``.
+    """
+    ranks = dist.get_process_group_ranks(roles.shard_group)
+    first = roles.shard_rank // group_size * group_size
+    neighbours = ranks[first : first + group_size]
+    return _group_beside(roles.mesh, f"meshard_neighbours_{group_size}", neighbours)
+
+
+def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
+    """Return a second group of the ranks of the shard group; always the same one for a mesh.
+
+    **Collective:** the shard group, the first time.
+    """
+    ranks = dist.get_process_group_ranks(roles.shard_group)
+    return _group_beside(roles.mesh, "meshard_scatter", ranks)
+
+
+def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
+    """Return one mesh with the axes of all ``parts``, in this order, and their process groups.
+
+    Raises:
+        ValueError: They overlap, or are not parts of one mesh.
+    """
+    try:
+        # Private. A public DeviceMesh over the same ranks would make new process groups.
+        joined = DeviceMesh._concatenate(parts)
+    except (AssertionError, RuntimeError, TypeError):  # TypeError: no names
+        joined = None
+    # It asks for no common root, and mixes ranks up where two roots number them otherwise.
+    if joined is None or not _holds(joined, parts):
+        raise ValueError(
+            f"the meshes {parts} cannot be joined; make one mesh with named axes "
+            "(init_device_mesh) and take all of them from it, as in mesh['dp'] and mesh['tp']."
+        )
+    return joined
+
+
+def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
+    """Whether the axes of ``joined`` have the ranks that ``parts`` have, seen from this rank."""
+    coordinate = joined.get_coordinate()
+    if coordinate is None:
+        return False
+    first = 0
+    for part in parts:
+        own = range(first, first + part.ndim)
+        index = [slice(None) if axis in own else at for axis, at in enumerate(coordinate)]
+        if not torch.equal(joined.mesh[tuple(index)], part.mesh):
+            return False
+        first += part.ndim
+    return True
+
+
+def roles_of_named(
+    mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
+) -> MeshRoles:
+    """Return the roles on ``mesh`` of the axes ``shard`` and ``replicate``, several as one.
+
+    **Collective:** all ranks of the default group, the first time that several axes are flattened
+    into one.
+
+    Args:
+        mesh: All axes, with names.
+        shard: Axes over which parameters are sharded; none: they are only replicated.
+        replicate: Axes over which they are replicated.
+
+    Raises:
+        ValueError: An axis does not exist, or the names are not in the order of the mesh.
+    """
+    _check_names(mesh, shard, replicate)
+    assert mesh.mesh_dim_names is not None
+    parts: list[DeviceMesh] = []  # with the shard axes as one
+    origins: list[int | None] = []
+    for axis, name in enumerate(mesh.mesh_dim_names):
+        if name not in shard:
+            parts.append(mesh[name])
+            origins.append(axis)
+        elif name == shard[0]:
+            parts.append(_flat(mesh, shard))
+            origins.append(None)
+    names = {*shard, *replicate}
+    data_axes = frozenset(mesh.mesh_dim_names.index(name) for name in names)
+    data_parts = [
+        (part, origin)
+        for part, origin in zip(parts, origins, strict=True)
+        if origin is None or origin in data_axes
+    ]
+    shard_axes = [place for place, (_, origin) in enumerate(data_parts) if origin is None]
+    shard_mesh = _flat(mesh, shard) if shard else None
+    replicas = _flat(mesh, replicate) if replicate else None
+    return MeshRoles(
+        mesh=_join(part for part, _ in data_parts),
+        shard_axis=shard_axes[0] if shard_axes else None,
+        # Without shard axes every rank is a shard group of its own, which never communicates.
+        shard_group=shard_mesh.get_group() if shard_mesh else group_of_one(),
+        shard_count=shard_mesh.size() if shard_mesh else 1,
+        shard_rank=shard_mesh.get_local_rank() if shard_mesh else 0,
+        replicate_group=replicas.get_group() if replicas else None,
+        replicate_count=replicas.size() if replicas else 1,
+        full=FullMesh(
+            mesh=mesh,
+            at_rest=mesh if len(shard) < 2 else _join(parts),
+            origins=tuple(origins),
+            data_axes=data_axes,
+        ),
+    )
+
+
+def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]) -> None:
+    known = mesh.mesh_dim_names
+    if known is None:
+        raise ValueError(
+            f"dp_mesh_dims names axes, but {mesh} has no names; pass mesh_dim_names to "
+            "init_device_mesh."
+        )
+    for names in (shard, replicate):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"dp_mesh_dims names the axis {name!r}, but {mesh} has {known}.")
+        if list(names) != [name for name in known if name in names]:
+            raise ValueError(
+                f"dp_mesh_dims names {names}, but in {mesh} they come in another order; name them "
+                "in the order of the mesh, in which they are flattened."
+            )
+
+
+def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    if len(names) == 1:
+        return mesh[names[0]]
+    # Private, and the only way to a process group over several axes that the mesh remembers.
+    return DeviceMesh._flatten(mesh[names])
+
+
+def _join(parts: Iterable[DeviceMesh]) -> DeviceMesh:
+    listed = list(parts)
+    return listed[0] if len(listed) == 1 else joined_mesh(listed)

@@ -1,0 +1,171 @@
+"""Placement of parameters that another parallelism has placed.
+
+Tensor parallelism cuts a parameter first; what a rank holds of it is then cut again over the shard
+axis, as if it were the whole. In use the parameter lies as it was placed, at rest over the
+data-parallel axes and the others together. DTensor reads placements from the left, first axis cut
+first. Where an axis further right cuts the same tensor dim, the cut over the shard axis is
+therefore a strided one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+# Private, but what torch's own fully_shard puts on parameters, and what checkpoints know.
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshard._mesh.layout import ParamLayout
+from meshard._mesh.mesh_info import FullMesh, MeshRoles, joined_mesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """How a tensor of global ``shape`` lies over a mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """How a placed parameter lies over its meshes.
+
+    Attributes:
+        in_use: As it was placed.
+        mesh: Where it lies at rest.
+        data_places: For each axis of ``mesh``, its place among the data-parallel axes, or None.
+        others: For each axis of ``mesh``, how it was placed along it; Replicate along
+            data-parallel ones.
+        data_axes: The data-parallel axes of ``in_use.mesh``: the gradient may be a partial sum
+            along them, because it is going to be reduced.
+    """
+
+    in_use: Spread
+    mesh: DeviceMesh
+    data_places: tuple[int | None, ...]
+    others: tuple[Placement, ...]
+    data_axes: frozenset[int]
+
+    def at_rest(self, data_placements: Sequence[Placement]) -> Spread:
+        """Return how a shard lies whose data-parallel axes have these placements."""
+        placements = list(self.others)
+        for axis, place in enumerate(self.data_places):
+            if place is not None:
+                placements[axis] = self._behind(axis, data_placements[place])
+        return Spread(self.mesh, tuple(placements), self.in_use.shape)
+
+    def _behind(self, axis: int, placement: Placement) -> Placement:
+        """Return a cut that comes after the cuts of the axes further right."""
+        if not isinstance(placement, Shard):
+            return placement
+        cuts = math.prod(
+            self.mesh.size(other)
+            for other in range(axis + 1, self.mesh.ndim)
+            if self.others[other] == placement
+        )
+        return placement if cuts == 1 else _StridedShard(placement.dim, split_factor=cuts)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds in use of ``whole``, a plain tensor: a view of it."""
+        coordinate = self.in_use.mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(self.in_use.placements):
+            if isinstance(placement, Shard):
+                count = self.in_use.mesh.size(axis)
+                layout = ParamLayout(whole.shape, placement.dim, count)
+                rows = layout.owned_rows(coordinate[axis])
+                whole = whole.narrow(placement.dim, rows.start, len(rows))
+        return whole
+
+    def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
+        """Return how a gradient with placements ``arrived`` must be placed to be reduced.
+
+        None if it cannot be: it is cut along a data-parallel axis.
+        """
+        if any(not _is_whole(arrived[axis]) for axis in self.data_axes):
+            return None
+        return tuple(
+            arrived[axis] if axis in self.data_axes else placement
+            for axis, placement in enumerate(self.in_use.placements)
+        )
+
+
+def _is_whole(placement: Placement) -> bool:
+    return isinstance(placement, (Replicate, Partial))
+
+
+def check_places(spread: Spread, roles: MeshRoles) -> None:
+    """Check that a parameter that lies like ``spread`` can be cut again over a shard axis.
+
+    Raises:
+        ValueError: Why not, and what to do.
+    """
+    mesh, full = spread.mesh, roles.full
+    for axis, placement in enumerate(spread.placements):
+        # Not isinstance: special shards do not mean what Shard means.
+        if type(placement) not in (Shard, Replicate):
+            raise ValueError(
+                f"it has placement {placement} on axis {axis} of {mesh}; only Shard and Replicate "
+                "can be sharded again, so redistribute it before fully_shard."
+            )
+    if full is None:
+        if mesh.device_type != roles.mesh.device_type:
+            raise ValueError(
+                f"it lies over {mesh}, but the data-parallel mesh is {roles.mesh}; take both from "
+                "one mesh."
+            )
+        return
+    if mesh != full.mesh:
+        raise ValueError(
+            f"it lies over {mesh}, but with dp_mesh_dims it must lie over the mesh that was "
+            f"passed, {full.mesh}, or be an ordinary tensor."
+        )
+    for axis in full.data_axes:
+        if spread.placements[axis] != Replicate():
+            names = mesh.mesh_dim_names or ()
+            raise ValueError(
+                f"it has placement {spread.placements[axis]} on the data-parallel axis "
+                f"{names[axis]!r} of {mesh}; it must be Replicate() there, because fully_shard is "
+                "what shards over that axis."
+            )
+
+
+def place_again(spread: Spread, roles: MeshRoles) -> Placed:
+    """Return how a parameter that lies like ``spread`` lies once it is sharded.
+
+    Raises:
+        ValueError: The meshes cannot be joined.
+    """
+    if roles.full is not None:
+        return _place_on_full(spread, roles.full)
+    num_data = roles.mesh.ndim
+    return Placed(
+        in_use=spread,
+        mesh=joined_mesh([roles.mesh, spread.mesh]),
+        data_places=(*range(num_data), *[None] * spread.mesh.ndim),
+        others=(*[Replicate()] * num_data, *spread.placements),
+        data_axes=frozenset(),
+    )
+
+
+def _place_on_full(spread: Spread, full: FullMesh) -> Placed:
+    # The data-parallel axes stand in the order of ``roles.mesh``.
+    counter = itertools.count()
+    is_data = [origin is None or origin in full.data_axes for origin in full.origins]
+    return Placed(
+        in_use=spread,
+        mesh=full.at_rest,
+        data_places=tuple(next(counter) if each else None for each in is_data),
+        others=tuple(
+            Replicate() if origin is None else spread.placements[origin] for origin in full.origins
+        ),
+        data_axes=full.data_axes,
+    )

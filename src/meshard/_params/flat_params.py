@@ -1,0 +1,445 @@
+"""Parameters of a unit in one flat shard.
+
+Every parameter has two faces: a shard at rest, which is a view of the unit's flat buffer, and a
+whole tensor in use. ``to_empty``, ``to`` and ``load_state_dict(assign=True)`` put other tensors
+under the shards, or other parameters into the modules; that is noticed by identity at the next use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from meshard._comm.all_gather import GatherInFlight, GatherPlan
+from meshard._comm.communicator import Communicator, Rows
+from meshard._comm.host_copies import HostLink
+from meshard._mesh.layout import FlatLayout
+from meshard._mesh.mesh_info import MeshRoles
+from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
+from meshard._params.storage import META, Home, ShardStorage, UnshardedStorage
+from meshard._torch.dtensor import is_placed_like, local_of, move_local, set_local
+
+
+def take_replacements(
+    params: Sequence[ShardedParam],
+    locals_: Sequence[torch.Tensor],
+    unit: str,
+    whole_type: type[torch.Tensor] | None,
+) -> bool:
+    """Make what owners hold instead of a parameter its shard.
+
+    Args:
+        params: Of one group.
+        locals_: The local tensor that each was made over.
+        unit: Its name, for errors.
+        whole_type: Of which class a whole parameter must be to be cut into shards; None: that
+            of its shard.
+
+    Returns:
+        Whether there was anything, or a local tensor is another one.
+
+    Raises:
+        RuntimeError: A parameter was replaced by something that is not its shard.
+    """
+    replaced = False
+    for param, own in zip(params, locals_, strict=True):
+        strangers = param.strangers()
+        if strangers:
+            # Of a tied parameter each owner may hold another one: the first stands for all.
+            new = _as_shard(param, strangers[0], unit, whole_type or type(own))
+            for old in (param.sharded, *strangers):
+                if old is not new:
+                    mark_as(old, Mark.REPLACED_LATER, param.fqn)
+            param.sharded = new
+            replaced = True
+        elif local_of(param.sharded) is not own:
+            replaced = True
+    return replaced
+
+
+def _as_shard(
+    param: ShardedParam, new: nn.Parameter, unit: str, whole_type: type[torch.Tensor]
+) -> nn.Parameter:
+    """Return ``new`` itself, or its shard if it is a whole tensor."""
+    expected = param.sharded
+    if not isinstance(new, nn.Parameter):
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {unit!r} was replaced by a "
+            f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
+            "for one call; a sharded module would not compute with it. Make that call inside "
+            "meshard.unsharded_params(module), where the module is an ordinary one."
+        )
+    if new.shape == expected.shape:
+        if type(new) is whole_type:
+            shard = param.shard_of(new).clone()
+            return nn.Parameter(shard, requires_grad=new.requires_grad)
+        if is_placed_like(new, expected):
+            return new
+    raise RuntimeError(
+        f"parameter {param.fqn!r} of unit {unit!r} was replaced after fully_shard by a "
+        f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
+        f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
+        "mesh and placements, or replace it before fully_shard."
+    )
+
+
+def check_not_meta(params: Sequence[ShardedParam], unit: str, home: torch.device) -> None:
+    """Raise if a shard has no memory yet. Shards of this group live on ``home``."""
+    for param in params:
+        if local_of(param.sharded).device.type == "meta":
+            raise RuntimeError(
+                f"parameter {param.fqn!r} of unit {unit!r} is still on the meta device; "
+                f"call to_empty(device={home.type!r}) on the root module (shards "
+                f"live on {home.type!r}) and initialise its parameters "
+                "(reset_parameters, or load_state_dict) before the first forward."
+            )
+
+
+GradientHook = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a group lives."""
+
+    roles: MeshRoles
+    device: torch.device
+    host: Home | None = None  # shards, gradients and optimizer state live there, if given
+
+    @property
+    def home(self) -> Home:
+        """Where shards live."""
+        return self.host if self.host is not None else Home(self.device)
+
+
+class GroupTensors:
+    """The two faces of a unit's parameters, with the memory behind them.
+
+    Args:
+        params: In the order of the module; their faces are made here.
+        shards: This rank's shard of each, of any device; copied.
+        requires_grad: One flag per parameter.
+        place: Mesh and device.
+        param_dtype: dtype of the whole floating-point parameters; None: as they are.
+        gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
+    """
+
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        shards: Sequence[torch.Tensor],
+        requires_grad: Sequence[bool],
+        *,
+        place: Place,
+        param_dtype: torch.dtype | None,
+        gradient_hook: Callable[[int], GradientHook],
+    ) -> None:
+        self.params = params
+        self.place = place
+        self.label = ""  # the unit's name; known once its root is sharded
+        self.link = HostLink(place.device) if place.host is not None else None
+        self._own_home = self._home = place.home
+        self._param_dtype = param_dtype
+        self._gradient_hook = gradient_hook
+        self._is_partly_meta = False
+        self._make_storage(shards)
+        for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
+            param.make_sharded(local, place.roles, requires_grad=flag)
+        self._make_unsharded()
+
+    def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
+        layouts = [param.layout for param in self.params]
+        devices = {shard.device.type for shard in shards}
+        home = META if "meta" in devices else self._home
+        layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
+        self.storage = ShardStorage(layout, self.place.roles.shard_rank, home)
+        self.storage.fill(shards)
+        self._is_meta = self.storage.buffer.is_meta
+
+    def _make_unsharded(self) -> None:
+        at_rest = self.storage.layout
+        self.compute_dtypes = [
+            self._param_dtype if self._param_dtype and own.dtype.is_floating_point else own.dtype
+            for own in self.storage.locals
+        ]
+        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
+        on_wire = FlatLayout.build(at_rest.params, self.compute_dtypes, at_rest.order)
+        self.plan = GatherPlan(at_rest, on_wire)
+        faces = self._make_faces([param.sharded.requires_grad for param in self.params])
+        for param, face in zip(self.params, faces, strict=True):
+            param.unsharded = face
+
+    def _make_faces(self, flags: Sequence[bool]) -> list[nn.Parameter]:
+        """Return whole faces, and have them filled from now on."""
+        # A module first run under inference_mode must be able to train later.
+        with torch.inference_mode(False), torch.no_grad():
+            is_meta = self.storage.buffer.is_meta
+            device = META.device if is_meta else self.place.device
+            self.whole = UnshardedStorage(self.plan.on_wire, device)
+            faces = self.whole.as_parameters(flags)
+        self.plan.bind(self.whole.views, self.whole)
+        faces = [param.as_used(face) for param, face in zip(self.params, faces, strict=True)]
+        for param, face in zip(self.params, faces, strict=True):
+            mark_as(face, Mark.WHOLE_FACE, param.fqn)
+        self._hooks = _hook(faces, self._gradient_hook)
+        return faces
+
+    def take_replacements(self) -> bool:
+        """Note what stands in the place of our tensors; whether that calls for ``rebuild``.
+
+        Raises:
+            RuntimeError: A parameter was replaced by something that is not its shard.
+        """
+        return take_replacements(self.params, self.storage.locals, self.label, nn.Parameter)
+
+    def rebuild(self) -> None:
+        """Move what ``take_replacements`` found into a flat buffer. Nothing may be whole."""
+        locals_ = [local_of(param.sharded) for param in self.params]
+        for param, local in zip(self.params, locals_, strict=True):
+            if local.device.type not in ("meta", self._home.device.type):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
+                    f"but {self._why_at_home}; move it back before use."
+                )
+        # What has memory already must not be dropped because the rest has none yet.
+        self._is_partly_meta = len({local.is_meta for local in locals_}) > 1
+        if self._is_partly_meta:
+            return
+        if self.link is not None:
+            self.link.wait()  # the old buffer may still be read
+        self._make_storage(locals_)
+        for param, own in zip(self.params, self.storage.locals, strict=True):
+            set_local(param.sharded, own)
+            mark_as(param.sharded, Mark.SHARD, param.fqn)
+        self._make_unsharded()
+        for param in self.params:
+            param.show(param.sharded)
+
+    def for_copy(
+        self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
+    ) -> GroupTensors:
+        """Return tensors of their own for ``params``, whose sharded faces have been copied."""
+        copied = copy.copy(self)
+        copied.params = params
+        copied._gradient_hook = gradient_hook
+        copied.link = None if self.link is None else HostLink(self.place.device)
+        copied.rebuild()
+        return copied
+
+    @property
+    def _why_at_home(self) -> str:
+        home = self._home.device.type
+        if self.is_away:
+            return f"meshard.offload has put it on {home!r} until meshard.onload(module)"
+        if self.link is not None:
+            return f"its CPUOffloadPolicy keeps it on {home!r}, as in to_empty(device={home!r})"
+        return f"its mesh is on {home!r} (meshard.offload moves a whole model to the host and back)"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the shards are not where the unit gathers them from."""
+        return self._home is not self._own_home
+
+    def move(self, home: Home | None) -> torch.Tensor:
+        """Start moving the flat shard to ``home``; parameters stay the same objects.
+
+        Nothing may be whole.
+
+        Args:
+            home: None: back to where it is gathered from.
+
+        Returns:
+            The old flat shard, to be kept until the copy is over.
+        """
+        old, self._home = self.storage, self._own_home if home is None else home
+        if old.buffer.is_meta:
+            return old.buffer
+        self.storage = ShardStorage(old.layout, self.place.roles.shard_rank, self._home)
+        self.storage.buffer.copy_(old.buffer, non_blocking=True)
+        for param, own in zip(self.params, self.storage.locals, strict=True):
+            move_local(param.sharded, own)
+        return old.buffer
+
+    # --- on the way to whole and back ------------------------------------------------------
+
+    def start_gather(self, comm: Communicator) -> GatherInFlight:
+        """See ``Faces.start_gather``."""
+        buffer, segments = self.storage.buffer, self.storage.segments
+        if self.link is not None:
+            buffer = self.link.fetch(buffer, comm)
+            segments = self.storage.layout.split(buffer)
+        return self.plan.start(
+            buffer, segments, comm=comm, group=self.place.roles.shard_group, label=self.label
+        )
+
+    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
+        """See ``Faces.fill_whole``."""
+        self.whole.allocate()
+        self.plan.copy_out(gathered)
+
+    def free_whole(self) -> None:
+        """See ``Faces.free_whole``."""
+        self.whole.free()
+
+    @property
+    def can_leave(self) -> bool:
+        """See ``Faces.can_leave``."""
+        return True
+
+    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
+        """See ``Faces.leave_whole``."""
+        views = self.whole.views
+        for handle in self._hooks:
+            handle.remove()
+        faces = self._make_faces([param.unsharded.requires_grad for param in self.params])
+        left = [param.leave(face) for param, face in zip(self.params, faces, strict=True)]
+        _hook(left, joining_hook)
+        if stays:
+            self.whole.allocate()
+            with torch.inference_mode(False), torch.no_grad():
+                for view, before in zip(self.whole.views, views, strict=True):
+                    view.copy_(before)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """See ``Faces.layout``."""
+        return self.storage.layout
+
+    # --- shards ----------------------------------------------------------------------------
+
+    def version_unless_replaced(self) -> int | None:
+        """See ``Faces.version_unless_replaced``."""
+        return version_unless_replaced(self.params, self.storage.locals)
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of a shard, as a DTensor or through its local tensor."""
+        version = 0
+        for param in self.params:
+            version += param.sharded._version + local_of(param.sharded)._version
+        return version
+
+    @property
+    def is_partly_meta(self) -> bool:
+        """Whether some shards have memory and others have none."""
+        return self._is_partly_meta
+
+    def check_materialised(self) -> None:
+        """Raise if a shard has no memory yet, or not where it is gathered from."""
+        if self.is_away:
+            raise RuntimeError(
+                f"unit {self.label!r} is on the host since meshard.offload(module); call "
+                "meshard.onload(module) before the next forward or unshard."
+            )
+        if self._is_meta or self._is_partly_meta:
+            check_not_meta(self.params, self.label, self._home.device)
+
+
+def _hook(
+    faces: Sequence[nn.Parameter], hook_of: Callable[[int], GradientHook]
+) -> list[RemovableHandle]:
+    """Have hooks hear of the gradients of ``faces``, by their places."""
+    handles = []
+    for index, face in enumerate(faces):
+        if face.is_floating_point():
+            flag = face.requires_grad
+            face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
+            handles.append(face.register_post_accumulate_grad_hook(hook_of(index)))
+            face.requires_grad_(flag)
+    return handles
+
+
+class Faces(Protocol):
+    """The two faces of a group's parameters: ``GroupTensors`` or ``ExtendedTensors``."""
+
+    params: list[ShardedParam]
+    place: Place
+    label: str
+
+    @property
+    def link(self) -> HostLink | None:
+        """How shards travel that live in host memory."""
+
+    @property
+    def compute_dtypes(self) -> list[torch.dtype]:
+        """Of the whole parameters, and of their gradients."""
+
+    @property
+    def is_one_dtype(self) -> bool:
+        """Whether these are all the same."""
+
+    @property
+    def layout(self) -> FlatLayout:
+        """How the shards would lie, or do lie, in one buffer."""
+
+    @property
+    def version(self) -> int:
+        """Grows with every edit of a shard."""
+
+    def version_unless_replaced(self) -> int | None:
+        """Return ``version``; None if there may be something to ``take_replacements``."""
+
+    @property
+    def is_partly_meta(self) -> bool:
+        """Whether some shards have memory and others have none."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the shards are not where they are gathered from."""
+
+    def start_gather(self, comm: Communicator) -> GatherInFlight:
+        """Start gathering the shards.
+
+        **Collective:** the shard group. **Stream:** the gather lane.
+        **Lifetime:** the shards must not be edited until the gather is waited for.
+        """
+
+    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
+        """Have the whole parameters in memory of their own.
+
+        Args:
+            gathered: ``[shard_count, ...]``, as a tensor or as a list of rows.
+            comes_again: The same may be gathered again without ``start_gather``.
+        """
+
+    def free_whole(self) -> None:
+        """Give that memory back."""
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether ``leave_whole`` is possible."""
+
+    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
+        """Let the whole parameters belong to those who hold them, and have others from now on.
+
+        Args:
+            joining_hook: Makes the hook for the gradients that the old ones of index ``i`` get.
+            stays: The others have memory and values, as the old ones do.
+        """
+
+    def take_replacements(self) -> bool:
+        """Note what stands in the place of our tensors; whether that calls for ``rebuild``.
+
+        Raises:
+            RuntimeError: A parameter was replaced by something that is not its shard.
+        """
+
+    def rebuild(self) -> None:
+        """Take over what ``take_replacements`` found. Nothing may be whole."""
+
+    def for_copy(
+        self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
+    ) -> Faces:
+        """Return tensors of their own for ``params``, whose sharded faces have been copied."""
+
+    def move(self, home: Home | None) -> torch.Tensor:
+        """Start moving the shards; None: back to where they are gathered from."""
+
+    def check_materialised(self) -> None:
+        """Raise if a shard has no memory yet, or not where it is gathered from."""

@@ -1,0 +1,150 @@
+"""Memory of sharded and unsharded parameters.
+
+One buffer per unit, laid out by a ``FlatLayout``. The local tensor of every sharded parameter is a
+view of it, so the buffer itself is what an all-gather sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshard._mesh.layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A kind of memory.
+
+    Args:
+        device: The device of the mesh, or the CPU; may be meta.
+        is_pinned: Page-locked host memory, which a device copies from and to by itself.
+        step_device: Where ``overlap_optimizer`` steps what lives here; None: here.
+    """
+
+    device: torch.device
+    is_pinned: bool = False
+    step_device: torch.device | None = None
+
+    @classmethod
+    def host_of(cls, device: torch.device, *, pin: bool) -> Home:
+        """Return the host memory beside ``device``; pinned only if a device can make use of it."""
+        return cls(torch.device("cpu"), pin and device.type != "cpu")
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised flat tensor."""
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor of the same shape, strides and dtype."""
+        return torch.empty_like(tensor, device=self.device, pin_memory=self.is_pinned)
+
+    def buffer_for(self, layout: FlatLayout) -> torch.Tensor:
+        """Return an uninitialised flat shard of a unit."""
+        return layout.allocate(device=self.device, pin_memory=self.is_pinned)
+
+
+META = Home(torch.device("meta"))
+
+
+def with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor whose storage begins with it.
+
+    ``torch.save`` and ``copy.deepcopy`` of a DTensor fail where the local tensor has a storage
+    offset, and would store the whole flat buffer with every parameter.
+    """
+    if view.is_meta or not view.numel():
+        return view.clone()
+    start = view.storage_offset() * view.itemsize
+    part = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(part, 0, view.shape, view.stride())
+
+
+class ShardStorage:
+    """This rank's flat shard of a unit, and its view for every parameter.
+
+    Args:
+        layout: Where each parameter stands.
+        shard_rank: This rank's coordinate on the shard axis.
+        home: What the buffer is allocated in; may be meta.
+    """
+
+    def __init__(self, layout: FlatLayout, shard_rank: int, home: Home) -> None:
+        self.layout = layout
+        self.buffer = home.buffer_for(layout)
+        self.segments = layout.split(self.buffer)
+        self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
+        for segment, flat in zip(layout.segments, self.segments, strict=True):
+            for slot in segment.slots:
+                shape = layout.params[slot.index].local_shape(shard_rank)
+                owned = flat.narrow(0, slot.offset, shape.numel())
+                self.locals[slot.index] = with_storage_of_its_own(owned).view(shape)
+
+    @torch.no_grad()
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy each parameter's shard in; padding becomes zero, so that it never holds a NaN."""
+        if self.buffer.device.type == "meta":
+            return
+        self.buffer.zero_()
+        for own, source in zip(self.locals, sources, strict=True):
+            if source.device.type != "meta":
+                own.copy_(source)
+
+
+_ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels like best
+
+
+class UnshardedStorage:
+    """One allocation per dtype for all whole parameters of a unit.
+
+    The tensors live as long as the unit. Giving the memory back resizes their storage to zero,
+    which keeps every view that autograd has saved valid for the next time it is filled.
+    Writes go through views that do not share a version counter with the parameters, so that
+    refilling is not taken for an in-place change of a saved tensor.
+
+    Args:
+        layout: The unit as it is gathered: its dtypes are the dtypes of the whole parameters.
+        device: Where whole parameters live.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        self.views: list[torch.Tensor] = [torch.empty(0)] * len(layout.params)
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        for segment in layout.segments:
+            step = max(1, _ALIGNMENT // segment.dtype.itemsize)
+            offsets, numel = [], 0
+            for slot in segment.slots:
+                offsets.append(numel)
+                numel += -(-layout.params[slot.index].numel // step) * step
+            flat = torch.empty(numel, dtype=segment.dtype, device=device)
+            for slot, offset in zip(segment.slots, offsets, strict=True):
+                param = layout.params[slot.index]
+                self.views[slot.index] = flat.narrow(0, offset, param.numel).view(param.shape)
+            self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
+        self._has_memory = True
+        self.free()
+
+    def as_parameters(self, requires_grad: Sequence[bool]) -> list[torch.nn.Parameter]:
+        """Return one ``nn.Parameter`` per view, each with a version counter of its own."""
+        return [
+            # `.data`, not `.detach()`: only the former starts a new version counter.
+            torch.nn.Parameter(view.data, requires_grad=flag)
+            for view, flag in zip(self.views, requires_grad, strict=True)
+        ]
+
+    def allocate(self) -> None:
+        """Take the memory. The content is undefined until it is filled."""
+        if not self._has_memory:
+            for storage, num_bytes in self._storages:
+                storage.resize_(num_bytes)
+            self._has_memory = True
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self._has_memory:
+            for storage, _ in self._storages:
+                # Resize, do not replace: autograd may have saved views of this storage.
+                storage.resize_(0)
+            self._has_memory = False

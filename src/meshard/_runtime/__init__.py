@@ -1,1 +1,0 @@
-"""What happens to a unit, and when?"""

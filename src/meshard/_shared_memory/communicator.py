@@ -1,0 +1,279 @@
+"""Collectives between ranks of one host through shared memory.
+
+A gather copies the neighbours' shards from where they lie into whole parameters, and a
+reduce-scatter adds up the neighbours' rows from where they were packed. Nothing goes through a
+socket, and no thread beside the caller's takes time from compute. The numbers are those of
+``WorkCommunicator``, bit for bit, which does what is left: groups across hosts, and all-reduces of
+more than two ranks, which gloo adds up in an order of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm import cpu
+from meshard._comm.communicator import Borrowed, Lane, Part, Pending, Rows, profiled
+from meshard._comm.cpu import WorkCommunicator
+from meshard._shared_memory.channel import Neighbours, meet
+
+
+class _Heard:
+    """A collective that this rank takes part in by reading one message of every neighbour."""
+
+    __slots__ = ("_is_over", "_message", "_neighbours")
+
+    def __init__(self, neighbours: Neighbours, message: int) -> None:
+        self._neighbours = neighbours
+        self._message = message
+        self._is_over = False
+
+    def _read(self) -> None:
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Wait for the neighbours, and do this rank's part."""
+        if not self._is_over:
+            self._read()
+            self._end()
+
+    def poll(self) -> bool:
+        """See ``Pending.poll``."""
+        if not self._is_over and not self._neighbours.is_said(self._message):
+            return False
+        self.wait()
+        return True
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._neighbours.hear(self._message)
+
+    def __del__(self) -> None:
+        # Dropped, say with the model: the neighbours need not wait for this rank. A process that
+        # was forked has a copy of this object, but does not speak for the rank. (What could not be
+        # started has no such attribute.)
+        if not getattr(self, "_is_over", True) and self._neighbours.process == os.getpid():
+            self._neighbours.hear(self._message)
+
+
+class _BorrowedRows(_Heard):
+    """An all-gather of which each row is read where it lies."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, neighbours: Neighbours, source: torch.Tensor) -> None:
+        super().__init__(neighbours, neighbours.say(source))
+        self._source = source
+
+    def rows(self) -> list[torch.Tensor]:
+        """See ``Borrowed.rows``."""
+        source, listen, message = self._source, self._neighbours.listen, self._message
+        rows = [
+            listen(message, other, source.numel(), source.dtype)
+            for other in self._neighbours.others
+        ]
+        rows.insert(self._neighbours.rank, source)
+        return rows
+
+    def give_back(self) -> None:
+        """See ``Borrowed.give_back``."""
+        if not self._is_over:
+            self._end()
+
+    def _read(self) -> None:
+        self.rows()
+
+
+class _Gather(_BorrowedRows):
+    """An all-gather into ``output [ranks * n]``."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__(neighbours, source)
+        self._output = output
+
+    def _read(self) -> None:
+        torch.cat(self.rows(), out=self._output)
+
+
+class _Scatter(_Heard):
+    """A reduce-scatter of ``source``, a row of ``n`` for every rank, into ``output [n]``."""
+
+    __slots__ = ("_keep_signs", "_output", "_own")
+
+    def __init__(
+        self, neighbours: Neighbours, output: torch.Tensor, source: Rows, *, keep_signs: bool
+    ) -> None:
+        super().__init__(neighbours, neighbours.say_rows(source))
+        self._output = output
+        self._keep_signs = keep_signs
+        self._own = source[neighbours.rank]
+
+    def _read(self) -> None:
+        own, neighbours = self._own, self._neighbours
+        rows = [
+            neighbours.listen_for_own(self._message, other, own.numel(), own.dtype)
+            for other in neighbours.others
+        ]
+        if len(rows) == 1:
+            cpu.sum_two(self._output, rows[0], own)
+        else:
+            rows.insert(neighbours.rank, own)
+            cpu.sum_rows(self._output, torch.stack(rows), keep_signs=self._keep_signs)
+
+
+class _Sum(_Heard):
+    """An all-reduce of ``buffer`` between two ranks, in place or into ``output``."""
+
+    __slots__ = ("_buffer", "_output")
+
+    def __init__(
+        self, neighbours: Neighbours, buffer: torch.Tensor, output: torch.Tensor | None
+    ) -> None:
+        # In place, what the neighbour reads must not become the sum.
+        super().__init__(neighbours, neighbours.say(buffer, copy=output is None))
+        self._buffer = buffer
+        self._output = buffer if output is None else output
+
+    def _read(self) -> None:
+        (other,) = self._neighbours.others
+        buffer = self._buffer
+        theirs = self._neighbours.listen(self._message, other, buffer.numel(), buffer.dtype)
+        torch.add(buffer, theirs, out=self._output)
+
+
+class _NeighboursIn(dict[dist.ProcessGroup, Neighbours | None]):
+    """The neighbours in each group; None where ranks do not reach one another's memory.
+
+    To look for a group that is not there is collective: its ranks meet. Groups that were found live
+    as long as this, also when they have been destroyed.
+
+    Args:
+        is_wanted: Whether this rank wants to.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        super().__init__()
+        self.met: list[Neighbours] = []
+        self._is_wanted = is_wanted
+
+    def __missing__(self, group: dist.ProcessGroup) -> Neighbours | None:
+        is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
+        found = meet(group, is_wanted=self._is_wanted) if is_gloo else None
+        if found is not None:
+            self.met.append(found)
+        self[group] = found
+        return found
+
+
+class SharedMemoryCommunicator(WorkCommunicator):
+    """Collectives between ranks that reach one another's memory; by sockets where they do not.
+
+    Which it is, a group finds out at its first collective: no rank need know the hosts' names.
+    ``MESHARD_SHARED_MEMORY=0`` on one rank, when the communicator is made, keeps its groups to
+    sockets.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
+        self._neighbours = _NeighboursIn(is_wanted=is_wanted)
+
+    def allocate(
+        self,
+        numel: int,
+        lane: Lane,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        is_sent: bool = False,
+    ) -> torch.Tensor:
+        """See ``Communicator.allocate``: what is sent lies where the neighbours read it."""
+        neighbours = self._neighbours[group] if is_sent else None
+        if neighbours is not None:
+            return neighbours.allocate(numel, dtype)
+        return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
+
+    def trim(self, *, keep_for: Part | None) -> None:
+        """See ``Communicator.trim``."""
+        for neighbours in self._neighbours.met:  # every unit asks before an optimizer steps
+            neighbours.trim(keep_for=keep_for)
+
+    def lend_rows(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        own: torch.Tensor | None = None,
+    ) -> list[torch.Tensor] | None:
+        """See ``Communicator.lend_rows``."""
+        neighbours = self._neighbours[group]
+        if neighbours is None:
+            return super().lend_rows(numel, dtype, group=group, own=own)
+        return neighbours.allocate_rows(numel, dtype, own)
+
+    def borrow(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Borrowed | None:
+        """See ``Communicator.borrow``."""
+        neighbours = self._neighbours[group]
+        if neighbours is None:
+            return super().borrow(source, group=group, label=label)
+        self.observe("all_gather", source, group, label, rows=group.size())
+        with profiled("all_gather", label):
+            return _BorrowedRows(neighbours, source)
+
+    def all_gather(
+        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> Pending:
+        """See ``Communicator.all_gather``."""
+        neighbours = self._neighbours[group]
+        if neighbours is None:
+            return super().all_gather(output, source, group=group, label=label)
+        self.observe("all_gather", output, group, label)
+        with profiled("all_gather", label):
+            return _Gather(neighbours, output, source)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        keep_signs: bool = True,
+    ) -> Pending:
+        """See ``Communicator.reduce_scatter``."""
+        neighbours = self._neighbours[group]
+        if neighbours is None:
+            return super().reduce_scatter(
+                output, source, group=group, label=label, keep_signs=keep_signs
+            )
+        self.observe("reduce_scatter", source[0], group, label, rows=group.size())
+        with profiled("reduce_scatter", label):
+            return _Scatter(neighbours, output, source, keep_signs=keep_signs)
+
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> Pending:
+        """See ``Communicator.all_reduce``."""
+        neighbours = self._neighbours[group] if group.size() == 2 else None
+        if neighbours is None:
+            return super().all_reduce(buffer, group=group, label=label, output=output)
+        self.observe("all_reduce", buffer, group, label)
+        with profiled("all_reduce", label):
+            return _Sum(neighbours, buffer, output)
+
+    def sums_apart(self, group: dist.ProcessGroup) -> bool:
+        """See ``Communicator.sums_apart``: two ranks do."""
+        return group.size() == 2 and self._neighbours[group] is not None

@@ -1,0 +1,181 @@
+"""Private attributes of DTensor, read and written without a dispatch.
+
+The only file that touches DTensor's private attributes. ``DTensor.from_local`` costs 24 us and
+``to_local`` enters autograd; a step wraps every sharded gradient once, so both are avoided:
+``DTensor(local, spec, requires_grad=False)`` costs 2.5 us. ``tests/architecture`` notices when
+one of these names goes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+
+def make_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+) -> DTensor:
+    """Return a DTensor of global ``shape`` (contiguous) over this rank's ``local`` shard."""
+    stride = torch.empty(shape, device="meta").stride()
+    # from_local moves what it is given to the device of the mesh, but a shard may live on the
+    # host; it leaves alone what is on meta.
+    meta = DTensor.from_local(
+        torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
+        mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=tuple(stride),
+    )
+    return _made_over(local, meta._spec)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor object itself: no copy, no autograd."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+
+
+# The same for loops over many: what runs is C.
+own_local: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+
+
+def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Iterate over the local tensor of each, as ``local_of`` returns it, in a loop in C."""
+    return map(own_local, tensors)
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Put ``local`` under an existing DTensor, whose identity an optimizer may hold."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are DTensors on the same mesh with the same placements."""
+    return (
+        isinstance(tensor, DTensor)
+        and isinstance(other, DTensor)
+        and tensor.device_mesh == other.device_mesh
+        and tensor.placements == other.placements
+    )
+
+
+def place_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """Return ``local``, of any dtype, as a DTensor with the placements and shape of ``tensor``."""
+    assert isinstance(tensor, DTensor)
+    return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Put ``local`` under an existing DTensor, also if it is on another device than the old one.
+
+    The DTensor stays the same object, with its hooks, gradient and version.
+    """
+    if local.device != tensor.device:
+        # Sets the device that the DTensor reports.
+        tensor.data = _made_over(local, tensor._spec)  # type: ignore[attr-defined]
+    set_local(tensor, local)
+
+
+def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
+    # No offset: see wrap_like. A tensor subclass may not know new_empty.
+    over = local.new_empty(0) if local.storage_offset() else local
+    made = DTensor(over, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """Return ``local`` as a DTensor placed like ``tensor``, with its shape, without autograd.
+
+    The wrapper takes the storage offset of the tensor it is made over, and torch can neither pickle
+    nor copy one with an offset; so it is made over the local tensor of ``tensor``, which has none.
+    """
+    spec = tensor._spec  # type: ignore[attr-defined]
+    # DTensor.__init__ does nothing, behind three wrappers that cost as much as the rest.
+    made = DTensor.__new__(DTensor, local_of(tensor), spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
+def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of ``tensor`` and of its gradient, on the same mesh."""
+    spec = tensor._spec  # type: ignore[attr-defined]
+    memo[id(spec)] = spec
+    memo[id(spec.mesh)] = spec.mesh
+    return copy.deepcopy(tensor, memo)
+
+
+def plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the ordinary tensors that hold the values of ``tensor``.
+
+    Raises:
+        TypeError: It is of a class that does not tell.
+    """
+    if is_plain(tensor):
+        return [tensor]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        raise TypeError(
+            f"{type(tensor).__name__} has no __tensor_flatten__, so its values cannot be read."
+        )
+    return [plain for name in flatten()[0] for plain in plain_tensors_in(getattr(tensor, name))]
+
+
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is an ordinary tensor, not of a subclass."""
+    return type(value) in (torch.Tensor, nn.Parameter)
+
+
+# --- shards that may not be read yet -------------------------------------------------------
+
+_HIDDEN = "_meshard_hidden"
+
+
+def hide_locals(tensors: Iterable[torch.Tensor], before_read: Callable[[], bool]) -> None:
+    """Have ``before_read`` called before the local tensor of any of these is read again.
+
+    Whoever reads a DTensor, torch's dispatcher included, asks for an attribute. It is taken away,
+    and Python asks ``__getattr__`` for attributes that are not there; so nothing else gets slower.
+
+    Args:
+        tensors: DTensors.
+        before_read: Returns whether it need not be called any more.
+    """
+    global _is_watching
+    if not _is_watching:
+        DTensor.__getattr__ = _find_local  # type: ignore[attr-defined]
+        _is_watching = True
+    for tensor in tensors:
+        setattr(tensor, _HIDDEN, (tensor._local_tensor, before_read))  # type: ignore[attr-defined]
+        del tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def show_locals(tensors: Iterable[torch.Tensor]) -> None:
+    """Undo ``hide_locals`` without calling anything."""
+    for tensor in tensors:
+        hidden = tensor.__dict__.pop(_HIDDEN, None)
+        if hidden is not None:
+            tensor._local_tensor = hidden[0]  # type: ignore[attr-defined]
+
+
+_is_watching = False
+
+
+def _find_local(self: torch.Tensor, name: str) -> Any:
+    hidden = self.__dict__.get(_HIDDEN) if name == "_local_tensor" else None
+    if hidden is None:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    local, before_read = hidden
+    if before_read():
+        show_locals([self])
+    return local

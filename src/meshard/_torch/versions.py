@@ -1,0 +1,34 @@
+"""Names that differ between the supported versions of torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed the collectives on one tensor; the old names warn there.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
+_METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+
+
+def start_all_gather_on(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
+) -> dist.Work:
+    """Do what torch's function does once it has looked at its arguments, at every call anew."""
+    if _METHODS_ARE_RENAMED:
+        return group.all_gather_single(output, source)
+    return group._allgather_base(output, source)
+
+
+def start_all_to_all_on(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
+) -> dist.Work:
+    """Likewise exchange rows: as many with each rank as ``sizes`` says, or all as many."""
+    if _METHODS_ARE_RENAMED:
+        return group.all_to_all_single(output, source, sizes, sizes)
+    return group.alltoall_base(output, source, sizes, sizes)

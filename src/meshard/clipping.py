@@ -1,0 +1,250 @@
+"""Gradient norms and clipping.
+
+Everything here works on local tensors: an operator on a DTensor costs more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from meshard._comm.blocking import gather_values
+from meshard._engine.optimizer_hooks import at_rest, check_may_step, find_overlapped
+from meshard._mesh.mesh_info import device_of
+from meshard._torch.dtensor import local_of
+
+Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
+
+
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Return the norm of all tensors together, as if each were whole and on one device.
+
+    **Collective:** every rank of the meshes of the DTensors among them, with the same tensors in
+    the same order; one all-gather of a few numbers per process group that shards any of them.
+
+    Args:
+        tensors: Plain tensors count once, and must be the same on all ranks (those of
+            ``ignored_params`` are so only if you reduce them); DTensors may be sharded over
+            different meshes.
+        norm_type: ``p`` of the p-norm, positive; ``inf`` for the largest magnitude.
+        error_if_nonfinite: Raise if the norm is not finite.
+        foreach: Passed on to ``torch.nn.utils.get_total_norm`` for the local part.
+
+    Returns:
+        A plain scalar, the same on all ranks.
+
+    Raises:
+        RuntimeError: The norm is not finite, with ``error_if_nonfinite``.
+        ValueError: ``norm_type`` is not positive, or a DTensor is a pending partial sum.
+
+    >>> import torch
+    >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    tensor(5.)
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type}.")
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for tensor in listed:
+        groups.setdefault(_sharded_over(tensor), []).append(tensor)
+    if not groups:
+        return torch.tensor(0.0)
+    norms = []
+    for members in groups.values():
+        local = [local_of(t) if isinstance(t, DTensor) else t for t in members]
+        norm = _local_norm(local, norm_type, foreach)
+        first = members[0]
+        if isinstance(first, DTensor) and norm.device.type != first.device_mesh.device_type:
+            norm = norm.to(device_of(first.device_mesh))  # shards are in host memory
+        norms.append(norm)
+    norms = _over_ranks(norms, list(groups), norm_type)
+    total = norms[0]
+    if len(norms) > 1:
+        total = _combine(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the {norm_type}-norm of the gradients is {total.item()}; "
+            "pass error_if_nonfinite=False to scale by it all the same."
+        )
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm together is at most ``max_norm``.
+
+    **Collective:** as ``get_total_norm``.
+
+    Args:
+        parameters: Parameters, sharded or plain, or the module that holds them.
+        max_norm: What the norm is at most afterwards.
+        norm_type: ``p`` of the p-norm, positive, or ``inf``.
+        error_if_nonfinite: Raise if the norm is not finite, and change nothing.
+        foreach: Use the fused kernels of torch for the norm. None: where they are faster.
+
+    Returns:
+        The norm before clipping: a plain scalar, the same on all ranks.
+
+    Raises:
+        RuntimeError: Gradients of some unit are not fully reduced yet, the norm is not finite, or
+            an optimizer of ``overlap_optimizer`` steps a parameter before its norm could be known.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
+    >>> layer(torch.tensor([[3.0]])).sum().backward()
+    >>> norm = clip_grad_norm_(layer, 1.0)
+    >>> round(norm.item() ** 2), round(layer.weight.grad.full_tensor().item(), 2)
+    (10, 0.95)
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    listed = at_rest([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    _refuse_overlapped(listed, "clip_grad_norm_")
+    check_may_step(listed)
+    grads = [param.grad for param in listed if param.grad is not None]
+    total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    scale_gradients(grads, clip_coefficient(total, max_norm))
+    return total
+
+
+def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what to multiply gradients by, so that their norm is at most ``max_norm``."""
+    # As torch does: a norm of zero must not divide, and 1.0 multiplies without a host wait.
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None:
+    """Multiply gradients by a number, in place."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        local = local_of(grad) if isinstance(grad, DTensor) else grad
+        by_device.setdefault(local.device, []).append(local)
+    with torch.no_grad():
+        for device, locals_ in by_device.items():
+            # Private, but what torch's own clipping calls: a fifth of the time of one by one.
+            torch._foreach_mul_(locals_, coefficient.to(device))
+
+
+def _refuse_overlapped(params: Iterable[torch.Tensor], what: str) -> None:
+    if find_overlapped(params) is not None:
+        raise RuntimeError(
+            f"{what} comes too late: an optimizer of overlap_optimizer steps each unit in "
+            "backward, before the gradients of all are there. Clip each unit by its own norm "
+            "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), have the "
+            'exact global norm with steps in the next forward (clip="deferred", max_norm=), or '
+            "step in the ordinary way (detach())."
+        )
+
+
+def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which a tensor is spread, one per mesh axis that cuts it."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    groups = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Partial):
+            raise ValueError(
+                f"cannot take the norm of a partial sum (placements {placement}); call "
+                "meshard.finalize_gradients(module), or reduce it first."
+            )
+        # Not isinstance(placement, Shard): a strided shard is none.
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1:
+            groups.append(tensor.device_mesh.get_group(axis))
+    return tuple(groups)
+
+
+def _over_ranks(
+    norms: list[torch.Tensor], spread: list[tuple[dist.ProcessGroup, ...]], norm_type: float
+) -> list[torch.Tensor]:
+    """Combine each norm over the groups it is spread over; all of one group travel together."""
+    for group in dict.fromkeys(group for groups in spread for group in groups):
+        places = [place for place, groups in enumerate(spread) if group in groups]
+        dtype = functools.reduce(torch.promote_types, (norms[place].dtype for place in places))
+        own = torch.stack([norms[place].to(dtype) for place in places])
+        of_ranks = gather_values(own, group)
+        for place, column in zip(places, of_ranks.unbind(1), strict=True):
+            norms[place] = _combine(column, norm_type)
+    return norms
+
+
+def _local_norm(
+    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    # Also for a rank whose shards are all empty: ranks must gather the same dtype.
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), dtype=dtype, device=tensors[0].device)
+    wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in filled]
+    return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach).to(dtype)
+
+
+def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of a whole from the norms of its parts."""
+    combined: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return combined
+
+
+def check_limit(name: str, value: float | None) -> None:
+    """Raise unless ``value`` is None or may be a limit.
+
+    Raises:
+        ValueError: It is not a positive number.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be a positive number or None, got {value!r}.")
+    if math.isinf(value):
+        raise ValueError(f"{name} must be finite, got {value}; leave it out not to clip.")
+
+
+def unit_clip(
+    max_unit_norm: float | None, clip_value: float | None
+) -> Callable[[Sequence[torch.Tensor]], None] | None:
+    """Return what clips the gradients of a unit in place; None: nothing does.
+
+    **Collective:** with ``max_unit_norm``, what is returned must be called by all ranks of the
+    meshes of the gradients, as ``get_total_norm``.
+
+    Args:
+        max_unit_norm: What their norm is at most afterwards.
+        clip_value: What the magnitude of an element is at most; before the norm is taken.
+
+    Raises:
+        ValueError: One of them is not a positive number.
+    """
+    check_limit("max_unit_norm", max_unit_norm)
+    check_limit("clip_value", clip_value)
+    if max_unit_norm is None and clip_value is None:
+        return None
+
+    def clip(grads: Sequence[torch.Tensor]) -> None:
+        if clip_value is not None:
+            for grad in grads:
+                (local_of(grad) if isinstance(grad, DTensor) else grad).clamp_(
+                    -clip_value, clip_value
+                )
+        if max_unit_norm is not None:
+            scale_gradients(grads, clip_coefficient(get_total_norm(grads), max_unit_norm))
+
+    return clip

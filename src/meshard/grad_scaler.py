@@ -1,0 +1,129 @@
+"""Loss scaling that ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshard._comm.blocking import agree_on_max
+from meshard._engine.optimizer_hooks import check_may_step, note_scaled
+from meshard._mesh.mesh_info import device_of
+from meshard._torch.dtensor import local_of
+
+
+def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, (list, tuple)):
+        for each in outputs:
+            yield from _tensors_in(each)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A ``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
+
+    An inf or NaN in one shard on one rank skips the step on every rank, and lowers the scale once.
+
+    Args:
+        *args: As for ``torch.amp.GradScaler``: device, init_scale, growth_factor, ...
+        process_group: All ranks that step together. None: the default group.
+        **kwargs: As for ``torch.amp.GradScaler``.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
+    >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    >>> scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    >>> scaler.scale(layer(torch.ones(1, 1)).sum() * float("inf")).backward()
+    >>> _ = scaler.step(optimizer)  # skipped
+    >>> scaler.update()
+    >>> scaler.get_scale()
+    4.0
+    """
+
+    def __init__(
+        self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._process_group = process_group
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss by the scale, before its backward.
+
+        If that reaches parameters which an optimizer of ``overlap_optimizer`` steps, backward
+        raises before it steps any: nobody would have unscaled their gradients.
+        """
+        scaled = super().scale(outputs)
+        if self.is_enabled():
+            note_scaled(_tensors_in(scaled))
+        return scaled
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step, or skip the step and clear all gradients, also those that are pending.
+
+        **Collective:** as ``unscale_``, which it calls if that has not been done. Waits for what
+        was found.
+        """
+        loss = super().step(optimizer, *args, **kwargs)
+        if self.is_enabled():
+            found = self._found_inf_per_device(optimizer).values()
+            if any(each.item() for each in found):
+                optimizer.zero_grad()
+        return loss
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale the shards, and let all ranks know what any rank has found.
+
+        **Collective:** every rank of the process group, also those without a gradient.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        check_may_step(params)
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for param in params:
+            if param.grad is None:
+                continue
+            local = local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            if local.dtype == torch.float16 and not allow_fp16:
+                raise ValueError(
+                    f"cannot unscale the float16 gradient of a parameter of shape "
+                    f"{tuple(param.shape)}: what is small is lost already; keep parameters in "
+                    "float32, with MixedPrecisionPolicy(param_dtype=torch.float16) to compute."
+                )
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+        found = {found_inf.device: found_inf}
+        scales = {inv_scale.device: inv_scale}
+        with torch.no_grad():
+            for (device, _), grads in by_kind.items():
+                if device not in found:
+                    found[device], scales[device] = found_inf.to(device), inv_scale.to(device)
+                # The kernel behind torch's own scaler, on plain tensors.
+                torch._amp_foreach_non_finite_check_and_unscale_(
+                    grads, found[device], scales[device]
+                )
+            for other in found.values():
+                found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
+            _agree(found_inf, params, self._process_group)
+            for other in found.values():
+                other.copy_(found_inf)
+        return found
+
+
+def _agree(
+    found_inf: torch.Tensor, params: list[torch.Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Let ``found_inf`` be its maximum over all ranks; their group may not serve host memory."""
+    meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
+    mesh = next(meshes, None)
+    if mesh is None or mesh.device_type == found_inf.device.type:
+        agree_on_max(found_inf, group)
+        return
+    travelling = found_inf.to(device_of(mesh))
+    agree_on_max(travelling, group)
+    found_inf.copy_(travelling)
