@@ -272,7 +272,7 @@ def _uneven_batches(
     module: nn.Module, batches: Iterable[Batch], units: list[Unit]
 ) -> Iterator[Batch | None]:
     place = next(unit.group.place for unit in units if unit.group is not None)
-    group, left = place.roles.replicate_group, iter(batches)
+    group, left = place.mesh_info.replicate_group, iter(batches)
     assert group is not None
     factors = [unit.settings.divide_factor for unit in units]
     try:

@@ -28,10 +28,10 @@ from meshard._engine.build import (
     collect,
     commit,
     make_unit,
-    roles_of,
+    resolve_mesh_info,
 )
 from meshard._engine.unit import UnitSettings, accompany, unit_of
-from meshard._mesh.mesh_info import MeshRoles, device_of, group_of_neighbours
+from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard.fsdp_module import check_bool
 from meshard.offloading import host_for
 from meshard.policies import (
@@ -126,17 +126,17 @@ def fully_shard(
     check_mesh(mesh)
     check_bool("unshard_on_access", unshard_on_access)
     found = collect(modules, as_set(ignored_params))
-    roles = roles_of(mesh if mesh is not None else default_mesh(), dims)
-    placer = Placer(roles, shard_placement_fn)
+    mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
+    placer = Placer(mesh_info, shard_placement_fn)
     placings = [placer.place(fqn, param) for fqn, param, _ in found]
-    device = device_of(roles.mesh)
+    device = device_of(mesh_info.mesh)
     check_parameters(found, device)
-    groups = by_mesh(placings, roles)
+    groups = by_mesh(placings, mesh_info)
     extended = [each.fqn for each, at in zip(found, placings, strict=True) if at.is_extended]
     host = host_for(offload_policy, device, extended)
     if is_debugging():
         _check_values(modules, found, groups, device)
-    settings = [_settings(reshard_after_forward, group.roles) for group in groups]
+    settings = [_settings(reshard_after_forward, group.mesh_info) for group in groups]
     if device.type != "cpu":
         _move_buffers(modules, device)
     units = []
@@ -164,7 +164,7 @@ def _check_values(
     what = ", ".join(type(each).__name__ for each in modules)
     for group in groups:
         named = [(found[place].fqn, found[place].param) for place in group.places]
-        check_same_start(named, group.roles, device, what)
+        check_same_start(named, group.mesh_info, device, what)
 
 
 def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
@@ -257,13 +257,13 @@ def _check_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | No
     return chosen
 
 
-def _settings(reshard_after_forward: bool | int | None, roles: MeshRoles) -> UnitSettings:
+def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> UnitSettings:
     chosen: Any = reshard_after_forward
     if chosen is None or isinstance(chosen, bool):
         return UnitSettings(reshard_after_forward=chosen)
     if not isinstance(chosen, int):
         raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {chosen!r}.")
-    count = roles.shard_count
+    count = mesh_info.shard_count
     if chosen < 1 or count % chosen:
         raise ValueError(
             f"reshard_after_forward={chosen} must divide the {count} ranks of the shard axis; "
@@ -273,7 +273,7 @@ def _settings(reshard_after_forward: bool | int | None, roles: MeshRoles) -> Uni
         return UnitSettings(reshard_after_forward=False)
     if chosen == count:
         return UnitSettings(reshard_after_forward=True)
-    return UnitSettings(reshard_after_forward=chosen, keep_in=group_of_neighbours(roles, chosen))
+    return UnitSettings(reshard_after_forward=chosen, keep_in=post_forward_pg(mesh_info, chosen))
 
 
 _last_default_mesh: weakref.ref[DeviceMesh] | None = None

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from meshard._engine.build import Collected, Placer, check_parameters, hoisting, roles_of
+from meshard._engine.build import Collected, Placer, check_parameters, hoisting, resolve_mesh_info
 from meshard._engine.unit import own_class, unit_of, units_in
 from meshard._mesh.mesh_info import device_of
 from meshard.api import default_mesh, fully_shard
@@ -314,8 +314,8 @@ def fully_shard_units(
         check_parameters(found, device_of(chosen["mesh"]))
     if sync_init:
         _take_values_of_first_rank(plan.units, arguments)
-        roles = roles_of(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
-        take_values_of_first_rank(model.named_buffers(), roles, device_of(mesh))
+        mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
+        take_values_of_first_rank(model.named_buffers(), mesh_info, device_of(mesh))
     _warn_about_narrow(plan.units)
     with hoisting(plan.hoisted):
         for unit, chosen in zip(plan.units, arguments, strict=True):
@@ -362,11 +362,11 @@ def _overrides_of(unit: PlannedUnit, overrides: Overrides | None) -> dict[str, A
 
 def _take_values_of_first_rank(units: list[PlannedUnit], arguments: list[dict[str, Any]]) -> None:
     for unit, chosen in zip(units, arguments, strict=True):
-        roles = roles_of(chosen["mesh"], chosen.get("dp_mesh_dims"))
-        placer = Placer(roles, chosen.get("shard_placement_fn"))
+        mesh_info = resolve_mesh_info(chosen["mesh"], chosen.get("dp_mesh_dims"))
+        placer = Placer(mesh_info, chosen.get("shard_placement_fn"))
         for param, fqn in unit.params.items():
             # Of its own mesh: experts on another mesh differ over this one.
-            own = placer.place(fqn, param).roles
+            own = placer.place(fqn, param).mesh_info
             take_values_of_first_rank([(fqn, param)], own, device_of(own.mesh))
 
 

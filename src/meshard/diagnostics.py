@@ -12,7 +12,7 @@ from torch import nn
 from meshard._comm.communicator import CommEvent, add_observer, remove_observer
 from meshard._engine.unit import Unit, units_in
 from meshard._gradients.accumulator import GradientState
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.subclass_params import ExtendedTensors
 from meshard.policies import GradientSync
 
@@ -72,13 +72,15 @@ class _Row:
         """Describe a unit."""
         if unit.group is None:
             return cls(label=unit.label, numel=0, whole=0, per_rank=0, padding=0)
-        params, roles = unit.group.params, unit.group.place.roles
+        params, mesh_info = unit.group.params, unit.group.place.mesh_info
         dtypes = [param.sharded.dtype for param in params]
         sizes = list(zip(params, dtypes, strict=True))
         whole = sum(param.layout.numel * dtype.itemsize for param, dtype in sizes)
         # What is sent: the padding of every rank goes over the wire as well.
         per_rank = unit.group.tensors.layout.shard_bytes
-        worst = max(params, key=lambda p: p.layout.slot_numel * roles.shard_count - p.layout.numel)
+        worst = max(
+            params, key=lambda p: p.layout.slot_numel * mesh_info.shard_count - p.layout.numel
+        )
         narrow = (
             param.fqn
             for param, dtype in sizes
@@ -89,12 +91,12 @@ class _Row:
             numel=sum(param.layout.numel for param in params),
             whole=whole,
             per_rank=per_rank,
-            padding=per_rank * roles.shard_count - whole,
+            padding=per_rank * mesh_info.shard_count - whole,
             dtypes=tuple(dict.fromkeys(dtypes)),
-            mesh=_mesh(roles),
+            mesh=_mesh(mesh_info),
             policies=", ".join(_policies(unit)),
             most_padded=f"dim {worst.layout.shard_dim} of {worst.fqn!r} has {worst.layout.rows} "
-            f"rows for {roles.shard_count} ranks",
+            f"rows for {mesh_info.shard_count} ranks",
             narrow=next(narrow, ""),
         )
 
@@ -133,11 +135,11 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mesh(roles: MeshRoles) -> str:
-    shard = f"shard {roles.shard_count}"
-    if roles.replicate_group is None:
+def _mesh(mesh_info: MeshInfo) -> str:
+    shard = f"shard {mesh_info.shard_count}"
+    if mesh_info.replicate_group is None:
         return shard
-    return f"replicate {roles.replicate_count} x {shard}"
+    return f"replicate {mesh_info.replicate_count} x {shard}"
 
 
 def _policies(unit: Unit) -> Iterator[str]:

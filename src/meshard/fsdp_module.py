@@ -35,7 +35,7 @@ from meshard._engine.unit import (
     units_of,
 )
 from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._mesh.mesh_info import group_for_scatter
+from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import untraced_itself
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 from meshard.reduce_hooks import OnStream
@@ -400,8 +400,10 @@ class CommSetters:
         check_bool("enable", enable)
         for unit in _units_at_rest(self, recurse):
             if unit.group is not None:
-                roles = unit.group.place.roles
-                unit.settings.scatter_group = group_for_scatter(roles) if enable else None
+                mesh_info = unit.group.place.mesh_info
+                unit.settings.scatter_group = (
+                    separate_reduce_scatter_pg(mesh_info) if enable else None
+                )
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -477,7 +479,7 @@ class CommSetters:
         check_bool("enable", enable)
         for unit in reached_units(self, recurse):
             if enable and unit.group is not None:
-                GroupMemory(unit.group.place.device).of(unit.group.place.roles.shard_group)
+                GroupMemory(unit.group.place.device).of(unit.group.place.mesh_info.shard_group)
         _replace(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:

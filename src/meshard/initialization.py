@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, units_in, units_of
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like
 from meshard.same_start import overwrite_by_first_rank
@@ -118,7 +118,7 @@ def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
     """Give a shard memory, under the parameter object that an optimizer may hold."""
     old = param.sharded
     local = torch.empty_like(local_of(old), device=group.place.home.device)
-    param.make_sharded(local, group.place.roles, requires_grad=old.requires_grad)
+    param.make_sharded(local, group.place.mesh_info, requires_grad=old.requires_grad)
     attributes = dict(vars(old))
     # Not set_local: the device of a DTensor is that of its first local tensor for good.
     torch.utils.swap_tensors(old, param.sharded)
@@ -189,7 +189,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     groups = [unit.group for unit in units_in(module) if unit.group is not None]
     device = groups[0].place.device if groups else torch.get_default_device()
     work = _Initialisation(init, device)
-    shared = _random_state(_all_roles(groups), device) if groups else contextlib.nullcontext()
+    shared = _random_state(_mesh_infos(groups), device) if groups else contextlib.nullcontext()
     with shared, torch.no_grad():
         work.run(module)
     if work.untouched:
@@ -343,7 +343,7 @@ def _check_owners(root: nn.Module) -> None:
                 )
 
 
-def _all_roles(groups: list[ParamGroup]) -> list[MeshRoles]:
+def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
     """Return the data-parallel mesh, and the axes of other parallelisms, each like one."""
     meshes = {
         param.placed.in_use.mesh: None
@@ -351,12 +351,12 @@ def _all_roles(groups: list[ParamGroup]) -> list[MeshRoles]:
         for param in group.params
         if param.placed is not None
     }
-    axes = [MeshRoles.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
-    return [groups[0].place.roles, *axes]
+    axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
+    return [groups[0].place.mesh_info, *axes]
 
 
 @contextlib.contextmanager
-def _random_state(meshes: list[MeshRoles], device: torch.device) -> Iterator[None]:
+def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
     """Let every rank draw what the first rank of all meshes would."""
     sources: list[Any] = [torch.default_generator]
     if device.type != "cpu":
@@ -364,8 +364,8 @@ def _random_state(meshes: list[MeshRoles], device: torch.device) -> Iterator[Non
     own = [source.get_state() for source in sources]
     shared = [state.clone() for state in own]
     for source, state in zip(sources, shared, strict=True):
-        for roles in meshes:
-            overwrite_by_first_rank(state, roles, device, label="(materialize)")
+        for mesh_info in meshes:
+            overwrite_by_first_rank(state, mesh_info, device, label="(materialize)")
         source.set_state(state)
     try:
         yield

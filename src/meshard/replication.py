@@ -29,7 +29,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, chain_of, nest, unit_of, units_in
 from meshard._gradients.accumulator import GradientState
 from meshard._gradients.replicated_grads import PlainGrads, Replaced
-from meshard._mesh.mesh_info import MeshRoles, device_of
+from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.flat_params import Place
 from meshard._params.replicated_params import PlainParam, PlainTensors
 from meshard._torch.private import untraced
@@ -220,9 +220,9 @@ class Buckets:
         """Return the first rank's order: what got no gradient comes last."""
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._place.device)
-        roles = self._place.roles
-        assert roles.replicate_group is not None
-        broadcast_from_first(order, roles.replicate_group, label="(order of gradients)")
+        mesh_info = self._place.mesh_info
+        assert mesh_info.replicate_group is not None
+        broadcast_from_first(order, mesh_info.replicate_group, label="(order of gradients)")
         return [int(index) for index in order.tolist()]
 
 
@@ -361,15 +361,15 @@ def replicate(
             "the data-parallel part of a larger mesh, as in mesh['data']."
         )
     found = collect([module], as_set(ignored_params))
-    roles = MeshRoles.of(mesh if mesh is not None else default_mesh()).keeping_whole()
-    device = device_of(roles.mesh)
+    mesh_info = MeshInfo.of(mesh if mesh is not None else default_mesh()).replicating_all()
+    device = device_of(mesh_info.mesh)
     _check_parameters(found, device)
     if init_sync or broadcast_buffers:
         _check_buffers(module)
     if init_sync:
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
-                overwrite_by_first_rank(tensor.detach(), roles, device, label="(replicate)")
+                overwrite_by_first_rank(tensor.detach(), mesh_info, device, label="(replicate)")
     cap = int(bucket_cap_mb * 2**20)
     num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
     units = _make_units(module, max(1, num_buckets), policy)
@@ -377,12 +377,12 @@ def replicate(
     buckets = Buckets(
         units,
         params,
-        place=Place(roles, device),
+        place=Place(mesh_info, device),
         policy=policy,
         cap=cap,
         are_views=gradient_as_bucket_view,
     )
-    buffers_over = roles.replicate_group if broadcast_buffers else None
+    buffers_over = mesh_info.replicate_group if broadcast_buffers else None
     _adopt(module, buckets, BeforeForward(buckets, buffers_over), device)
     return module
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._torch.dtensor import local_of, plain_tensors_in
 
 _CHUNK = 1 << 20  # elements: a checksum needs no more memory than this many int64
@@ -23,7 +23,7 @@ _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def take_values_of_first_rank(
-    named: Iterable[tuple[str, torch.Tensor]], roles: MeshRoles, device: torch.device
+    named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo, device: torch.device
 ) -> None:
     """Overwrite tensors in place by those of the first rank of the mesh, one at a time.
 
@@ -44,11 +44,11 @@ def take_values_of_first_rank(
                 "leave sync_init out and call meshard.materialize(model) after sharding."
             )
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        overwrite_by_first_rank(local, roles, device, label="(sync_init)")
+        overwrite_by_first_rank(local, mesh_info, device, label="(sync_init)")
 
 
 def overwrite_by_first_rank(
-    local: torch.Tensor, roles: MeshRoles, device: torch.device, *, label: str
+    local: torch.Tensor, mesh_info: MeshInfo, device: torch.device, *, label: str
 ) -> None:
     """Overwrite ``local`` by what the first rank of the mesh holds.
 
@@ -56,15 +56,15 @@ def overwrite_by_first_rank(
     """
     for plain in plain_tensors_in(local):
         buffer = plain.to(device).contiguous()
-        broadcast_from_first(buffer, roles.shard_group, label=label)
-        if roles.replicate_group is not None:
-            broadcast_from_first(buffer, roles.replicate_group, label=label)
+        broadcast_from_first(buffer, mesh_info.shard_group, label=label)
+        if mesh_info.replicate_group is not None:
+            broadcast_from_first(buffer, mesh_info.replicate_group, label=label)
         if buffer.data_ptr() != plain.data_ptr():
             plain.copy_(buffer)
 
 
 def check_same_start(
-    named: list[tuple[str, nn.Parameter]], roles: MeshRoles, device: torch.device, unit: str
+    named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, device: torch.device, unit: str
 ) -> None:
     """Raise if ranks bring different parameters to a unit: the check behind ``MESHARD_DEBUG=1``.
 
@@ -81,8 +81,8 @@ def check_same_start(
     """
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
-    outlines = _of_all_ranks(outline, roles)
-    ranks = roles.mesh.mesh.flatten().tolist()
+    outlines = _of_all_ranks(outline, mesh_info)
+    ranks = mesh_info.mesh.mesh.flatten().tolist()
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
         raise RuntimeError(
@@ -92,7 +92,7 @@ def check_same_start(
         )
     if not named:
         return
-    sums = _of_all_ranks(torch.tensor([_checksum(p) for _, p in named], device=device), roles)
+    sums = _of_all_ranks(torch.tensor([_checksum(p) for _, p in named], device=device), mesh_info)
     differs = (sums != sums[0]).any(dim=0).tolist()
     if not any(differs):
         return
@@ -109,11 +109,11 @@ def check_same_start(
     )
 
 
-def _of_all_ranks(row: torch.Tensor, roles: MeshRoles) -> torch.Tensor:
+def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return every rank's ``row [n]`` as ``[ranks, n]``, in the order of the mesh."""
-    rows = gather_from_all(row, roles.shard_group, label="(same start)")
-    if roles.replicate_group is not None:
-        rows = gather_from_all(rows, roles.replicate_group, label="(same start)")
+    rows = gather_from_all(row, mesh_info.shard_group, label="(same start)")
+    if mesh_info.replicate_group is not None:
+        rows = gather_from_all(rows, mesh_info.replicate_group, label="(same start)")
     return rows.view(-1, row.numel())
 
 

@@ -172,21 +172,21 @@ class OpenUnit:
 
     def _gather(self) -> list[nn.Parameter]:
         """Return the whole parameters, or nothing on ranks that are not to have them."""
-        group, roles = self._group, self._group.place.roles
+        group, mesh_info = self._group, self._group.place.mesh_info
         own = self._tensors.storage.buffer.to(group.place.device)
         if self.opening.rank0_only:
             if not _is_in_first_replica(group):
                 return []
-            rows = gather_to_first(own, roles.shard_group, group.label)
+            rows = gather_to_first(own, mesh_info.shard_group, group.label)
             if rows is None:
                 return []
         else:
             with group.comm.lane(Lane.GATHER):
                 in_flight = start_all_gather(
                     own,
-                    roles.shard_count,
+                    mesh_info.shard_count,
                     comm=group.comm,
-                    group=roles.shard_group,
+                    group=mesh_info.shard_group,
                     label=group.label,
                 )
             in_flight.pending.wait()
@@ -281,35 +281,35 @@ class OpenUnit:
         **Collective:** with ``rank0_only`` the shard group of the first replica; then the replica
         group, whose first rank is the one that counts.
         """
-        group, roles = self._group, self._group.place.roles
+        group, mesh_info = self._group, self._group.place.mesh_info
         storage = self._tensors.storage
         group.finish_copies()
         if not self.opening.rank0_only:
             for param, own, value in zip(group.params, storage.locals, values, strict=True):
-                owned = param.layout.owned_rows(roles.shard_rank)
+                owned = param.layout.owned_rows(mesh_info.shard_rank)
                 own.copy_(value.narrow(param.layout.shard_dim, owned.start, len(owned)))
-            if roles.replicate_group is None:
+            if mesh_info.replicate_group is None:
                 return
         buffer = storage.buffer.to(group.place.device)
         if self.opening.rank0_only and _is_in_first_replica(group):
             rows = self._rows_of(values, buffer) if values else None
-            scatter_from_first(buffer, rows, roles.shard_group, group.label)
-        if roles.replicate_group is not None:
-            broadcast_from_first(buffer, roles.replicate_group, label=group.label)
+            scatter_from_first(buffer, rows, mesh_info.shard_group, group.label)
+        if mesh_info.replicate_group is not None:
+            broadcast_from_first(buffer, mesh_info.replicate_group, label=group.label)
         if buffer is not storage.buffer:
             storage.buffer.copy_(buffer)
         increment_version(storage.locals)
 
     def _rows_of(self, values: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
         """Return the flat shards ``[shard_count, n]`` of all ranks."""
-        rows = own.new_zeros(self._group.place.roles.shard_count, own.numel())
+        rows = own.new_zeros(self._group.place.mesh_info.shard_count, own.numel())
         for ours, theirs in self._pairs(rows, values):
             ours.copy_(theirs)
         return rows
 
 
 def _is_in_first_replica(group: ParamGroup) -> bool:
-    replicas = group.place.roles.replicate_group
+    replicas = group.place.mesh_info.replicate_group
     return replicas is None or replicas.rank() == 0
 
 
@@ -436,8 +436,13 @@ def _has_any_failed(opened: list[OpenUnit], *, here: bool) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none."""
     if not opened:
         return here
-    all_roles = {id(each.place.roles): each.place.roles for each in opened}.values()
-    groups = [g for roles in all_roles for g in (roles.shard_group, roles.replicate_group) if g]
+    mesh_infos = {id(each.place.mesh_info): each.place.mesh_info for each in opened}.values()
+    groups = [
+        g
+        for mesh_info in mesh_infos
+        for g in (mesh_info.shard_group, mesh_info.replicate_group)
+        if g
+    ]
     failed = torch.tensor(float(here), device=opened[0].place.device)
     for group in dict.fromkeys(groups):
         agree_on_max(failed, group, "(unsharded_params)")

@@ -120,7 +120,7 @@ def factor_applied_again_to_grad(patch: Patch) -> None:
 
     def divide_old(self: Any, new: Any) -> None:
         if self._shown is not None:
-            self._shown.flat.div_(self._group.place.roles.shard_count)
+            self._shown.flat.div_(self._group.place.mesh_info.shard_count)
         add(self, new)
 
     patch.setattr(ShardedGrads, "add", divide_old)

@@ -29,7 +29,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, chain_of, unit_of, units_of
 from meshard._gradients.accumulator import GradientState
 from meshard._mesh.layout import ParamLayout
-from meshard._mesh.mesh_info import MeshRoles, roles_of_named
+from meshard._mesh.mesh_info import MeshInfo, mesh_info_of_named_axes
 from meshard._mesh.placement import Placed, Spread, check_places, place_again
 from meshard._params.flat_params import Faces, GroupTensors, Place
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, mark_of
@@ -47,7 +47,7 @@ PlacementFn = Callable[[nn.Parameter], Any]
 class Placing(NamedTuple):
     """Where a parameter goes."""
 
-    roles: MeshRoles
+    mesh_info: MeshInfo
     layout: ParamLayout  # of what this rank holds of it
     placed: Placed | None  # None: an ordinary tensor
     is_extended: bool = False  # it says itself what is gathered of it: see extension
@@ -56,30 +56,30 @@ class Placing(NamedTuple):
         """Return what this rank will own of ``param``: a view, of an extended one a copy."""
         whole = param.detach() if self.placed is None else local_of(param.detach())
         if self.is_extended:
-            return _own_copy(whole, self.roles)
-        rows = self.layout.owned_rows(self.roles.shard_rank)
+            return _own_copy(whole, self.mesh_info)
+        rows = self.layout.owned_rows(self.mesh_info.shard_rank)
         return whole.narrow(self.layout.shard_dim, rows.start, len(rows))
 
 
-def _own_copy(whole: torch.Tensor, roles: MeshRoles) -> torch.Tensor:
+def _own_copy(whole: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return this rank's rows by the operations that torch's fully_shard asks of subclasses."""
-    chunks = whole.chunk(roles.shard_count)
-    has_any = roles.shard_rank < len(chunks)
-    own = chunks[roles.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
+    chunks = whole.chunk(mesh_info.shard_count)
+    has_any = mesh_info.shard_rank < len(chunks)
+    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
     copied = own.new_zeros(own.shape)
     copied.copy_(own)
     return copied
 
 
-def roles_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshRoles:
+def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
     """Return the roles of the mesh that was passed to ``fully_shard``.
 
     Raises:
         ValueError: The mesh has no such axes, or not one or two where none are named.
     """
     if dims is None:
-        return MeshRoles.of(mesh)
-    return roles_of_named(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
+        return MeshInfo.of(mesh)
+    return mesh_info_of_named_axes(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
 
 
 def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -96,10 +96,10 @@ class Placer:
         placement_fn: What the user chose per parameter, or None.
     """
 
-    def __init__(self, roles: MeshRoles, placement_fn: PlacementFn | None) -> None:
-        self._roles = {roles.mesh: roles}
-        self._whole: dict[int, MeshRoles] = {}
-        self._default = roles
+    def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
+        self._mesh_info = {mesh_info.mesh: mesh_info}
+        self._whole: dict[int, MeshInfo] = {}
+        self._default = mesh_info
         self._placement_fn = placement_fn
 
     def place(self, fqn: str, param: nn.Parameter) -> Placing:
@@ -111,26 +111,26 @@ class Placer:
                 not fit.
         """
         chosen = self._placement_fn(param) if self._placement_fn is not None else None
-        roles, chosen = self._roles_for(fqn, chosen)
+        mesh_info, chosen = self._mesh_info_for(fqn, chosen)
         if type(chosen) is Replicate:
-            if id(roles) not in self._whole:
-                self._whole[id(roles)] = roles.keeping_whole()
-            roles, chosen = self._whole[id(roles)], None
+            if id(mesh_info) not in self._whole:
+                self._whole[id(mesh_info)] = mesh_info.replicating_all()
+            mesh_info, chosen = self._whole[id(mesh_info)], None
         shard_dim = _shard_dim(fqn, param, chosen)
-        is_extended = _check_extended(fqn, param, shard_dim, roles)
+        is_extended = _check_extended(fqn, param, shard_dim, mesh_info)
         if not isinstance(param, DTensor):
-            layout = ParamLayout(param.shape, shard_dim, roles.shard_count)
-            return Placing(roles, layout, None, is_extended)
+            layout = ParamLayout(param.shape, shard_dim, mesh_info.shard_count)
+            return Placing(mesh_info, layout, None, is_extended)
         spread = Spread(param.device_mesh, param.placements, param.shape)
         try:
-            check_places(spread, roles)
-            placed = place_again(spread, roles)
+            check_places(spread, mesh_info)
+            placed = place_again(spread, mesh_info)
         except ValueError as error:
             raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
-        layout = ParamLayout(local_of(param).shape, shard_dim, roles.shard_count)
-        return Placing(roles, layout, placed, is_extended)
+        layout = ParamLayout(local_of(param).shape, shard_dim, mesh_info.shard_count)
+        return Placing(mesh_info, layout, placed, is_extended)
 
-    def _roles_for(self, fqn: str, chosen: Any) -> tuple[MeshRoles, Any]:
+    def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
         if chosen is None or isinstance(chosen, (Shard, Replicate)):
             return self._default, chosen
@@ -144,19 +144,19 @@ class Placer:
                 f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
                 f"unit is on {self._default.mesh.device_type!r}; use meshes of one device type."
             )
-        if mesh not in self._roles:
+        if mesh not in self._mesh_info:
             try:
-                self._roles[mesh] = MeshRoles.of(mesh)
+                self._mesh_info[mesh] = MeshInfo.of(mesh)
             except ValueError as error:
                 raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
-        return self._roles[mesh], chosen.placement
+        return self._mesh_info[mesh], chosen.placement
 
 
-def _check_extended(fqn: str, param: nn.Parameter, shard_dim: int, roles: MeshRoles) -> bool:
+def _check_extended(fqn: str, param: nn.Parameter, shard_dim: int, mesh_info: MeshInfo) -> bool:
     """Return whether a parameter says itself what is gathered of it."""
     local = local_of(param) if isinstance(param, DTensor) else param
     is_extended = check_extension(fqn, local)
-    if is_extended and roles.shard_axis is None:
+    if is_extended and mesh_info.shard_axis is None:
         raise NotImplementedError(
             f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, and there is "
             "no axis to shard it over; leave it out (ignored_params), or name a shard axis."
@@ -190,21 +190,21 @@ def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
 class OnMesh(NamedTuple):
     """The parameters of one call that are gathered by one collective."""
 
-    roles: MeshRoles
+    mesh_info: MeshInfo
     places: list[int]  # among all that were placed
     is_extended: bool  # all, or none
 
 
-def by_mesh(placings: list[Placing], first: MeshRoles) -> list[OnMesh]:
+def by_mesh(placings: list[Placing], first: MeshInfo) -> list[OnMesh]:
     """Return what goes onto each mesh, ``first`` first; nothing onto that, if there is nothing.
 
     Extended parameters are apart from the others, with a gather of their own.
     """
     plain = OnMesh(first, [], False)
     groups = {(id(first), False): plain}
-    for place, (roles, _, _, is_extended) in enumerate(placings):
-        new = OnMesh(roles, [], is_extended)
-        groups.setdefault((id(roles), is_extended), new).places.append(place)
+    for place, (mesh_info, _, _, is_extended) in enumerate(placings):
+        new = OnMesh(mesh_info, [], is_extended)
+        groups.setdefault((id(mesh_info), is_extended), new).places.append(place)
     return [group for group in groups.values() if group.places] or [plain]
 
 
@@ -356,7 +356,7 @@ def make_unit(
     unit = Unit(modules, casts, settings)
     if not found:
         return unit
-    place = Place(placings[0].roles, device, host)
+    place = Place(placings[0].mesh_info, device, host)
     unit.group = ParamGroup(_make_faces(unit, found, placings, place, policy))
     unit.gradients = GradientState(
         unit.group,
@@ -438,6 +438,6 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     inner.parent = weakref.ref(innermost)
                     innermost.children.append(weakref.ref(inner))
     comm = make_communicator(device)
-    all_roles = [each.group.place.roles for each in units if each.group is not None]
-    number_root(comm, [group for roles in all_roles for group in roles.groups])
+    mesh_infos = [each.group.place.mesh_info for each in units if each.group is not None]
+    number_root(comm, [group for mesh_info in mesh_infos for group in mesh_info.groups])
     Lifecycle(queue_backward_callback, comm).set_units(units)

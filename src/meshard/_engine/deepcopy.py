@@ -159,7 +159,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     groups = [copied.group for copied in copies if copied.group is not None]
     device = groups[0].place.device if groups else torch.device("cpu")
     comm = make_communicator(device)
-    number_root(comm, [each for group in groups for each in group.place.roles.groups])
+    number_root(comm, [each for group in groups for each in group.place.mesh_info.groups])
     lifecycle = Lifecycle(queue_backward_callback, comm)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     lifecycle.set_units(copies)

@@ -30,7 +30,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard._gradients.accumulator import GradientState
 from meshard._gradients.reduce_plan import TensorHook
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.subclass_params import ExtendedTensors
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 
@@ -357,7 +357,7 @@ def accompany(units: list[Unit]) -> Unit:
     """
     for unit in units[1:]:
         assert unit.group is not None
-        unit.mesh_name = _name(unit.group.place.roles)
+        unit.mesh_name = _name(unit.group.place.mesh_info)
         if isinstance(unit.group.tensors, ExtendedTensors):
             unit.mesh_name += " (extended)"
     return nest(units)
@@ -382,9 +382,9 @@ def chain_of(unit: Unit) -> list[Unit]:
     return [unit, *unit.companions]
 
 
-def _name(roles: MeshRoles) -> str:
-    mesh = roles.mesh
-    how = " on" if roles.shard_axis is not None else " whole on"
+def _name(mesh_info: MeshInfo) -> str:
+    mesh = mesh_info.mesh
+    how = " on" if mesh_info.shard_axis is not None else " whole on"
     if mesh.mesh_dim_names is None:
         return f"{how} {'x'.join(map(str, mesh.shape))}"
     pairs = zip(mesh.mesh_dim_names, mesh.shape, strict=True)

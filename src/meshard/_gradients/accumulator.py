@@ -172,10 +172,10 @@ class GradientState:
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None if it is not reduced at all."""
-        roles, found = self._group.place.roles, dict[int, DTensor | None]()
+        mesh_info, found = self._group.place.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
-            for index, local in self._partial.shards(roles.shard_rank):
-                found[index] = self._group.params[index].partial_of(local, roles)
+            for index, local in self._partial.shards(mesh_info.shard_rank):
+                found[index] = self._group.params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
@@ -306,7 +306,7 @@ class GradientState:
         if not layout.indices:
             return None
         self._check_factor(options)
-        roles, accumulate_dtype = self._group.place.roles, self.plan.accumulate_dtype
+        mesh_info, accumulate_dtype = self._group.place.mesh_info, self.plan.accumulate_dtype
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
         memory = memory_for(
             layout,
@@ -334,9 +334,9 @@ class GradientState:
             sums_apart=memory.sums_apart,
             kept=memory.kept,
             partial=partial,
-            shard_group=options.shard_group or roles.shard_group,
-            replicate_group=roles.replicate_group if options.over_replicas else None,
-            replicate_count=roles.replicate_count,
+            shard_group=options.shard_group or mesh_info.shard_group,
+            replicate_group=mesh_info.replicate_group if options.over_replicas else None,
+            replicate_count=mesh_info.replicate_count,
             divide_factor=options.divide_factor,
             accumulate_dtype=accumulate_dtype,
             marks=layout.marks_for(used),
@@ -344,7 +344,7 @@ class GradientState:
         )
         reduction = Reduction(request, self._group.comm)
         self.num_in_flight += 1
-        is_full = options.over_replicas or roles.replicate_group is None
+        is_full = options.over_replicas or mesh_info.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
 
     def _check_factor(self, options: ReduceOptions) -> None:

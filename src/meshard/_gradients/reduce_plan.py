@@ -161,23 +161,23 @@ def memory_for(
         is_pending: Something is accumulated beside ``.grad``.
         is_laid_out: And so the gradients lie somewhere already.
     """
-    roles, comm = group.place.roles, group.comm
+    mesh_info, comm = group.place.mesh_info, group.comm
     as_one = bool(options.arrived or options.before)  # hooks are given one tensor
     if isinstance(grads, PlainGrads):
         bucket = grads.free_bucket(layout, wire) if is_idle and not is_pending else None
-        across = roles.replicate_group if options.over_replicas else None
+        across = mesh_info.replicate_group if options.over_replicas else None
         may_sum_apart = not is_laid_out and not as_one and wire == total and layout.numel
         if may_sum_apart and across is not None and comm.sums_apart(across):
             return _apart(layout, wire, bucket, group, across)
         if bucket is not None:
             return WireMemory(bucket)
     output = None
-    is_full = options.over_replicas or roles.replicate_group is None
+    is_full = options.over_replicas or mesh_info.replicate_group is None
     if is_full and is_idle and isinstance(grads, ShardedGrads):
         output = grads.free_memory(layout, wider(wire, total))
     if is_laid_out:
         return WireMemory(None, output)
-    shard_group = options.shard_group or roles.shard_group
+    shard_group = options.shard_group or mesh_info.shard_group
     own = output if output is not None and output.dtype == wire else None
     rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group, own=own)
     if rows is not None:

@@ -198,11 +198,11 @@ _TOO_LATE = (
 def _compare(unit: Unit, over_replicas: bool, divide_factor: float | None) -> None:
     """Raise unless all ranks reduce ``unit`` alike: a wrong factor shows in no collective."""
     assert unit.group is not None
-    roles = unit.group.place.roles
-    groups = roles.groups if over_replicas else [roles.shard_group]
-    factor = float(divide_factor or roles.shard_count * roles.replicate_count)
+    mesh_info = unit.group.place.mesh_info
+    groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
+    factor = float(divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how_far = ""
-    if roles.replicate_group is not None:
+    if mesh_info.replicate_group is not None:
         how_far = " over shards and replicas" if over_replicas else " over the shards"
     for group in groups:
         compare_text(f"the reduction of unit {unit.label!r}{how_far}, divided by {factor}", group)

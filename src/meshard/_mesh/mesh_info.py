@@ -30,7 +30,7 @@ class FullMesh:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MeshRoles:
+class MeshInfo:
     """The two roles of a data-parallel mesh, with the groups that play them on this rank.
 
     A 1D mesh only shards. A 2D mesh is ``(replicate, shard)``: its last axis shards. For axes that
@@ -47,7 +47,7 @@ class MeshRoles:
     full: FullMesh | None = None  # what the axes were chosen from, if by name
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> MeshRoles:
+    def of(cls, mesh: DeviceMesh) -> MeshInfo:
         """Read the roles off ``mesh``.
 
         Raises:
@@ -70,7 +70,7 @@ class MeshRoles:
             replicate_count=mesh.size(0) if mesh.ndim == 2 else 1,
         )
 
-    def keeping_whole(self) -> MeshRoles:
+    def replicating_all(self) -> MeshInfo:
         """Return roles on the same mesh in which all its axes replicate and none shards.
 
         **Collective:** the ranks of a mesh of several axes, the first time that it is seen.
@@ -82,10 +82,10 @@ class MeshRoles:
         return dataclasses.replace(
             self,
             shard_axis=None,
-            shard_group=group_of_one(),
+            shard_group=pg_of_one(),
             shard_count=1,
             shard_rank=0,
-            replicate_group=_group_of_all(self),
+            replicate_group=_pg_of_all(self),
             replicate_count=self.shard_count * self.replicate_count,
             full=full,
         )
@@ -111,14 +111,14 @@ class MeshRoles:
         )
 
 
-def shard_mesh_of(roles: MeshRoles) -> DeviceMesh:
+def shard_mesh_of(mesh_info: MeshInfo) -> DeviceMesh:
     """Return the 1D mesh of the ranks that hold the shards of one parameter."""
-    if roles.mesh.ndim == 1:
-        return roles.mesh
-    names = roles.mesh.mesh_dim_names
-    if names is not None and roles.shard_axis is not None:
-        return roles.mesh[names[roles.shard_axis]]
-    return DeviceMesh.from_group(roles.shard_group, roles.mesh.device_type)
+    if mesh_info.mesh.ndim == 1:
+        return mesh_info.mesh
+    names = mesh_info.mesh.mesh_dim_names
+    if names is not None and mesh_info.shard_axis is not None:
+        return mesh_info.mesh[names[mesh_info.shard_axis]]
+    return DeviceMesh.from_group(mesh_info.shard_group, mesh_info.mesh.device_type)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -129,21 +129,21 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, index)
 
 
-def group_of_one() -> dist.ProcessGroup:
+def pg_of_one() -> dist.ProcessGroup:
     """Return a group of this rank. It cannot communicate, and need not: nobody else is in it."""
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
-def _group_of_all(roles: MeshRoles) -> dist.ProcessGroup:
-    if roles.replicate_group is None:
-        return roles.shard_group
-    if roles.shard_axis is None:
-        return roles.replicate_group
-    ranks = sorted(roles.mesh.mesh.flatten().tolist())
-    return _group_beside(roles.mesh, "meshard_all", ranks)
+def _pg_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup:
+    if mesh_info.replicate_group is None:
+        return mesh_info.shard_group
+    if mesh_info.shard_axis is None:
+        return mesh_info.replicate_group
+    ranks = sorted(mesh_info.mesh.mesh.flatten().tolist())
+    return _extra_pg(mesh_info.mesh, "meshard_all", ranks)
 
 
-class _GroupsBeside(dict[str, dist.ProcessGroup]):
+class _ExtraGroups(dict[str, dist.ProcessGroup]):
     """The groups that were made for a mesh. They stay behind when it is copied or pickled.
 
     So do its own groups; and what is read must be readable where there is no meshard.
@@ -153,7 +153,7 @@ class _GroupsBeside(dict[str, dist.ProcessGroup]):
         return dict, ()
 
 
-def _group_beside(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
+def _extra_pg(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
     """Return a group of some ranks of ``mesh``, the same one each time.
 
     **Collective:** these ranks, the first time, in the same order. Others see other parts of a
@@ -162,8 +162,8 @@ def _group_beside(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.Process
     # On the mesh itself, so that groups die with it: a process group that is alive when the
     # interpreter ends aborts the process, and an equal mesh may belong to another world.
     groups = vars(mesh).get("_meshard_groups")
-    if not isinstance(groups, _GroupsBeside):
-        groups = vars(mesh)["_meshard_groups"] = _GroupsBeside()
+    if not isinstance(groups, _ExtraGroups):
+        groups = vars(mesh)["_meshard_groups"] = _ExtraGroups()
     if name not in groups:
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
         assert isinstance(group, dist.ProcessGroup)
@@ -171,7 +171,7 @@ def _group_beside(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.Process
     return groups[name]
 
 
-def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
+def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
 
     **Collective:** the ranks of that group, in the same order, the first time that a mesh is seen
@@ -179,21 +179,21 @@ def group_of_neighbours(roles: MeshRoles, group_size: int) -> dist.ProcessGroup:
 
     Args:
         roles: The mesh to split along its shard axis.
-        group_size: Ranks in each part; divides ``roles.shard_count``.
+        group_size: Ranks in each part; divides ``mesh_info.shard_count``.
     """
-    ranks = dist.get_process_group_ranks(roles.shard_group)
-    first = roles.shard_rank // group_size * group_size
+    ranks = dist.get_process_group_ranks(mesh_info.shard_group)
+    first = mesh_info.shard_rank // group_size * group_size
     neighbours = ranks[first : first + group_size]
-    return _group_beside(roles.mesh, f"meshard_neighbours_{group_size}", neighbours)
+    return _extra_pg(mesh_info.mesh, f"meshard_neighbours_{group_size}", neighbours)
 
 
-def group_for_scatter(roles: MeshRoles) -> dist.ProcessGroup:
+def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
     """Return a second group of the ranks of the shard group; always the same one for a mesh.
 
     **Collective:** the shard group, the first time.
     """
-    ranks = dist.get_process_group_ranks(roles.shard_group)
-    return _group_beside(roles.mesh, "meshard_scatter", ranks)
+    ranks = dist.get_process_group_ranks(mesh_info.shard_group)
+    return _extra_pg(mesh_info.mesh, "meshard_scatter", ranks)
 
 
 def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
@@ -231,9 +231,9 @@ def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
     return True
 
 
-def roles_of_named(
+def mesh_info_of_named_axes(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
-) -> MeshRoles:
+) -> MeshInfo:
     """Return the roles on ``mesh`` of the axes ``shard`` and ``replicate``, several as one.
 
     **Collective:** all ranks of the default group, the first time that several axes are flattened
@@ -268,11 +268,11 @@ def roles_of_named(
     shard_axes = [place for place, (_, origin) in enumerate(data_parts) if origin is None]
     shard_mesh = _flat(mesh, shard) if shard else None
     replicas = _flat(mesh, replicate) if replicate else None
-    return MeshRoles(
+    return MeshInfo(
         mesh=_join(part for part, _ in data_parts),
         shard_axis=shard_axes[0] if shard_axes else None,
         # Without shard axes every rank is a shard group of its own, which never communicates.
-        shard_group=shard_mesh.get_group() if shard_mesh else group_of_one(),
+        shard_group=shard_mesh.get_group() if shard_mesh else pg_of_one(),
         shard_count=shard_mesh.size() if shard_mesh else 1,
         shard_rank=shard_mesh.get_local_rank() if shard_mesh else 0,
         replicate_group=replicas.get_group() if replicas else None,

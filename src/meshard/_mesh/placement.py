@@ -22,7 +22,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshard._mesh.layout import ParamLayout
-from meshard._mesh.mesh_info import FullMesh, MeshRoles, joined_mesh
+from meshard._mesh.mesh_info import FullMesh, MeshInfo, joined_mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,13 +102,13 @@ def _is_whole(placement: Placement) -> bool:
     return isinstance(placement, (Replicate, Partial))
 
 
-def check_places(spread: Spread, roles: MeshRoles) -> None:
+def check_places(spread: Spread, mesh_info: MeshInfo) -> None:
     """Check that a parameter that lies like ``spread`` can be cut again over a shard axis.
 
     Raises:
         ValueError: Why not, and what to do.
     """
-    mesh, full = spread.mesh, roles.full
+    mesh, full = spread.mesh, mesh_info.full
     for axis, placement in enumerate(spread.placements):
         # Not isinstance: special shards do not mean what Shard means.
         if type(placement) not in (Shard, Replicate):
@@ -117,9 +117,9 @@ def check_places(spread: Spread, roles: MeshRoles) -> None:
                 "can be sharded again, so redistribute it before fully_shard."
             )
     if full is None:
-        if mesh.device_type != roles.mesh.device_type:
+        if mesh.device_type != mesh_info.mesh.device_type:
             raise ValueError(
-                f"it lies over {mesh}, but the data-parallel mesh is {roles.mesh}; take both from "
+                f"it lies over {mesh}, but the data-parallel mesh is {mesh_info.mesh}; take both from "
                 "one mesh."
             )
         return
@@ -138,18 +138,18 @@ def check_places(spread: Spread, roles: MeshRoles) -> None:
             )
 
 
-def place_again(spread: Spread, roles: MeshRoles) -> Placed:
+def place_again(spread: Spread, mesh_info: MeshInfo) -> Placed:
     """Return how a parameter that lies like ``spread`` lies once it is sharded.
 
     Raises:
         ValueError: The meshes cannot be joined.
     """
-    if roles.full is not None:
-        return _place_on_full(spread, roles.full)
-    num_data = roles.mesh.ndim
+    if mesh_info.full is not None:
+        return _place_on_full(spread, mesh_info.full)
+    num_data = mesh_info.mesh.ndim
     return Placed(
         in_use=spread,
-        mesh=joined_mesh([roles.mesh, spread.mesh]),
+        mesh=joined_mesh([mesh_info.mesh, spread.mesh]),
         data_places=(*range(num_data), *[None] * spread.mesh.ndim),
         others=(*[Replicate()] * num_data, *spread.placements),
         data_axes=frozenset(),
@@ -157,7 +157,7 @@ def place_again(spread: Spread, roles: MeshRoles) -> Placed:
 
 
 def _place_on_full(spread: Spread, full: FullMesh) -> Placed:
-    # The data-parallel axes stand in the order of ``roles.mesh``.
+    # The data-parallel axes stand in the order of ``mesh_info.mesh``.
     counter = itertools.count()
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return Placed(

@@ -20,7 +20,7 @@ from meshard._comm.all_gather import GatherInFlight, GatherPlan
 from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
 from meshard._params.storage import META, Home, ShardStorage, UnshardedStorage
 from meshard._torch.dtensor import is_placed_like, local_of, move_local, set_local
@@ -108,7 +108,7 @@ GradientHook = Callable[[torch.Tensor], None]
 class Place:
     """Where a group lives."""
 
-    roles: MeshRoles
+    mesh_info: MeshInfo
     device: torch.device
     host: Home | None = None  # shards, gradients and optimizer state live there, if given
 
@@ -150,7 +150,7 @@ class GroupTensors:
         self._is_partly_meta = False
         self._make_storage(shards)
         for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
-            param.make_sharded(local, place.roles, requires_grad=flag)
+            param.make_sharded(local, place.mesh_info, requires_grad=flag)
         self._make_unsharded()
 
     def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
@@ -158,7 +158,7 @@ class GroupTensors:
         devices = {shard.device.type for shard in shards}
         home = META if "meta" in devices else self._home
         layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
-        self.storage = ShardStorage(layout, self.place.roles.shard_rank, home)
+        self.storage = ShardStorage(layout, self.place.mesh_info.shard_rank, home)
         self.storage.fill(shards)
         self._is_meta = self.storage.buffer.is_meta
 
@@ -260,7 +260,7 @@ class GroupTensors:
         old, self._home = self.storage, self._own_home if home is None else home
         if old.buffer.is_meta:
             return old.buffer
-        self.storage = ShardStorage(old.layout, self.place.roles.shard_rank, self._home)
+        self.storage = ShardStorage(old.layout, self.place.mesh_info.shard_rank, self._home)
         self.storage.buffer.copy_(old.buffer, non_blocking=True)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             move_local(param.sharded, own)
@@ -275,7 +275,7 @@ class GroupTensors:
             buffer = self.link.fetch(buffer, comm)
             segments = self.storage.layout.split(buffer)
         return self.plan.start(
-            buffer, segments, comm=comm, group=self.place.roles.shard_group, label=self.label
+            buffer, segments, comm=comm, group=self.place.mesh_info.shard_group, label=self.label
         )
 
     def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:

@@ -24,7 +24,7 @@ from meshard._comm.all_gather import GatherInFlight
 from meshard._comm.communicator import DONE, Communicator, Rows
 from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout, ParamLayout
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.flat_params import GradientHook, Place
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as
 from meshard._params.storage import Home, UnshardedStorage
@@ -83,10 +83,10 @@ class PlainParam(ShardedParam):
         """Return ``whole`` itself: there is one shard."""
         return whole.detach()
 
-    def partial_of(self, local: torch.Tensor, roles: MeshRoles) -> DTensor:
+    def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         """Return ``local`` as a gradient that has not been reduced across the replicas."""
         whole = self.shaped(local).contiguous()
-        return make_dtensor(whole, roles.mesh, roles.partial_placements(0), whole.shape)
+        return make_dtensor(whole, mesh_info.mesh, mesh_info.partial_placements(0), whole.shape)
 
     def for_copy(self, memo: dict[int, Any]) -> PlainParam:
         """Return a parameter without owners, with a deep copy of the parameter."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 
 from meshard._mesh.layout import ParamLayout
-from meshard._mesh.mesh_info import MeshRoles
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import Placed
 from meshard._torch.dtensor import (
     copy_dtensor,
@@ -120,10 +120,12 @@ class ShardedParam:
         if listed is not None:
             listed.forget()
 
-    def make_sharded(self, local: torch.Tensor, roles: MeshRoles, *, requires_grad: bool) -> None:
+    def make_sharded(
+        self, local: torch.Tensor, mesh_info: MeshInfo, *, requires_grad: bool
+    ) -> None:
         """Create the sharded face over ``local``, a view of the unit's flat shard."""
-        self.shard_rank = roles.shard_rank
-        dtensor = self._over_mesh(local, roles, roles.placements(self.layout.shard_dim))
+        self.shard_rank = mesh_info.shard_rank
+        dtensor = self._over_mesh(local, mesh_info, mesh_info.placements(self.layout.shard_dim))
         self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         # nn.Parameter wraps the local tensor anew; identity is how a replacement is noticed.
         set_local(self.sharded, local)
@@ -150,15 +152,17 @@ class ShardedParam:
         rows = self.layout.owned_rows(self.shard_rank)
         return mine.narrow(self.layout.shard_dim, rows.start, len(rows))
 
-    def partial_of(self, local: torch.Tensor, roles: MeshRoles) -> DTensor:
+    def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         """Return ``local`` as a gradient that has not been reduced across the replicas."""
-        return self._over_mesh(local, roles, roles.partial_placements(self.layout.shard_dim))
+        return self._over_mesh(
+            local, mesh_info, mesh_info.partial_placements(self.layout.shard_dim)
+        )
 
     def _over_mesh(
-        self, local: torch.Tensor, roles: MeshRoles, data_placements: tuple[Placement, ...]
+        self, local: torch.Tensor, mesh_info: MeshInfo, data_placements: tuple[Placement, ...]
     ) -> DTensor:
         if self.placed is None:
-            return make_dtensor(local, roles.mesh, data_placements, self.layout.shape)
+            return make_dtensor(local, mesh_info.mesh, data_placements, self.layout.shape)
         spread = self.placed.at_rest(data_placements)
         return make_dtensor(local, spread.mesh, spread.placements, spread.shape)
 

@@ -321,13 +321,13 @@ class ExtendedTensors:
         self.link = None  # shards are not in host memory
         self.is_away = False
         self._mp_policy = mp_policy
-        self._shard_mesh = shard_mesh_of(place.roles)
+        self._shard_mesh = shard_mesh_of(place.mesh_info)
         self._gradient_hook = gradient_hook
         self._gather: PackedGather | None = None  # once something has been gathered
         self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
         for param, shard, flag in zip(params, shards, requires_grad, strict=True):
             local = shard if shard.is_meta else shard.to(place.device)
-            param.make_sharded(local, place.roles, requires_grad=flag)
+            param.make_sharded(local, place.mesh_info, requires_grad=flag)
         self._adopt_shards()
 
     def _adopt_shards(self) -> None:
@@ -367,7 +367,7 @@ class ExtendedTensors:
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
         """See ``Faces.start_gather``."""
-        group = self.place.roles.shard_group
+        group = self.place.mesh_info.shard_group
         # What is made here may become part of a whole parameter, and be saved by autograd.
         with torch.inference_mode(False), comm.lane(Lane.GATHER):
             inputs = [each for face in self._faces for each in face.make_inputs(self.label)]
@@ -383,11 +383,11 @@ class ExtendedTensors:
                     "each time."
                 )
             return self._gather
-        roles, device = self.place.roles, self.place.device
+        mesh_info, device = self.place.mesh_info, self.place.device
         self._own_forms = agreed = forms
-        if any(param.layout.rows % roles.shard_count for param in self.params):
-            agreed = agree_on_forms(forms, roles.shard_group, device=device, label=self.label)
-        self._gather = PackedGather(agreed, roles.shard_count, device)
+        if any(param.layout.rows % mesh_info.shard_count for param in self.params):
+            agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=self.label)
+        self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
     def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
