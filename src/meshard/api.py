@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import (
     Collected,
-    OnMesh,
-    Placer,
+    ParamsOnMesh,
+    ShardSpecResolver,
     by_mesh,
     check_parameters,
     collect,
@@ -127,12 +127,12 @@ def fully_shard(
     check_bool("unshard_on_access", unshard_on_access)
     found = collect(modules, as_set(ignored_params))
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
-    placer = Placer(mesh_info, shard_placement_fn)
-    placings = [placer.place(fqn, param) for fqn, param, _ in found]
+    resolver = ShardSpecResolver(mesh_info, shard_placement_fn)
+    shard_specs = [resolver.resolve(fqn, param) for fqn, param, _ in found]
     device = device_of(mesh_info.mesh)
     check_parameters(found, device)
-    groups = by_mesh(placings, mesh_info)
-    extended = [each.fqn for each, at in zip(found, placings, strict=True) if at.is_extended]
+    groups = by_mesh(shard_specs, mesh_info)
+    extended = [each.fqn for each, at in zip(found, shard_specs, strict=True) if at.is_extended]
     host = host_for(offload_policy, device, extended)
     if is_debugging():
         _check_values(modules, found, groups, device)
@@ -146,7 +146,7 @@ def fully_shard(
             make_unit(
                 modules,
                 [found[place] for place in group.places],
-                placings=[placings[place] for place in group.places],
+                shard_specs=[shard_specs[place] for place in group.places],
                 policy=policy,
                 settings=chosen,
                 device=device,
@@ -159,7 +159,10 @@ def fully_shard(
 
 
 def _check_values(
-    modules: list[nn.Module], found: list[Collected], groups: list[OnMesh], device: torch.device
+    modules: list[nn.Module],
+    found: list[Collected],
+    groups: list[ParamsOnMesh],
+    device: torch.device,
 ) -> None:
     what = ", ".join(type(each).__name__ for each in modules)
     for group in groups:

@@ -18,7 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from meshard._engine.build import Collected, Placer, check_parameters, hoisting, resolve_mesh_info
+from meshard._engine.build import (
+    Collected,
+    ShardSpecResolver,
+    check_parameters,
+    hoisting,
+    resolve_mesh_info,
+)
 from meshard._engine.unit import own_class, unit_of, units_in
 from meshard._mesh.mesh_info import device_of
 from meshard.api import default_mesh, fully_shard
@@ -363,10 +369,10 @@ def _overrides_of(unit: PlannedUnit, overrides: Overrides | None) -> dict[str, A
 def _take_values_of_first_rank(units: list[PlannedUnit], arguments: list[dict[str, Any]]) -> None:
     for unit, chosen in zip(units, arguments, strict=True):
         mesh_info = resolve_mesh_info(chosen["mesh"], chosen.get("dp_mesh_dims"))
-        placer = Placer(mesh_info, chosen.get("shard_placement_fn"))
+        resolver = ShardSpecResolver(mesh_info, chosen.get("shard_placement_fn"))
         for param, fqn in unit.params.items():
             # Of its own mesh: experts on another mesh differ over this one.
-            own = placer.place(fqn, param).mesh_info
+            own = resolver.resolve(fqn, param).mesh_info
             take_values_of_first_rank([(fqn, param)], own, device_of(own.mesh))
 
 

@@ -171,11 +171,11 @@ def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _over_ranks(
-    norms: list[torch.Tensor], spread: list[tuple[dist.ProcessGroup, ...]], norm_type: float
+    norms: list[torch.Tensor], placed_tensor: list[tuple[dist.ProcessGroup, ...]], norm_type: float
 ) -> list[torch.Tensor]:
     """Combine each norm over the groups it is spread over; all of one group travel together."""
-    for group in dict.fromkeys(group for groups in spread for group in groups):
-        places = [place for place, groups in enumerate(spread) if group in groups]
+    for group in dict.fromkeys(group for groups in placed_tensor for group in groups):
+        places = [place for place, groups in enumerate(placed_tensor) if group in groups]
         dtype = functools.reduce(torch.promote_types, (norms[place].dtype for place in places))
         own = torch.stack([norms[place].to(dtype) for place in places])
         of_ranks = gather_values(own, group)

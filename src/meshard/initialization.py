@@ -346,10 +346,10 @@ def _check_owners(root: nn.Module) -> None:
 def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
     """Return the data-parallel mesh, and the axes of other parallelisms, each like one."""
     meshes = {
-        param.placed.in_use.mesh: None
+        param.dtensor_placement.in_use.mesh: None
         for group in groups
         for param in group.params
-        if param.placed is not None
+        if param.dtensor_placement is not None
     }
     axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return [groups[0].place.mesh_info, *axes]

@@ -250,7 +250,7 @@ class OpenUnit:
         (value,) = held.values()
         if value is None:
             raise RuntimeError(f"{name} was removed inside unsharded_params; edit it in place.")
-        if param.placed is not None and is_placed_like(value, param.unsharded):
+        if param.dtensor_placement is not None and is_placed_like(value, param.unsharded):
             return local_of(value.detach())
         if isinstance(value, DTensor) or value.is_meta or value.shape != param.layout.shape:
             raise RuntimeError(

@@ -30,7 +30,12 @@ from meshard._engine.unit import Casts, Unit, UnitSettings, chain_of, unit_of, u
 from meshard._gradients.accumulator import GradientState
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, mesh_info_of_named_axes
-from meshard._mesh.placement import Placed, Spread, check_places, place_again
+from meshard._mesh.placement import (
+    DTensorPlacement,
+    PlacedTensor,
+    check_composable,
+    compose_placement,
+)
 from meshard._params.flat_params import Faces, GroupTensors, Place
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, mark_of
 from meshard._params.storage import Home
@@ -44,17 +49,17 @@ from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPl
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
-class Placing(NamedTuple):
+class ShardSpec(NamedTuple):
     """Where a parameter goes."""
 
     mesh_info: MeshInfo
     layout: ParamLayout  # of what this rank holds of it
-    placed: Placed | None  # None: an ordinary tensor
+    dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
     is_extended: bool = False  # it says itself what is gathered of it: see extension
 
     def own_part(self, param: nn.Parameter) -> torch.Tensor:
         """Return what this rank will own of ``param``: a view, of an extended one a copy."""
-        whole = param.detach() if self.placed is None else local_of(param.detach())
+        whole = param.detach() if self.dtensor_placement is None else local_of(param.detach())
         if self.is_extended:
             return _own_copy(whole, self.mesh_info)
         rows = self.layout.owned_rows(self.mesh_info.shard_rank)
@@ -88,7 +93,7 @@ def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-class Placer:
+class ShardSpecResolver:
     """Places the parameters of one call of ``fully_shard``.
 
     Args:
@@ -102,7 +107,7 @@ class Placer:
         self._default = mesh_info
         self._placement_fn = placement_fn
 
-    def place(self, fqn: str, param: nn.Parameter) -> Placing:
+    def resolve(self, fqn: str, param: nn.Parameter) -> ShardSpec:
         """Return where a parameter goes.
 
         Raises:
@@ -120,15 +125,15 @@ class Placer:
         is_extended = _check_extended(fqn, param, shard_dim, mesh_info)
         if not isinstance(param, DTensor):
             layout = ParamLayout(param.shape, shard_dim, mesh_info.shard_count)
-            return Placing(mesh_info, layout, None, is_extended)
-        spread = Spread(param.device_mesh, param.placements, param.shape)
+            return ShardSpec(mesh_info, layout, None, is_extended)
+        placed_tensor = PlacedTensor(param.device_mesh, param.placements, param.shape)
         try:
-            check_places(spread, mesh_info)
-            placed = place_again(spread, mesh_info)
+            check_composable(placed_tensor, mesh_info)
+            dtensor_placement = compose_placement(placed_tensor, mesh_info)
         except ValueError as error:
             raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local_of(param).shape, shard_dim, mesh_info.shard_count)
-        return Placing(mesh_info, layout, placed, is_extended)
+        return ShardSpec(mesh_info, layout, dtensor_placement, is_extended)
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
@@ -187,7 +192,7 @@ def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     return placement.dim % param.dim()
 
 
-class OnMesh(NamedTuple):
+class ParamsOnMesh(NamedTuple):
     """The parameters of one call that are gathered by one collective."""
 
     mesh_info: MeshInfo
@@ -195,15 +200,15 @@ class OnMesh(NamedTuple):
     is_extended: bool  # all, or none
 
 
-def by_mesh(placings: list[Placing], first: MeshInfo) -> list[OnMesh]:
+def by_mesh(shard_specs: list[ShardSpec], first: MeshInfo) -> list[ParamsOnMesh]:
     """Return what goes onto each mesh, ``first`` first; nothing onto that, if there is nothing.
 
     Extended parameters are apart from the others, with a gather of their own.
     """
-    plain = OnMesh(first, [], False)
+    plain = ParamsOnMesh(first, [], False)
     groups = {(id(first), False): plain}
-    for place, (mesh_info, _, _, is_extended) in enumerate(placings):
-        new = OnMesh(mesh_info, [], is_extended)
+    for place, (mesh_info, _, _, is_extended) in enumerate(shard_specs):
+        new = ParamsOnMesh(mesh_info, [], is_extended)
         groups.setdefault((id(mesh_info), is_extended), new).places.append(place)
     return [group for group in groups.values() if group.places] or [plain]
 
@@ -339,7 +344,7 @@ def make_unit(
     modules: list[nn.Module],
     found: list[Collected],
     *,
-    placings: list[Placing],
+    shard_specs: list[ShardSpec],
     policy: MixedPrecisionPolicy,
     settings: UnitSettings,
     device: torch.device,
@@ -356,8 +361,8 @@ def make_unit(
     unit = Unit(modules, casts, settings)
     if not found:
         return unit
-    place = Place(placings[0].mesh_info, device, host)
-    unit.group = ParamGroup(_make_faces(unit, found, placings, place, policy))
+    place = Place(shard_specs[0].mesh_info, device, host)
+    unit.group = ParamGroup(_make_faces(unit, found, shard_specs, place, policy))
     unit.gradients = GradientState(
         unit.group,
         reduce_dtype=policy.reduce_dtype,
@@ -370,17 +375,17 @@ def make_unit(
 def _make_faces(
     unit: Unit,
     found: list[Collected],
-    placings: list[Placing],
+    shard_specs: list[ShardSpec],
     place: Place,
     policy: MixedPrecisionPolicy,
 ) -> Faces:
     params, shards = [], []
-    for (fqn, param, owners), placing in zip(found, placings, strict=True):
-        params.append(ShardedParam(fqn, owners, placing.layout, placing.placed))
-        shards.append(placing.own_part(param))
+    for (fqn, param, owners), shard_spec in zip(found, shard_specs, strict=True):
+        params.append(ShardedParam(fqn, owners, shard_spec.layout, shard_spec.dtensor_placement))
+        shards.append(shard_spec.own_part(param))
     flags = [entry.param.requires_grad for entry in found]
     gradient_hook = gradient_hook_maker(unit)
-    if placings[0].is_extended:
+    if shard_specs[0].is_extended:
         return ExtendedTensors(
             params, shards, flags, place=place, mp_policy=policy, gradient_hook=gradient_hook
         )

@@ -26,7 +26,7 @@ from meshard._mesh.mesh_info import FullMesh, MeshInfo, joined_mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class PlacedTensor:
     """How a tensor of global ``shape`` lies over a mesh."""
 
     mesh: DeviceMesh
@@ -35,32 +35,32 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class DTensorPlacement:
     """How a placed parameter lies over its meshes.
 
     Attributes:
         in_use: As it was placed.
         mesh: Where it lies at rest.
-        data_places: For each axis of ``mesh``, its place among the data-parallel axes, or None.
+        data_positions: For each axis of ``mesh``, its place among the data-parallel axes, or None.
         others: For each axis of ``mesh``, how it was placed along it; Replicate along
             data-parallel ones.
         data_axes: The data-parallel axes of ``in_use.mesh``: the gradient may be a partial sum
             along them, because it is going to be reduced.
     """
 
-    in_use: Spread
+    in_use: PlacedTensor
     mesh: DeviceMesh
-    data_places: tuple[int | None, ...]
+    data_positions: tuple[int | None, ...]
     others: tuple[Placement, ...]
     data_axes: frozenset[int]
 
-    def at_rest(self, data_placements: Sequence[Placement]) -> Spread:
+    def at_rest(self, data_placements: Sequence[Placement]) -> PlacedTensor:
         """Return how a shard lies whose data-parallel axes have these placements."""
         placements = list(self.others)
-        for axis, place in enumerate(self.data_places):
+        for axis, place in enumerate(self.data_positions):
             if place is not None:
                 placements[axis] = self._behind(axis, data_placements[place])
-        return Spread(self.mesh, tuple(placements), self.in_use.shape)
+        return PlacedTensor(self.mesh, tuple(placements), self.in_use.shape)
 
     def _behind(self, axis: int, placement: Placement) -> Placement:
         """Return a cut that comes after the cuts of the axes further right."""
@@ -102,14 +102,14 @@ def _is_whole(placement: Placement) -> bool:
     return isinstance(placement, (Replicate, Partial))
 
 
-def check_places(spread: Spread, mesh_info: MeshInfo) -> None:
-    """Check that a parameter that lies like ``spread`` can be cut again over a shard axis.
+def check_composable(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> None:
+    """Check that a parameter that lies like ``placed_tensor`` can be cut again over a shard axis.
 
     Raises:
         ValueError: Why not, and what to do.
     """
-    mesh, full = spread.mesh, mesh_info.full
-    for axis, placement in enumerate(spread.placements):
+    mesh, full = placed_tensor.mesh, mesh_info.full
+    for axis, placement in enumerate(placed_tensor.placements):
         # Not isinstance: special shards do not mean what Shard means.
         if type(placement) not in (Shard, Replicate):
             raise ValueError(
@@ -129,43 +129,44 @@ def check_places(spread: Spread, mesh_info: MeshInfo) -> None:
             f"passed, {full.mesh}, or be an ordinary tensor."
         )
     for axis in full.data_axes:
-        if spread.placements[axis] != Replicate():
+        if placed_tensor.placements[axis] != Replicate():
             names = mesh.mesh_dim_names or ()
             raise ValueError(
-                f"it has placement {spread.placements[axis]} on the data-parallel axis "
+                f"it has placement {placed_tensor.placements[axis]} on the data-parallel axis "
                 f"{names[axis]!r} of {mesh}; it must be Replicate() there, because fully_shard is "
                 "what shards over that axis."
             )
 
 
-def place_again(spread: Spread, mesh_info: MeshInfo) -> Placed:
-    """Return how a parameter that lies like ``spread`` lies once it is sharded.
+def compose_placement(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> DTensorPlacement:
+    """Return how a parameter that lies like ``placed_tensor`` lies once it is sharded.
 
     Raises:
         ValueError: The meshes cannot be joined.
     """
     if mesh_info.full is not None:
-        return _place_on_full(spread, mesh_info.full)
+        return _compose_on_full(placed_tensor, mesh_info.full)
     num_data = mesh_info.mesh.ndim
-    return Placed(
-        in_use=spread,
-        mesh=joined_mesh([mesh_info.mesh, spread.mesh]),
-        data_places=(*range(num_data), *[None] * spread.mesh.ndim),
-        others=(*[Replicate()] * num_data, *spread.placements),
+    return DTensorPlacement(
+        in_use=placed_tensor,
+        mesh=joined_mesh([mesh_info.mesh, placed_tensor.mesh]),
+        data_positions=(*range(num_data), *[None] * placed_tensor.mesh.ndim),
+        others=(*[Replicate()] * num_data, *placed_tensor.placements),
         data_axes=frozenset(),
     )
 
 
-def _place_on_full(spread: Spread, full: FullMesh) -> Placed:
+def _compose_on_full(placed_tensor: PlacedTensor, full: FullMesh) -> DTensorPlacement:
     # The data-parallel axes stand in the order of ``mesh_info.mesh``.
     counter = itertools.count()
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
-    return Placed(
-        in_use=spread,
+    return DTensorPlacement(
+        in_use=placed_tensor,
         mesh=full.at_rest,
-        data_places=tuple(next(counter) if each else None for each in is_data),
+        data_positions=tuple(next(counter) if each else None for each in is_data),
         others=tuple(
-            Replicate() if origin is None else spread.placements[origin] for origin in full.origins
+            Replicate() if origin is None else placed_tensor.placements[origin]
+            for origin in full.origins
         ),
         data_axes=full.data_axes,
     )

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._mesh.placement import Placed
+from meshard._mesh.placement import DTensorPlacement
 from meshard._torch.dtensor import (
     copy_dtensor,
     make_dtensor,
@@ -66,11 +66,11 @@ class ShardedParam:
         "__weakref__",
         "_listed",
         "_slots",
+        "dtensor_placement",
         "fqn",
         "layout",
         "left",
         "owners",
-        "placed",
         "shard_rank",
         "sharded",
         "unsharded",
@@ -81,7 +81,7 @@ class ShardedParam:
         fqn: str,
         owners: list[tuple[nn.Module, str]],
         layout: ParamLayout,
-        placed: Placed | None = None,
+        dtensor_placement: DTensorPlacement | None = None,
     ) -> None:
         self.fqn = fqn
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -91,7 +91,7 @@ class ShardedParam:
         for module, name in owners:
             self.add_owner(module, name)
         self.layout = layout
-        self.placed = placed
+        self.dtensor_placement = dtensor_placement
         self.shard_rank: int
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
@@ -101,7 +101,7 @@ class ShardedParam:
     @property
     def is_given_otherwise(self) -> bool:
         """Whether its whole gradient must go through ``own_part_of``."""
-        return self.placed is not None
+        return self.dtensor_placement is not None
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` holds the parameter as its attribute ``name``."""
@@ -140,7 +140,7 @@ class ShardedParam:
 
         In ``memo`` that copy stands for both faces: a copied module begins sharded.
         """
-        copied = ShardedParam(self.fqn, [], self.layout, self.placed)
+        copied = ShardedParam(self.fqn, [], self.layout, self.dtensor_placement)
         copied.shard_rank = self.shard_rank
         copied.sharded = copy_dtensor(self.sharded, memo)
         memo[id(self.unsharded)] = copied.sharded
@@ -148,7 +148,11 @@ class ShardedParam:
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return what this rank owns of ``whole``, a plain tensor of the global shape: a view."""
-        mine = whole.detach() if self.placed is None else self.placed.cut(whole.detach())
+        mine = (
+            whole.detach()
+            if self.dtensor_placement is None
+            else self.dtensor_placement.cut(whole.detach())
+        )
         rows = self.layout.owned_rows(self.shard_rank)
         return mine.narrow(self.layout.shard_dim, rows.start, len(rows))
 
@@ -161,16 +165,18 @@ class ShardedParam:
     def _over_mesh(
         self, local: torch.Tensor, mesh_info: MeshInfo, data_placements: tuple[Placement, ...]
     ) -> DTensor:
-        if self.placed is None:
+        if self.dtensor_placement is None:
             return make_dtensor(local, mesh_info.mesh, data_placements, self.layout.shape)
-        spread = self.placed.at_rest(data_placements)
-        return make_dtensor(local, spread.mesh, spread.placements, spread.shape)
+        placed_tensor = self.dtensor_placement.at_rest(data_placements)
+        return make_dtensor(
+            local, placed_tensor.mesh, placed_tensor.placements, placed_tensor.shape
+        )
 
     def as_used(self, whole: nn.Parameter) -> nn.Parameter:
         """Return the whole face as the module sees it: a DTensor, if the parameter is placed."""
-        if self.placed is None:
+        if self.dtensor_placement is None:
             return whole
-        used = self.placed.in_use
+        used = self.dtensor_placement.in_use
         dtensor = make_dtensor(whole.data, used.mesh, used.placements, used.shape)
         return nn.Parameter(dtensor, requires_grad=whole.requires_grad)
 
@@ -184,8 +190,8 @@ class ShardedParam:
             RuntimeError: It is not a DTensor on the mesh of the parameter, or it is cut along a
                 data-parallel axis.
         """
-        assert self.placed is not None
-        used = self.placed.in_use
+        assert self.dtensor_placement is not None
+        used = self.dtensor_placement.in_use
         if not isinstance(gradient, DTensor) or gradient.device_mesh != used.mesh:
             raise RuntimeError(
                 f"parameter {self.fqn!r} is a DTensor over {used.mesh} in forward, but its "
@@ -193,7 +199,7 @@ class ShardedParam:
                 f"{getattr(gradient, 'device_mesh', 'no mesh')}; compute with the parameter "
                 "itself, or with its to_local()."
             )
-        target = self.placed.of_gradient(gradient.placements)
+        target = self.dtensor_placement.of_gradient(gradient.placements)
         if target is None:
             raise RuntimeError(
                 f"the gradient of parameter {self.fqn!r} has placements {gradient.placements} "

@@ -227,7 +227,7 @@ class ExtendedFace:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
         face = self._param.unsharded
-        is_placed = self._param.placed is not None
+        is_placed = self._param.dtensor_placement is not None
         with keeping_version(face, *([local_of(face)] if is_placed else [])):
             post(tuple(outputs), self._metadata, self._param_dtype, out=face)
         if face.shape != self._param.sharded.shape:
