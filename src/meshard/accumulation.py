@@ -271,7 +271,7 @@ def _is_replicated(unit: Unit) -> bool:
 def _uneven_batches(
     module: nn.Module, batches: Iterable[Batch], units: list[Unit]
 ) -> Iterator[Batch | None]:
-    place = next(unit.group.place for unit in units if unit.group is not None)
+    place = next(unit.group.spec for unit in units if unit.group is not None)
     group, left = place.mesh_info.replicate_group, iter(batches)
     assert group is not None
     factors = [unit.settings.divide_factor for unit in units]

@@ -72,7 +72,7 @@ class _Row:
         """Describe a unit."""
         if unit.group is None:
             return cls(label=unit.label, numel=0, whole=0, per_rank=0, padding=0)
-        params, mesh_info = unit.group.params, unit.group.place.mesh_info
+        params, mesh_info = unit.group.params, unit.group.spec.mesh_info
         dtypes = [param.sharded.dtype for param in params]
         sizes = list(zip(params, dtypes, strict=True))
         whole = sum(param.layout.numel * dtype.itemsize for param, dtype in sizes)

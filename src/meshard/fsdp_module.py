@@ -315,7 +315,7 @@ class GradientSetters:
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be callable or None, got {hook!r}.")
         for unit in reached_units(self, recurse):
-            on_cpu = unit.group is not None and unit.group.place.device.type == "cpu"
+            on_cpu = unit.group is not None and unit.group.spec.device.type == "cpu"
             if stream is not None and on_cpu:
                 raise ValueError("a CPU mesh has no streams; leave stream out.")
             hooks = [other for other in unit.settings.reduce_hooks if not other.is_all_reduce]
@@ -400,7 +400,7 @@ class CommSetters:
         check_bool("enable", enable)
         for unit in _units_at_rest(self, recurse):
             if unit.group is not None:
-                mesh_info = unit.group.place.mesh_info
+                mesh_info = unit.group.spec.mesh_info
                 unit.settings.scatter_group = (
                     separate_reduce_scatter_pg(mesh_info) if enable else None
                 )
@@ -479,7 +479,7 @@ class CommSetters:
         check_bool("enable", enable)
         for unit in reached_units(self, recurse):
             if enable and unit.group is not None:
-                GroupMemory(unit.group.place.device).of(unit.group.place.mesh_info.shard_group)
+                GroupMemory(unit.group.spec.device).of(unit.group.spec.mesh_info.shard_group)
         _replace(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -524,7 +524,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     >>> meshard.share_comm_ctx(stages)
     """
     units = [own_unit(module) for module in modules if _check_sharded(module)]
-    devices = {unit.group.place.device.type for unit in units if unit.group is not None}
+    devices = {unit.group.spec.device.type for unit in units if unit.group is not None}
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
     for unit in units[1:]:
@@ -573,7 +573,7 @@ def _put(unit: Unit, chosen: CommSettings) -> None:
     unit.lifecycle.finish_reductions()
     unit.settings.comm = chosen
     if unit.group is not None:
-        unit.group.comm = chosen.apply_to(unit.lifecycle.comm, unit.group.place.device)
+        unit.group.comm = chosen.apply_to(unit.lifecycle.comm, unit.group.spec.device)
 
 
 _CLASSES: dict[type, type] = {}

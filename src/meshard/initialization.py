@@ -70,7 +70,7 @@ class WholeUnit:
         self._group.finish_copies()
         without_memory = self._give_memory(self._group)
         self._is_new = [index in without_memory for index in range(len(self._group.params))]
-        device = self._group.place.device
+        device = self._group.spec.device
         for param, is_new in zip(self._group.params, self._is_new, strict=True):
             sharded = param.sharded
             assert isinstance(sharded, DTensor)
@@ -117,8 +117,8 @@ class WholeUnit:
 def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
     """Give a shard memory, under the parameter object that an optimizer may hold."""
     old = param.sharded
-    local = torch.empty_like(local_of(old), device=group.place.home.device)
-    param.make_sharded(local, group.place.mesh_info, requires_grad=old.requires_grad)
+    local = torch.empty_like(local_of(old), device=group.spec.home.device)
+    param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
     attributes = dict(vars(old))
     # Not set_local: the device of a DTensor is that of its first local tensor for good.
     torch.utils.swap_tensors(old, param.sharded)
@@ -187,7 +187,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
         _check_resets(module)
     _check_owners(module)
     groups = [unit.group for unit in units_in(module) if unit.group is not None]
-    device = groups[0].place.device if groups else torch.get_default_device()
+    device = groups[0].spec.device if groups else torch.get_default_device()
     work = _Initialisation(init, device)
     shared = _random_state(_mesh_infos(groups), device) if groups else contextlib.nullcontext()
     with shared, torch.no_grad():
@@ -352,7 +352,7 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
         if param.dtensor_placement is not None
     }
     axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
-    return [groups[0].place.mesh_info, *axes]
+    return [groups[0].spec.mesh_info, *axes]
 
 
 @contextlib.contextmanager

@@ -165,15 +165,15 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, away: bool) -> None
     sources: list[torch.Tensor] = []  # of copies that may still be on their way
     for unit in units:
         group, gradients = unit.group, unit.gradients
-        if group is None or gradients is None or group.place.host is not None:
+        if group is None or gradients is None or group.spec.host is not None:
             continue
-        home = Home.host_of(group.place.device, pin=True) if away else None
+        home = Home.host_of(group.spec.device, pin=True) if away else None
         if group.tensors.is_away is not away:
             group.reshard()
             group.adopt_edits()
             sources.append(group.tensors.move(home))
             assert isinstance(gradients.sharded, ShardedGrads)
-            sources += gradients.sharded.move(home or group.place.home)
+            sources += gradients.sharded.move(home or group.spec.home)
         if optimizer is not None:
             sources += _move_state(optimizer, unit, home)
     _synchronize(units)
@@ -200,7 +200,7 @@ _moved = weakref.WeakKeyDictionary()
 def _move_state(optimizer: Optimizer, unit: Unit, home: Home | None) -> list[torch.Tensor]:
     """Move the state of a unit's parameters to ``home``; None: back. Return what it was in."""
     assert unit.group is not None
-    device = unit.group.place.device
+    device = unit.group.spec.device
     moved = _moved.setdefault(optimizer, {})
     sources = []
     for param in unit.group.params:
@@ -248,6 +248,6 @@ def _synchronize(units: list[Unit]) -> None:
 
 def _release_memory(units: list[Unit]) -> None:
     """Hand what has become free back to the device, for other processes."""
-    for kind in {unit.group.place.device.type for unit in units if unit.group is not None}:
+    for kind in {unit.group.spec.device.type for unit in units if unit.group is not None}:
         if kind != "cpu":
             torch.get_device_module(kind).empty_cache()

@@ -30,7 +30,7 @@ from meshard._engine.unit import Casts, Unit, UnitSettings, chain_of, nest, unit
 from meshard._gradients.accumulator import GradientState
 from meshard._gradients.replicated_grads import PlainGrads, Replaced
 from meshard._mesh.mesh_info import MeshInfo, device_of
-from meshard._params.flat_params import Place
+from meshard._params.flat_params import GroupSpec
 from meshard._params.replicated_params import PlainParam, PlainTensors
 from meshard._torch.private import untraced
 from meshard.accumulation import no_sync
@@ -98,7 +98,7 @@ class Buckets:
     Args:
         units: Outermost first, without parameters as yet.
         params: What they share out, in the order of the module.
-        place: Mesh and device.
+        spec: Mesh and device.
         policy: dtypes.
         cap: Bytes of a bucket.
         are_views: Whether ``.grad`` are views of the buckets.
@@ -109,14 +109,14 @@ class Buckets:
         units: list[Unit],
         params: list[PlainParam],
         *,
-        place: Place,
+        spec: GroupSpec,
         policy: MixedPrecisionPolicy,
         cap: int,
         are_views: bool,
     ) -> None:
         self.units = units
         self._params = params
-        self._place = place
+        self._spec = spec
         self._policy = policy
         self._cap = cap
         self._are_views = are_views
@@ -143,7 +143,7 @@ class Buckets:
         lifecycle = getattr(unit, "lifecycle", None)
         tensors = PlainTensors(
             params,
-            place=self._place,
+            spec=self._spec,
             param_dtype=self._policy.param_dtype,
             gradient_hook=gradient_hook_maker(unit),
         )
@@ -157,7 +157,7 @@ class Buckets:
         unit.group.accumulated = weakref.ref(unit.gradients)
         if lifecycle is not None:
             tensors.label = unit.label
-            unit.group.comm = unit.settings.comm.apply_to(lifecycle.comm, self._place.device)
+            unit.group.comm = unit.settings.comm.apply_to(lifecycle.comm, self._spec.device)
 
     def _tell(self, gradients: GradientState) -> None:
         """Let a bucket know what holds for all."""
@@ -219,8 +219,8 @@ class Buckets:
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order: what got no gradient comes last."""
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
-        order = torch.tensor([*self._arrivals, *late], device=self._place.device)
-        mesh_info = self._place.mesh_info
+        order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
+        mesh_info = self._spec.mesh_info
         assert mesh_info.replicate_group is not None
         broadcast_from_first(order, mesh_info.replicate_group, label="(order of gradients)")
         return [int(index) for index in order.tolist()]
@@ -377,7 +377,7 @@ def replicate(
     buckets = Buckets(
         units,
         params,
-        place=Place(mesh_info, device),
+        spec=GroupSpec(mesh_info, device),
         policy=policy,
         cap=cap,
         are_views=gradient_as_bucket_view,

@@ -34,7 +34,7 @@ from meshard._comm.communicator import Lane
 from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
-from meshard._params.flat_params import GradientHook, GroupTensors, Place
+from meshard._params.flat_params import GradientHook, GroupSpec, GroupTensors
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.subclass_params import check_not_extended
 from meshard._torch.dtensor import is_placed_like, local_of
@@ -164,16 +164,16 @@ class OpenUnit:
                 param.show(whole)
 
     @property
-    def place(self) -> Place:
+    def spec(self) -> GroupSpec:
         """Mesh and device."""
-        return self._group.place
+        return self._group.spec
 
     # --- whole parameters ------------------------------------------------------------------
 
     def _gather(self) -> list[nn.Parameter]:
         """Return the whole parameters, or nothing on ranks that are not to have them."""
-        group, mesh_info = self._group, self._group.place.mesh_info
-        own = self._tensors.storage.buffer.to(group.place.device)
+        group, mesh_info = self._group, self._group.spec.mesh_info
+        own = self._tensors.storage.buffer.to(group.spec.device)
         if self.opening.rank0_only:
             if not _is_in_first_replica(group):
                 return []
@@ -281,7 +281,7 @@ class OpenUnit:
         **Collective:** with ``rank0_only`` the shard group of the first replica; then the replica
         group, whose first rank is the one that counts.
         """
-        group, mesh_info = self._group, self._group.place.mesh_info
+        group, mesh_info = self._group, self._group.spec.mesh_info
         storage = self._tensors.storage
         group.finish_copies()
         if not self.opening.rank0_only:
@@ -290,7 +290,7 @@ class OpenUnit:
                 own.copy_(value.narrow(param.layout.shard_dim, owned.start, len(owned)))
             if mesh_info.replicate_group is None:
                 return
-        buffer = storage.buffer.to(group.place.device)
+        buffer = storage.buffer.to(group.spec.device)
         if self.opening.rank0_only and _is_in_first_replica(group):
             rows = self._rows_of(values, buffer) if values else None
             scatter_from_first(buffer, rows, mesh_info.shard_group, group.label)
@@ -302,14 +302,14 @@ class OpenUnit:
 
     def _rows_of(self, values: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
         """Return the flat shards ``[shard_count, n]`` of all ranks."""
-        rows = own.new_zeros(self._group.place.mesh_info.shard_count, own.numel())
+        rows = own.new_zeros(self._group.spec.mesh_info.shard_count, own.numel())
         for ours, theirs in self._pairs(rows, values):
             ours.copy_(theirs)
         return rows
 
 
 def _is_in_first_replica(group: ParamGroup) -> bool:
-    replicas = group.place.mesh_info.replicate_group
+    replicas = group.spec.mesh_info.replicate_group
     return replicas is None or replicas.rank() == 0
 
 
@@ -436,14 +436,14 @@ def _has_any_failed(opened: list[OpenUnit], *, here: bool) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none."""
     if not opened:
         return here
-    mesh_infos = {id(each.place.mesh_info): each.place.mesh_info for each in opened}.values()
+    mesh_infos = {id(each.spec.mesh_info): each.spec.mesh_info for each in opened}.values()
     groups = [
         g
         for mesh_info in mesh_infos
         for g in (mesh_info.shard_group, mesh_info.replicate_group)
         if g
     ]
-    failed = torch.tensor(float(here), device=opened[0].place.device)
+    failed = torch.tensor(float(here), device=opened[0].spec.device)
     for group in dict.fromkeys(groups):
         agree_on_max(failed, group, "(unsharded_params)")
     return bool(failed.item())

@@ -88,7 +88,7 @@ def partial_keyed_by_position(patch: Patch) -> None:
         return GradientLayout(
             [param.layout for param in self._group.params],
             tuple(sorted(used)),
-            self._group.place.device,
+            self._group.spec.device,
         )
 
     patch.setattr(GradientLayout, "move", move)
@@ -120,7 +120,7 @@ def factor_applied_again_to_grad(patch: Patch) -> None:
 
     def divide_old(self: Any, new: Any) -> None:
         if self._shown is not None:
-            self._shown.flat.div_(self._group.place.mesh_info.shard_count)
+            self._shown.flat.div_(self._group.spec.mesh_info.shard_count)
         add(self, new)
 
     patch.setattr(ShardedGrads, "add", divide_old)
@@ -253,7 +253,7 @@ def frozen_in_a_window_is_lost(patch: Patch) -> None:
     def only_trainable(self: Any, used: Any, accumulated: Any) -> GradientLayout:
         params = self._group.params
         indices = tuple(i for i, param in enumerate(params) if param.sharded.requires_grad)
-        return GradientLayout([param.layout for param in params], indices, self._group.place.device)
+        return GradientLayout([param.layout for param in params], indices, self._group.spec.device)
 
     move = GradientLayout.move
 

@@ -36,7 +36,7 @@ from meshard._mesh.placement import (
     check_composable,
     compose_placement,
 )
-from meshard._params.flat_params import Faces, GroupTensors, Place
+from meshard._params.flat_params import Faces, GroupSpec, GroupTensors
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, mark_of
 from meshard._params.storage import Home
 from meshard._params.subclass_params import ExtendedTensors, check_extension
@@ -361,8 +361,8 @@ def make_unit(
     unit = Unit(modules, casts, settings)
     if not found:
         return unit
-    place = Place(shard_specs[0].mesh_info, device, host)
-    unit.group = ParamGroup(_make_faces(unit, found, shard_specs, place, policy))
+    spec = GroupSpec(shard_specs[0].mesh_info, device, host)
+    unit.group = ParamGroup(_make_faces(unit, found, shard_specs, spec, policy))
     unit.gradients = GradientState(
         unit.group,
         reduce_dtype=policy.reduce_dtype,
@@ -376,7 +376,7 @@ def _make_faces(
     unit: Unit,
     found: list[Collected],
     shard_specs: list[ShardSpec],
-    place: Place,
+    spec: GroupSpec,
     policy: MixedPrecisionPolicy,
 ) -> Faces:
     params, shards = [], []
@@ -387,13 +387,13 @@ def _make_faces(
     gradient_hook = gradient_hook_maker(unit)
     if shard_specs[0].is_extended:
         return ExtendedTensors(
-            params, shards, flags, place=place, mp_policy=policy, gradient_hook=gradient_hook
+            params, shards, flags, spec=spec, mp_policy=policy, gradient_hook=gradient_hook
         )
     return GroupTensors(
         params,
         shards,
         flags,
-        place=place,
+        spec=spec,
         param_dtype=policy.param_dtype,
         gradient_hook=gradient_hook,
     )
@@ -443,6 +443,6 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     inner.parent = weakref.ref(innermost)
                     innermost.children.append(weakref.ref(inner))
     comm = make_communicator(device)
-    mesh_infos = [each.group.place.mesh_info for each in units if each.group is not None]
+    mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
     number_root(comm, [group for mesh_info in mesh_infos for group in mesh_info.groups])
     Lifecycle(queue_backward_callback, comm).set_units(units)

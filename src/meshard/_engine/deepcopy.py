@@ -157,9 +157,9 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                     own.add_owner(module, name)
             own.show(own.sharded)
     groups = [copied.group for copied in copies if copied.group is not None]
-    device = groups[0].place.device if groups else torch.device("cpu")
+    device = groups[0].spec.device if groups else torch.device("cpu")
     comm = make_communicator(device)
-    number_root(comm, [each for group in groups for each in group.place.mesh_info.groups])
+    number_root(comm, [each for group in groups for each in group.spec.mesh_info.groups])
     lifecycle = Lifecycle(queue_backward_callback, comm)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     lifecycle.set_units(copies)

@@ -100,7 +100,7 @@ class ParamGroup:
         self.tensors = tensors
         self.params = tensors.params
         self._slots = Slots(tensors.params)
-        self.place = tensors.place
+        self.spec = tensors.spec
         self.comm: Communicator  # shared by all units of a root
         self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
         self.residence = Residence.SHARDED
@@ -292,7 +292,7 @@ class ParamGroup:
             return
         if not self.may_keep:
             keep_in = None
-        gathered, shard_count = self._in_flight.rows(), self.place.mesh_info.shard_count
+        gathered, shard_count = self._in_flight.rows(), self.spec.mesh_info.shard_count
         if self._is_of_kept and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.

@@ -357,7 +357,7 @@ def accompany(units: list[Unit]) -> Unit:
     """
     for unit in units[1:]:
         assert unit.group is not None
-        unit.mesh_name = _name(unit.group.place.mesh_info)
+        unit.mesh_name = _name(unit.group.spec.mesh_info)
         if isinstance(unit.group.tensors, ExtendedTensors):
             unit.mesh_name += " (extended)"
     return nest(units)

@@ -140,7 +140,7 @@ class GradientState:
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
         self._window = Window()
-        link, host = group.tensors.link, group.place.host
+        link, host = group.tensors.link, group.spec.host
         self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
         if link is not None and host is not None:
             self.sharded = HostGrads(group, link, host)
@@ -172,7 +172,7 @@ class GradientState:
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None if it is not reduced at all."""
-        mesh_info, found = self._group.place.mesh_info, dict[int, DTensor | None]()
+        mesh_info, found = self._group.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
                 found[index] = self._group.params[index].partial_of(local, mesh_info)
@@ -306,7 +306,7 @@ class GradientState:
         if not layout.indices:
             return None
         self._check_factor(options)
-        mesh_info, accumulate_dtype = self._group.place.mesh_info, self.plan.accumulate_dtype
+        mesh_info, accumulate_dtype = self._group.spec.mesh_info, self.plan.accumulate_dtype
         wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
         memory = memory_for(
             layout,

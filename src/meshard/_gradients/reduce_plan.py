@@ -83,7 +83,7 @@ class GradientPlan:
             if len(self._layouts) >= _MAX_LAYOUTS:  # a user who freezes at random
                 self._layouts.clear()
             layouts = [param.layout for param in self._group.params]
-            self._layouts[indices] = GradientLayout(layouts, indices, self._group.place.device)
+            self._layouts[indices] = GradientLayout(layouts, indices, self._group.spec.device)
         return self._layouts[indices]
 
     def _indices(self, used: frozenset[int], accumulated: Iterable[Held | None]) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ def memory_for(
         is_pending: Something is accumulated beside ``.grad``.
         is_laid_out: And so the gradients lie somewhere already.
     """
-    mesh_info, comm = group.place.mesh_info, group.comm
+    mesh_info, comm = group.spec.mesh_info, group.comm
     as_one = bool(options.arrived or options.before)  # hooks are given one tensor
     if isinstance(grads, PlainGrads):
         bucket = grads.free_bucket(layout, wire) if is_idle and not is_pending else None

@@ -198,7 +198,7 @@ _TOO_LATE = (
 def _compare(unit: Unit, over_replicas: bool, divide_factor: float | None) -> None:
     """Raise unless all ranks reduce ``unit`` alike: a wrong factor shows in no collective."""
     assert unit.group is not None
-    mesh_info = unit.group.place.mesh_info
+    mesh_info = unit.group.spec.mesh_info
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how_far = ""

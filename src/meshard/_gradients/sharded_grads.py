@@ -485,7 +485,7 @@ class ShardedGrads:
         return local.data_ptr()
 
     def _locals(self, held: Held) -> list[tuple[int, torch.Tensor]]:
-        return held.shards(self._group.place.mesh_info.shard_rank)
+        return held.shards(self._group.spec.mesh_info.shard_rank)
 
     def _copies(self, held: Held) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Iterate over gradients that are no views of ``held``, with what they are copies of."""

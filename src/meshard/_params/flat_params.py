@@ -105,7 +105,7 @@ GradientHook = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GroupSpec:
     """Where a group lives."""
 
     mesh_info: MeshInfo
@@ -125,7 +125,7 @@ class GroupTensors:
         params: In the order of the module; their faces are made here.
         shards: This rank's shard of each, of any device; copied.
         requires_grad: One flag per parameter.
-        place: Mesh and device.
+        spec: Mesh and device.
         param_dtype: dtype of the whole floating-point parameters; None: as they are.
         gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
     """
@@ -136,21 +136,21 @@ class GroupTensors:
         shards: Sequence[torch.Tensor],
         requires_grad: Sequence[bool],
         *,
-        place: Place,
+        spec: GroupSpec,
         param_dtype: torch.dtype | None,
         gradient_hook: Callable[[int], GradientHook],
     ) -> None:
         self.params = params
-        self.place = place
+        self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
-        self.link = HostLink(place.device) if place.host is not None else None
-        self._own_home = self._home = place.home
+        self.link = HostLink(spec.device) if spec.host is not None else None
+        self._own_home = self._home = spec.home
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
         self._is_partly_meta = False
         self._make_storage(shards)
         for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
-            param.make_sharded(local, place.mesh_info, requires_grad=flag)
+            param.make_sharded(local, spec.mesh_info, requires_grad=flag)
         self._make_unsharded()
 
     def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
@@ -158,7 +158,7 @@ class GroupTensors:
         devices = {shard.device.type for shard in shards}
         home = META if "meta" in devices else self._home
         layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
-        self.storage = ShardStorage(layout, self.place.mesh_info.shard_rank, home)
+        self.storage = ShardStorage(layout, self.spec.mesh_info.shard_rank, home)
         self.storage.fill(shards)
         self._is_meta = self.storage.buffer.is_meta
 
@@ -180,7 +180,7 @@ class GroupTensors:
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():
             is_meta = self.storage.buffer.is_meta
-            device = META.device if is_meta else self.place.device
+            device = META.device if is_meta else self.spec.device
             self.whole = UnshardedStorage(self.plan.on_wire, device)
             faces = self.whole.as_parameters(flags)
         self.plan.bind(self.whole.views, self.whole)
@@ -228,7 +228,7 @@ class GroupTensors:
         copied = copy.copy(self)
         copied.params = params
         copied._gradient_hook = gradient_hook
-        copied.link = None if self.link is None else HostLink(self.place.device)
+        copied.link = None if self.link is None else HostLink(self.spec.device)
         copied.rebuild()
         return copied
 
@@ -260,7 +260,7 @@ class GroupTensors:
         old, self._home = self.storage, self._own_home if home is None else home
         if old.buffer.is_meta:
             return old.buffer
-        self.storage = ShardStorage(old.layout, self.place.mesh_info.shard_rank, self._home)
+        self.storage = ShardStorage(old.layout, self.spec.mesh_info.shard_rank, self._home)
         self.storage.buffer.copy_(old.buffer, non_blocking=True)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             move_local(param.sharded, own)
@@ -275,7 +275,7 @@ class GroupTensors:
             buffer = self.link.fetch(buffer, comm)
             segments = self.storage.layout.split(buffer)
         return self.plan.start(
-            buffer, segments, comm=comm, group=self.place.mesh_info.shard_group, label=self.label
+            buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
     def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
@@ -359,7 +359,7 @@ class Faces(Protocol):
     """The two faces of a group's parameters: ``GroupTensors`` or ``ExtendedTensors``."""
 
     params: list[ShardedParam]
-    place: Place
+    spec: GroupSpec
     label: str
 
     @property

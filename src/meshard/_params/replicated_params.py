@@ -25,7 +25,7 @@ from meshard._comm.communicator import DONE, Communicator, Rows
 from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.flat_params import GradientHook, Place
+from meshard._params.flat_params import GradientHook, GroupSpec
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as
 from meshard._params.storage import Home, UnshardedStorage
 from meshard._torch.dtensor import make_dtensor
@@ -126,7 +126,7 @@ class PlainTensors:
 
     Args:
         params: In the order in which their gradients lie in the bucket.
-        place: Mesh and device.
+        spec: Mesh and device.
         param_dtype: dtype in which floating-point parameters compute; None: as they are.
         gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
     """
@@ -135,12 +135,12 @@ class PlainTensors:
         self,
         params: Sequence[PlainParam],
         *,
-        place: Place,
+        spec: GroupSpec,
         param_dtype: torch.dtype | None,
         gradient_hook: Callable[[int], GradientHook],
     ) -> None:
         self.params: list[ShardedParam] = list(params)
-        self.place = place
+        self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
@@ -181,7 +181,7 @@ class PlainTensors:
         with torch.inference_mode(False), torch.no_grad():
             layouts = [param.layout for param in self.params]
             flat = FlatLayout.build(layouts, self.compute_dtypes, tuple(cast))
-            self._copies = UnshardedStorage(flat, self.place.device)
+            self._copies = UnshardedStorage(flat, self.spec.device)
             self._copies.allocate()  # for the views to be made
             for index in cast:
                 param = self.params[index]

@@ -28,7 +28,7 @@ from meshard._comm.all_gather import Form, GatherInFlight, PackedGather, agree_o
 from meshard._comm.communicator import Communicator, Lane, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import shard_mesh_of
-from meshard._params.flat_params import GradientHook, Place, check_not_meta, take_replacements
+from meshard._params.flat_params import GradientHook, GroupSpec, check_not_meta, take_replacements
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
 from meshard._params.storage import Home
 from meshard._torch.dtensor import is_plain, local_of, set_local
@@ -299,7 +299,7 @@ class ExtendedTensors:
         params: In the order of the module; their faces are made here.
         shards: This rank's shard of each, of any device; kept.
         requires_grad: One flag per parameter.
-        place: Mesh and device.
+        spec: Mesh and device.
         mp_policy: As the user gave it; what it says of parameters is left to them.
         gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
     """
@@ -310,24 +310,24 @@ class ExtendedTensors:
         shards: Sequence[torch.Tensor],
         requires_grad: Sequence[bool],
         *,
-        place: Place,
+        spec: GroupSpec,
         mp_policy: MixedPrecisionPolicy,
         gradient_hook: Callable[[int], GradientHook],
     ) -> None:
-        assert place.host is None
+        assert spec.host is None
         self.params = params
-        self.place = place
+        self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
         self.link = None  # shards are not in host memory
         self.is_away = False
         self._mp_policy = mp_policy
-        self._shard_mesh = shard_mesh_of(place.mesh_info)
+        self._shard_mesh = shard_mesh_of(spec.mesh_info)
         self._gradient_hook = gradient_hook
         self._gather: PackedGather | None = None  # once something has been gathered
         self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
         for param, shard, flag in zip(params, shards, requires_grad, strict=True):
-            local = shard if shard.is_meta else shard.to(place.device)
-            param.make_sharded(local, place.mesh_info, requires_grad=flag)
+            local = shard if shard.is_meta else shard.to(spec.device)
+            param.make_sharded(local, spec.mesh_info, requires_grad=flag)
         self._adopt_shards()
 
     def _adopt_shards(self) -> None:
@@ -367,7 +367,7 @@ class ExtendedTensors:
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
         """See ``Faces.start_gather``."""
-        group = self.place.mesh_info.shard_group
+        group = self.spec.mesh_info.shard_group
         # What is made here may become part of a whole parameter, and be saved by autograd.
         with torch.inference_mode(False), comm.lane(Lane.GATHER):
             inputs = [each for face in self._faces for each in face.make_inputs(self.label)]
@@ -383,7 +383,7 @@ class ExtendedTensors:
                     "each time."
                 )
             return self._gather
-        mesh_info, device = self.place.mesh_info, self.place.device
+        mesh_info, device = self.spec.mesh_info, self.spec.device
         self._own_forms = agreed = forms
         if any(param.layout.rows % mesh_info.shard_count for param in self.params):
             agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=self.label)
@@ -467,7 +467,7 @@ class ExtendedTensors:
         Raises:
             RuntimeError: A shard is not what it was any more, or on another device.
         """
-        device = self.place.device
+        device = self.spec.device
         for param in self.params:
             local, name = local_of(param.sharded), f"{param.fqn!r} of unit {self.label!r}"
             if not is_extension(local):
@@ -503,7 +503,7 @@ class ExtendedTensors:
 
     def check_materialised(self) -> None:
         """See ``Faces.check_materialised``."""
-        check_not_meta(self.params, self.label, self.place.device)
+        check_not_meta(self.params, self.label, self.spec.device)
 
 
 def check_not_extended(tensors: object, what: str) -> None:

@@ -68,7 +68,7 @@ class UnitStepper:
         self._lists: Groups = [{"params": params} for params in members.values()]
         self._device_steps: DeviceSteps | None = None
         if unit.group is not None:
-            place = unit.group.place
+            place = unit.group.spec
             if place.host is not None and place.host.step_device is not None:
                 self._device_steps = DeviceSteps(joined.make, place.host.step_device, place.host)
             group = weakref.ref(unit.group)
