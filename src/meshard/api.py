@@ -30,7 +30,7 @@ from meshard._engine.build import (
     make_unit,
     resolve_mesh_info,
 )
-from meshard._engine.unit import UnitSettings, accompany, unit_of
+from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard.fsdp_module import check_bool
 from meshard.offloading import host_for
@@ -154,7 +154,7 @@ def fully_shard(
             )
         )
     in_order = [found[place] for group in groups for place in group.places]
-    commit(accompany(units), modules, in_order, device)
+    commit(link_siblings(units), modules, in_order, device)
     return module
 
 

@@ -26,7 +26,7 @@ from meshard._engine.build import Collected, adopt_inner_units, collect
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Casts, Unit, UnitSettings, chain_of, nest, unit_of, units_in
+from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.accumulator import GradientState
 from meshard._gradients.replicated_grads import PlainGrads, Replaced
 from meshard._mesh.mesh_info import MeshInfo, device_of
@@ -466,7 +466,9 @@ def _adopt(
     unit = buckets.units[0]
     module.__dict__["_meshard_unit"] = unit
     module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(chain_of(unit)):  # so that the outermost is entered first, and left last
+    for each in reversed(
+        with_siblings(unit)
+    ):  # so that the outermost is entered first, and left last
         register_hooks(each)
     adopt_inner_units(unit, [module], device)
     module.__dict__["_meshard_before_forward"] = before_forward

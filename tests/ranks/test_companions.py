@@ -61,7 +61,7 @@ def test_every_mesh_has_a_unit_and_the_inner_one_is_reduced_first(run_ranks):
 def call_setters():
     model = shard(build(), "flat")
     block = model.blocks[0]
-    own = [vars(block)["_meshard_unit"], *vars(block)["_meshard_unit"].companions]
+    own = [vars(block)["_meshard_unit"], *vars(block)["_meshard_unit"].siblings]
     assert len(own) == 2
     block.set_requires_gradient_sync(False, recurse=False)
     assert {unit.settings.sync for unit in own} == {GradientSync.NONE}
@@ -148,7 +148,7 @@ def compute_in_bfloat16():
     out = model(batch_of(0, 0, width=5))
     assert out.dtype == torch.bfloat16 and seen == [(torch.bfloat16, torch.bfloat16)]
     unit = vars(model)["_meshard_unit"]
-    assert [(each.casts.inputs, each.casts.outputs) for each in (unit, *unit.companions)] == [
+    assert [(each.casts.inputs, each.casts.outputs) for each in (unit, *unit.siblings)] == [
         (torch.bfloat16, None),
         (None, None),
     ]
@@ -181,7 +181,7 @@ def nest():
         most,
         shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), of_experts),
     )
-    assert not vars(model.block.expert)["_meshard_unit"].companions
+    assert not vars(model.block.expert)["_meshard_unit"].siblings
 
     head = set(model.head.parameters())
 

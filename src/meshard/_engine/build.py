@@ -26,7 +26,7 @@ from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.misread import watch_reads
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Casts, Unit, UnitSettings, chain_of, unit_of, units_of
+from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientState
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, mesh_info_of_named_axes
@@ -410,7 +410,7 @@ def commit(
         found: The parameters of the unit, then those of its companions.
         device: Of the mesh.
     """
-    chain = chain_of(unit)
+    chain = with_siblings(unit)
     all_sharded = [param for each in chain if each.group is not None for param in each.group.params]
     for sharded, (fqn, param, _) in zip(all_sharded, found, strict=True):
         # Whoever still holds the original holds a tie that the unit does not know of.
@@ -429,7 +429,7 @@ def commit(
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
     """Name the units inside after their place, and give all of them one lifecycle."""
-    units = chain_of(unit)
+    units = with_siblings(unit)
     innermost = units[-1]
     for place, root in enumerate(modules):
         for fqn, module in root.named_modules():

@@ -111,7 +111,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied.modules = []
     copied.parent = None
     copied.children = []
-    copied.companions = []
+    copied.siblings = []
     copied.on_reduced = []
     copied.step = UnitStep()
     if unit.group is None or unit.gradients is None:
@@ -145,9 +145,9 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
         if parent is not None and id(parent) in memo:
             copied.parent = weakref.ref(memo[id(parent)])
             memo[id(parent)].children.append(weakref.ref(copied))
-        copied.companions = [memo[id(companion)] for companion in unit.companions]
-        for companion in copied.companions:
-            companion.companion_of = weakref.ref(copied)
+        copied.siblings = [memo[id(sibling)] for sibling in unit.siblings]
+        for sibling in copied.siblings:
+            sibling.sibling_of = weakref.ref(copied)
         if unit.group is None:
             continue
         for param, own in zip(unit.group.params, copied.group.params, strict=True):
@@ -165,7 +165,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     lifecycle.set_units(copies)
     for copied in copies:
         watch_reads(copied)
-        if copied.settings.unshard_on_access and copied.companion_of is None:
+        if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)
 
 

@@ -187,8 +187,8 @@ def run_in_unit(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call ``method`` as if it were what ``module(...)`` calls, a module of ``unit``."""
-    for companion in reversed(unit.companions):
-        method = partial(_run, _hooks_of(module, companion), module, method)
+    for sibling in reversed(unit.siblings):
+        method = partial(_run, _hooks_of(module, sibling), module, method)
     return _hooks_of(module, unit).run(module, method, args, kwargs)
 
 

@@ -28,7 +28,7 @@ def gather_on_access(unit: Unit) -> None:
 
     So do reads of those of its companions, which are gathered with it.
     """
-    groups = [each.group for each in (unit, *unit.companions) if each.group is not None]
+    groups = [each.group for each in (unit, *unit.siblings) if each.group is not None]
     params = [param for group in groups for param in group.params]
     modules = [ref() for param in params for ref, _ in param.owners]
     for module in dict.fromkeys(modules):
@@ -56,7 +56,7 @@ class _NoticedReads(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
         if unit is not None and _is_closed(unit):
-            for each in (unit, *unit.companions):
+            for each in (unit, *unit.siblings):
                 _read(each)
         return super().__getitem__(name)
 

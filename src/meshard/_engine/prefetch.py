@@ -82,8 +82,8 @@ class Prefetcher:
                 group.start_unshard(only_for_backward=_is_passing(unit, ahead))
                 group.is_leftover = False  # of what was whole before
                 self._prefetched.append(unit)
-            if unit.companions:  # they are entered at the same moment
-                self._start(Ahead(unit.companions, ahead.in_forward))
+            if unit.siblings:  # they are entered at the same moment
+                self._start(Ahead(unit.siblings, ahead.in_forward))
 
     def drop_unused(self) -> None:
         """Give back what was predicted, but not used."""

@@ -250,8 +250,8 @@ class Unit:
         self.number = 0  # place among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
-        self.companions: list[Unit] = []  # of the same modules, on other meshes: see companions
-        self.companion_of: weakref.ref[Unit] | None = None
+        self.siblings: list[Unit] = []  # of the same modules, on other meshes: see companions
+        self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # to tell companions apart
         # Called once per window, when the gradient of all of it is in .grad, or on its way there
         # (``GradientState.settle``). All ranks call in the same order.
@@ -269,7 +269,7 @@ class Unit:
     @property
     def is_root(self) -> bool:
         """Whether no unit is around this one, or only the one that it accompanies."""
-        outer = self if self.companion_of is None else self.companion_of()
+        outer = self if self.sibling_of is None else self.sibling_of()
         return outer is not None and outer.parent is None
 
     @property
@@ -306,7 +306,7 @@ class Unit:
 
     def mark_leftover(self) -> None:
         """Note that the outermost forward, that of this unit, has left parameters whole."""
-        for each in (self, *self.companions):
+        for each in (self, *self.siblings):
             if each.group is not None:
                 each.group.is_leftover = True
 
@@ -328,7 +328,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 def units_of(module: nn.Module) -> list[Unit]:
     """Return the unit of ``module``, if any, and its companions."""
     unit = unit_of(module)
-    return [] if unit is None else [unit, *unit.companions]
+    return [] if unit is None else [unit, *unit.siblings]
 
 
 def units_in(module: nn.Module) -> Iterator[Unit]:
@@ -349,7 +349,7 @@ def own_class(module: nn.Module) -> type:
     return classes[0]
 
 
-def accompany(units: list[Unit]) -> Unit:
+def link_siblings(units: list[Unit]) -> Unit:
     """Make the units after the first its companions, and return the first.
 
     Args:
@@ -365,21 +365,21 @@ def accompany(units: list[Unit]) -> Unit:
 
 def nest(units: list[Unit]) -> Unit:
     """Put each unit inside the one before, as companions of the first, and return that."""
-    outer, *companions = units
+    outer, *siblings = units
     around = outer
-    for unit in companions:
+    for unit in siblings:
         unit.casts = Casts(None, None)
-        unit.companion_of = weakref.ref(outer)
+        unit.sibling_of = weakref.ref(outer)
         unit.parent = weakref.ref(around)
         around.children.append(weakref.ref(unit))
         around = unit
-    outer.companions = companions
+    outer.siblings = siblings
     return outer
 
 
-def chain_of(unit: Unit) -> list[Unit]:
+def with_siblings(unit: Unit) -> list[Unit]:
     """Return a unit and its companions, outermost first."""
-    return [unit, *unit.companions]
+    return [unit, *unit.siblings]
 
 
 def _name(mesh_info: MeshInfo) -> str:
