@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.buffers import KeptBuffer, Numbers
-from meshard._comm.communicator import Communicator, Lane, Pending, Rows
+from meshard._comm.communicator import CommStream, Communicator, Pending, Rows
 from meshard._comm.cpu import wider
 from meshard._comm.unused_params import UsageMarks
 
@@ -177,7 +177,7 @@ class Reduction:
             request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
         for part in _parts(request.buffer):
             request.marks.mark_sent(part)
-        with self._comm.lane(Lane.SCATTER):
+        with self._comm.on_stream(CommStream.SCATTER):
             self._result = self._memory_for_sum(request)
             return self._comm.reduce_scatter(
                 self._result,
@@ -202,7 +202,9 @@ class Reduction:
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         group, device = self._request.shard_group, self._request.buffer[0].device
-        return self._comm.allocate(numel, Lane.SCATTER, dtype=dtype, device=device, group=group)
+        return self._comm.allocate(
+            numel, CommStream.SCATTER, dtype=dtype, device=device, group=group
+        )
 
     @property
     def has_more(self) -> bool:
@@ -238,7 +240,7 @@ class Reduction:
 
     def _after_scatter(self) -> None:
         request, marks = self._request, self._request.marks
-        with self._comm.lane(Lane.SCATTER):
+        with self._comm.on_stream(CommStream.SCATTER):
             self._pending.wait()
             if request.kept is not None:
                 self._drop_sent()
@@ -259,7 +261,7 @@ class Reduction:
 
     def _start_all_reduce(self, group: dist.ProcessGroup) -> None:
         request = self._request
-        with self._comm.lane(Lane.ALL_REDUCE):
+        with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
             # In place where no lane but the host's has used it.
             self._wire = self._result if self._comm.waits_block_host else self._result.clone()
@@ -275,7 +277,7 @@ class Reduction:
 
     def _after_all_reduce(self) -> None:
         request = self._request
-        with self._comm.lane(Lane.ALL_REDUCE):
+        with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
             # Under a second name: the first was allocated on the scatter lane, and is read on this.
             self._unused_anywhere = request.marks.read(self._wire)

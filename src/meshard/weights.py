@@ -30,7 +30,7 @@ from meshard._comm.blocking import (
     scatter_from_first,
 )
 from meshard._comm.buffers import matching_parts
-from meshard._comm.communicator import Lane
+from meshard._comm.communicator import CommStream
 from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
@@ -181,7 +181,7 @@ class OpenUnit:
             if rows is None:
                 return []
         else:
-            with group.comm.lane(Lane.GATHER):
+            with group.comm.on_stream(CommStream.GATHER):
                 in_flight = start_all_gather(
                     own,
                     mesh_info.shard_count,

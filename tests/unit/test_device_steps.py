@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 import meshard._engine.build
 from meshard import CPUOffloadPolicy, overlap_optimizer
-from meshard._comm.communicator import Lane
+from meshard._comm.communicator import CommStream
 from meshard._comm.host_copies import HostLink
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import Home
@@ -74,7 +74,7 @@ def test_training_has_no_race(run_on):
         for state in run.optimizer.state.values():
             state["momentum_buffer"].to_local() + 1
     assert run.device.races == []
-    assert run.comm._streams[Lane.OPTIMIZER].number in run.recorder.streams_used
+    assert run.comm._streams[CommStream.OPTIMIZER].number in run.recorder.streams_used
 
 
 def test_the_host_does_not_wait_in_backward(run):

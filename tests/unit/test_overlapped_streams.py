@@ -13,7 +13,7 @@ import meshard._engine.build
 import meshard.optim.pending_step
 import meshard.optim.unit_step
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
-from meshard._comm.communicator import Lane
+from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from meshard.optim.joined_steps import JoinedSteps
 from tests.support.covering import covering
@@ -51,17 +51,17 @@ class Run:
             self.model.set_gradient_sync(SYNC[letter])
             self.model(torch.ones(2, 5)).sum().backward()
 
-    def lane(self, lane):
-        return self.comm._streams[lane]
+    def on_stream(self, comm_stream):
+        return self.comm._streams[comm_stream]
 
     @property
     def ticks(self):
         """How far the optimizer's lane has got."""
-        number = self.lane(Lane.OPTIMIZER).number
-        return self.lane(Lane.OPTIMIZER).clock[number]
+        number = self.on_stream(CommStream.OPTIMIZER).number
+        return self.on_stream(CommStream.OPTIMIZER).clock[number]
 
     def seen_by(self, stream):
-        optimizer = self.comm._streams.get(Lane.OPTIMIZER)
+        optimizer = self.comm._streams.get(CommStream.OPTIMIZER)
         return 0 if optimizer is None else stream.clock.get(optimizer.number, 0)
 
 
@@ -108,7 +108,7 @@ def test_training_has_no_race(run_on, is_mixed, cls, options):
             run.optimizer.step()
             run.optimizer.zero_grad()
     assert run.device.races == []
-    assert run.lane(Lane.OPTIMIZER).number in run.recorder.streams_used
+    assert run.comm_stream(CommStream.OPTIMIZER).number in run.recorder.streams_used
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -202,7 +202,7 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
         return gather(self, output, source, group=group, label=label)
 
     def log_wait(self, event):
-        optimizer = run.comm._streams.get(Lane.OPTIMIZER)
+        optimizer = run.comm._streams.get(CommStream.OPTIMIZER)
         if optimizer is not None and self is not optimizer and event.clock.get(optimizer.number):
             in_backward.append(self.number)
         wait(self, event)
@@ -265,7 +265,7 @@ def test_gradients_are_given_back_when_the_step_is_over(run):
 
 
 def test_a_gather_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(StreamCommunicator, "enter_after", lambda self, lane, pending: None)
+    monkeypatch.setattr(StreamCommunicator, "enter_after", lambda self, comm_stream, pending: None)
     with run.recorder:
         run.window()
         run.window()

@@ -9,7 +9,7 @@ import meshard
 import meshard._engine.build
 from meshard import GradientSync, MixedPrecisionPolicy
 from meshard._comm import streams
-from meshard._comm.communicator import Lane
+from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -136,8 +136,8 @@ def test_a_gather_can_wait_for_the_optimizer_alone(monkeypatch, from_optimizer):
                 unrelated = torch.ones(64).mul_(2)
                 ticks = device.compute.clock[device.compute.number]
                 model.unshard(async_op=True)
-                lane = comm[-1]._streams[Lane.GATHER]
-                assert lane.has_seen(device.compute.number, ticks) is not from_optimizer
+                comm_stream = comm[-1]._streams[CommStream.GATHER]
+                assert comm_stream.has_seen(device.compute.number, ticks) is not from_optimizer
                 assert unrelated.sum() == 128
     # Without the event, nothing tells the gather to wait for what the optimizer writes.
     assert bool(device.races) is not from_optimizer

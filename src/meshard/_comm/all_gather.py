@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.buffers import KeptBuffer, copy_all, matching_parts
-from meshard._comm.communicator import Borrowed, Communicator, Lane, Pending, Rows
+from meshard._comm.communicator import Borrowed, CommStream, Communicator, Pending, Rows
 from meshard._mesh.layout import FlatLayout, Slot
 
 
@@ -96,7 +96,7 @@ def start_all_gather(
     **Lifetime:** the result holds what the collective reads and writes.
     """
     numel, dtype, device = count * source.numel(), source.dtype, source.device
-    flat = comm.allocate(numel, Lane.GATHER, dtype=dtype, device=device, group=group)
+    flat = comm.allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
     pending = comm.all_gather(flat, source, group=group, label=label)
     return GatherInFlight(flat.view(count, -1), source, pending)
 
@@ -139,7 +139,7 @@ class GatherPlan:
             return buffer
         numel, dtype = self.on_wire.shard_form
         source = comm.allocate(
-            numel, Lane.GATHER, dtype=dtype, device=buffer.device, group=group, is_sent=True
+            numel, CommStream.GATHER, dtype=dtype, device=buffer.device, group=group, is_sent=True
         )
         views = self.on_wire.split(source)
         for run in self._runs:
@@ -161,7 +161,7 @@ class GatherPlan:
         **Collective:** all ranks of ``group``. **Stream:** the gather lane.
         **Lifetime:** the flat shard must not be edited until the gather is waited for.
         """
-        with comm.lane(Lane.GATHER):
+        with comm.on_stream(CommStream.GATHER):
             source = self._make_source(buffer, segments, comm, group)
             borrowed = comm.borrow(source, group=group, label=label)
             if borrowed is not None:

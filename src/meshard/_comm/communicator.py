@@ -30,7 +30,7 @@ class Part(enum.Enum):
 Rows = torch.Tensor | list[torch.Tensor]
 
 
-class Lane(enum.Enum):
+class CommStream(enum.Enum):
     """A queue on which communication, and the local work around it, runs in order."""
 
     GATHER = "gather"
@@ -105,8 +105,8 @@ class Communicator(Protocol):
     def identity(self) -> object:
         """What observers are told issued a collective."""
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """Queue what is inside on ``lane``, after all that the caller has queued so far."""
+    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
+        """Queue what is inside on ``comm_stream``, after all that the caller has queued so far."""
 
     def trim(self, *, keep_for: Part | None) -> None:
         """Give back memory that is kept for the next collectives: a part of a step begins.
@@ -184,8 +184,8 @@ class Communicator(Protocol):
     def gather_after(self, event: Any) -> None:
         """Have the next use of the gather lane wait for ``event`` instead of for the caller."""
 
-    def enter_after(self, lane: Lane, pending: Pending) -> None:
-        """Have the next use of ``lane`` wait for ``pending`` too."""
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
+        """Have the next use of ``comm_stream`` wait for ``pending`` too."""
 
     def retire(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold ``tensors`` until what is queued on the current lane is over. Nobody waits.
@@ -196,14 +196,14 @@ class Communicator(Protocol):
     def allocate(
         self,
         numel: int,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
         is_sent: bool = False,
     ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``lane``.
+        """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``comm_stream``.
 
         With ``is_sent`` it will be the source of one, whole and once, and then be dropped.
         """
@@ -262,7 +262,7 @@ class BaseCommunicator:
     def allocate(
         self,
         numel: int,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -278,7 +278,7 @@ class BaseCommunicator:
         """See ``Communicator.borrow``: a copy has to be sent."""
         return None
 
-    def enter_after(self, lane: Lane, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         """See ``Communicator.enter_after``: the host waits."""
         pending.wait()
 

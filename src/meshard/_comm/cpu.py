@@ -13,8 +13,8 @@ from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
     Borrowed,
+    CommStream,
     Done,
-    Lane,
     Pending,
     Queued,
     Rows,
@@ -139,7 +139,7 @@ class WorkCommunicator(BaseCommunicator):
     def __init__(self) -> None:
         self._sizes = _Sizes()
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: the host thread is the only queue."""
         return _NOTHING
 

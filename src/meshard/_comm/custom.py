@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from meshard._comm.communicator import (
     BaseCommunicator,
+    CommStream,
     Communicator,
-    Lane,
     Part,
     Pending,
     Queued,
@@ -101,9 +101,9 @@ class CustomCommunicator(BaseCommunicator):
         """See ``Communicator.identity``."""
         return self._inner.identity
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """See ``Communicator.lane``."""
-        return self._inner.lane(lane)
+    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
+        """See ``Communicator.on_stream``."""
+        return self._inner.on_stream(comm_stream)
 
     def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued``."""
@@ -113,9 +113,9 @@ class CustomCommunicator(BaseCommunicator):
         """See ``Communicator.gather_after``."""
         self._inner.gather_after(event)
 
-    def enter_after(self, lane: Lane, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         """See ``Communicator.enter_after``."""
-        self._inner.enter_after(lane, pending)
+        self._inner.enter_after(comm_stream, pending)
 
     def retire(self, tensors: Sequence[torch.Tensor]) -> None:
         """See ``Communicator.retire``."""
@@ -124,7 +124,7 @@ class CustomCommunicator(BaseCommunicator):
     def allocate(
         self,
         numel: int,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -133,13 +133,16 @@ class CustomCommunicator(BaseCommunicator):
     ) -> torch.Tensor:
         """See ``Communicator.allocate``."""
         if is_sent:  # the user allocates what is received, and reduce-scattered
-            return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
-        custom = {Lane.GATHER: self._all_gather, Lane.SCATTER: self._reduce_scatter}.get(lane)
+            return super().allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
+        custom = {
+            CommStream.GATHER: self._all_gather,
+            CommStream.SCATTER: self._reduce_scatter,
+        }.get(comm_stream)
         if custom is not None and group.size() > 1:
             return custom.allocate((numel,), dtype=dtype, device=device)
         if self._memory is not None and group.size() > 1:
             return self._memory.allocate(group, numel, dtype)
-        return self._inner.allocate(numel, lane, dtype=dtype, device=device, group=group)
+        return self._inner.allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
     def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``."""
@@ -176,7 +179,7 @@ class CustomCommunicator(BaseCommunicator):
         if output.dtype != source.dtype:
             narrow = self.allocate(
                 output.numel(),
-                Lane.SCATTER,
+                CommStream.SCATTER,
                 dtype=source.dtype,
                 device=source.device,
                 group=group,

@@ -38,7 +38,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Borrowed, Communicator, Lane, Part, Pending, Queued, Rows
+from meshard._comm.communicator import (
+    Borrowed,
+    CommStream,
+    Communicator,
+    Part,
+    Pending,
+    Queued,
+    Rows,
+)
 
 _DEFAULT_SECONDS = 60.0
 _QUIET_SECONDS = 0.5  # before looking for errors elsewhere; torch logs a wait that timed out
@@ -248,9 +256,9 @@ class CheckedCommunicator:
         self.may_keep_buffers = inner.may_keep_buffers
         self.identity = inner.identity
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """See ``Communicator.lane``."""
-        return self.inner.lane(lane)
+    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
+        """See ``Communicator.on_stream``."""
+        return self.inner.on_stream(comm_stream)
 
     def queued(self, *keep: torch.Tensor) -> Queued:
         """See ``Communicator.queued``."""
@@ -260,9 +268,9 @@ class CheckedCommunicator:
         """See ``Communicator.gather_after``."""
         self.inner.gather_after(event)
 
-    def enter_after(self, lane: Lane, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         """See ``Communicator.enter_after``."""
-        self.inner.enter_after(lane, pending)
+        self.inner.enter_after(comm_stream, pending)
 
     def retire(self, tensors: Sequence[torch.Tensor]) -> None:
         """See ``Communicator.retire``."""
@@ -271,7 +279,7 @@ class CheckedCommunicator:
     def allocate(
         self,
         numel: int,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -280,7 +288,7 @@ class CheckedCommunicator:
     ) -> torch.Tensor:
         """See ``Communicator.allocate``."""
         return self.inner.allocate(
-            numel, lane, dtype=dtype, device=device, group=group, is_sent=is_sent
+            numel, comm_stream, dtype=dtype, device=device, group=group, is_sent=is_sent
         )
 
     def borrow(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.communicator import Communicator, Lane, Queued
+from meshard._comm.communicator import CommStream, Communicator, Queued
 
 
 class HostLink:
@@ -42,7 +42,7 @@ class HostLink:
 
         **Stream:** the gather lane. **Lifetime:** ``shard`` must not be written to until ``wait``.
         """
-        with comm.lane(Lane.GATHER):
+        with comm.on_stream(CommStream.GATHER):
             copy = torch.empty_like(shard, device=self._device, pin_memory=False)
             copy.copy_(shard, non_blocking=True)
             self._reading = comm.queued()
@@ -54,7 +54,7 @@ class HostLink:
         **Stream:** the host lane. **Lifetime:** what is returned holds ``source``; wait for it on
         the current stream to let go. ``host`` holds the values after ``wait``.
         """
-        with comm.lane(Lane.HOST):
+        with comm.on_stream(CommStream.HOST):
             self._order_writes()
             host.copy_(source, non_blocking=True)
             return self._note_written(source, comm)
@@ -65,7 +65,7 @@ class HostLink:
         The sum is made on the device: fetched, added to, and stored. On the host it would have to
         wait for the copy, in the middle of backward, and would need a second buffer.
         """
-        with comm.lane(Lane.HOST):
+        with comm.on_stream(CommStream.HOST):
             self._order_writes()
             total = torch.empty_like(source)
             total.copy_(host, non_blocking=True)

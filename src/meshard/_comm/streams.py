@@ -39,7 +39,7 @@ import torch.distributed as dist
 from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
-    Lane,
+    CommStream,
     Part,
     Pending,
     Queued,
@@ -90,18 +90,18 @@ class StreamCommunicator(BaseCommunicator):
 
     def __init__(self, device_module: Any) -> None:
         self._device_module = device_module
-        self._streams: dict[Lane, Any] = {}
+        self._streams: dict[CommStream, Any] = {}
         self._gather_after: Any = None
-        self._after: dict[Lane, list[Pending]] = {}
+        self._after: dict[CommStream, list[Pending]] = {}
         self._retired: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
-    def _enter(self, lane: Lane) -> Iterator[None]:
-        stream = self._streams.get(lane)
+    def _enter(self, comm_stream: CommStream) -> Iterator[None]:
+        stream = self._streams.get(comm_stream)
         if stream is None:
             # High priority: a collective held up by compute holds up every other rank.
-            stream = self._streams[lane] = self._device_module.Stream(priority=-1)
-        if lane is Lane.GATHER and self._gather_after is not None:
+            stream = self._streams[comm_stream] = self._device_module.Stream(priority=-1)
+        if comm_stream is CommStream.GATHER and self._gather_after is not None:
             event, self._gather_after = self._gather_after, None
         else:
             event = self._device_module.current_stream().record_event()
@@ -110,13 +110,13 @@ class StreamCommunicator(BaseCommunicator):
             self._collect()
         with self._device_module.stream(stream):
             if self._after:
-                for pending in self._after.pop(lane, ()):
+                for pending in self._after.pop(comm_stream, ()):
                     pending.wait()
             yield
 
-    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        """See ``Communicator.lane`` and rule 1."""
-        return self._enter(lane)
+    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
+        """See ``Communicator.on_stream`` and rule 1."""
+        return self._enter(comm_stream)
 
     def gather_after(self, event: Any) -> None:
         """See ``Communicator.gather_after``; the exception to rule 1.
@@ -126,9 +126,9 @@ class StreamCommunicator(BaseCommunicator):
         """
         self._gather_after = event
 
-    def enter_after(self, lane: Lane, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         """See ``Communicator.enter_after``."""
-        self._after.setdefault(lane, []).append(pending)
+        self._after.setdefault(comm_stream, []).append(pending)
 
     def retire(self, tensors: Sequence[torch.Tensor]) -> None:
         """See ``Communicator.retire`` and rule 6."""

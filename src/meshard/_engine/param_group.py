@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
-from meshard._comm.communicator import Communicator, Lane, Part
+from meshard._comm.communicator import CommStream, Communicator, Part
 from meshard._engine.autograd_calls import explain_autograd
 from meshard._engine.averages import watch_averages
 from meshard._engine.manual_unshard import HandedOut, take_back
@@ -270,7 +270,7 @@ class ParamGroup:
         self.residence = Residence.GATHERING
 
     def _start_gather_of_kept(self, kept: _Kept) -> GatherInFlight:
-        with self.comm.lane(Lane.GATHER):
+        with self.comm.on_stream(CommStream.GATHER):
             return start_all_gather(
                 kept.rows.view(-1),
                 kept.group.size(),

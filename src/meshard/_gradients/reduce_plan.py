@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.buffers import KeptBuffer
-from meshard._comm.communicator import Lane, Rows
+from meshard._comm.communicator import CommStream, Rows
 from meshard._comm.cpu import wider
 from meshard._comm.gradient_buffer import GradientLayout, Held
 from meshard._engine.param_group import ParamGroup
@@ -189,7 +189,7 @@ def memory_for(
         kept.take()
         return WireMemory(kept.rows, output, kept=kept)
     flat = comm.allocate(
-        layout.numel, Lane.SCATTER, dtype=wire, device=layout.device, group=shard_group
+        layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=shard_group
     )
     return WireMemory(flat.view(layout.shard_count, -1), output)
 
@@ -204,6 +204,11 @@ def _apart(
     """Return memory to send from, and the bucket, or memory like it, for the sum."""
     whole = layout.allocate(wire) if bucket is None else bucket
     sent = group.comm.allocate(
-        layout.numel, Lane.ALL_REDUCE, dtype=wire, device=layout.device, group=across, is_sent=True
+        layout.numel,
+        CommStream.ALL_REDUCE,
+        dtype=wire,
+        device=layout.device,
+        group=across,
+        is_sent=True,
     )
     return WireMemory([sent], whole.view(-1), sums_apart=True)

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshard._comm.all_gather import Form, GatherInFlight, PackedGather, agree_on_forms
-from meshard._comm.communicator import Communicator, Lane, Rows
+from meshard._comm.communicator import CommStream, Communicator, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import shard_mesh_of
 from meshard._params.flat_params import GradientHook, GroupSpec, check_not_meta, take_replacements
@@ -369,7 +369,7 @@ class ExtendedTensors:
         """See ``Faces.start_gather``."""
         group = self.spec.mesh_info.shard_group
         # What is made here may become part of a whole parameter, and be saved by autograd.
-        with torch.inference_mode(False), comm.lane(Lane.GATHER):
+        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
             inputs = [each for face in self._faces for each in face.make_inputs(self.label)]
             gather = self._plan([Form.of(each) for each in inputs])
             return gather.start(inputs, comm=comm, group=group, label=self.label)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import cpu
-from meshard._comm.communicator import Borrowed, Lane, Part, Pending, Rows, profiled
+from meshard._comm.communicator import Borrowed, CommStream, Part, Pending, Rows, profiled
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory.channel import Neighbours, meet
 
@@ -185,7 +185,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def allocate(
         self,
         numel: int,
-        lane: Lane,
+        comm_stream: CommStream,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -196,7 +196,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         neighbours = self._neighbours[group] if is_sent else None
         if neighbours is not None:
             return neighbours.allocate(numel, dtype)
-        return super().allocate(numel, lane, dtype=dtype, device=device, group=group)
+        return super().allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
     def trim(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.trim``."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshard._comm.communicator import Lane
+from meshard._comm.communicator import CommStream
 from meshard._engine.param_group import ParamGroup
 from meshard.clipping import clip_coefficient, get_total_norm, scale_gradients
 from meshard.optim.flat import States
@@ -100,7 +100,7 @@ class DeferredStep:
 
     def before_gather(self) -> None:
         """Step, and order the next use of the gather lane after that."""
-        self._step(Lane.GATHER)
+        self._step(CommStream.GATHER)
 
     def finish(self) -> None:
         """Step, and order what the caller does next after that: a shard is about to be read."""
@@ -118,7 +118,7 @@ class DeferredStep:
         self._window.abandon()
         stepper.forget()
 
-    def _step(self, lane: Lane | None) -> None:
+    def _step(self, comm_stream: CommStream | None) -> None:
         group, stepper = self._group(), self._stepper
         if group is None or stepper is None:
             return
@@ -132,7 +132,7 @@ class DeferredStep:
         )
         group.note_step()
         group.stepping = None
-        if lane is not None:
-            group.comm.enter_after(lane, queued)
+        if comm_stream is not None:
+            group.comm.enter_after(comm_stream, queued)
         else:
             queued.wait()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import Communicator, Lane, profiled
+from meshard._comm.communicator import CommStream, Communicator, profiled
 from meshard._comm.gradient_buffer import Held
 from meshard._engine.param_group import ParamGroup
 from meshard._torch.private import is_in_backward, queue_backward_callback
@@ -153,9 +153,9 @@ class JoinedSteps:
         if not waiting or comm is None:
             return
         is_beside = not comm.waits_block_host
-        lane = comm.lane(Lane.OPTIMIZER) if is_beside else contextlib.nullcontext()
+        stream = comm.on_stream(CommStream.OPTIMIZER) if is_beside else contextlib.nullcontext()
         together, apart = [], []
-        with lane, torch.no_grad(), profiled("optimizer", waiting[0][2].label):
+        with stream, torch.no_grad(), profiled("optimizer", waiting[0][2].label):
             for unit, held, _ in waiting:
                 if held is None or unit.take(held, state):
                     together.append(unit)

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 
-from meshard._comm.communicator import Lane, Queued
+from meshard._comm.communicator import CommStream, Queued
 from meshard._engine.param_group import ParamGroup
 from meshard._torch.dtensor import hide_locals, show_locals
 
@@ -103,7 +103,7 @@ class QueuedStep:
         group = self._group()
         if group is not None:
             show_shards(group)
-            group.comm.enter_after(Lane.GATHER, self._pending)
+            group.comm.enter_after(CommStream.GATHER, self._pending)
 
     def finish(self) -> None:
         """Order what the caller does next after it: a shard is about to be read."""

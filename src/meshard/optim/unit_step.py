@@ -17,7 +17,7 @@ from operator import attrgetter, is_
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import Lane, Queued, profiled
+from meshard._comm.communicator import CommStream, Queued, profiled
 from meshard._comm.gradient_buffer import Held
 from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.unit import Unit
@@ -135,8 +135,8 @@ class UnitStepper:
             return
         # Whoever holds a plain tensor reads it, and nothing could wait for the step then.
         is_beside = not comm.waits_block_host and isinstance(self.params[0], DTensor)
-        lane = comm.lane(Lane.OPTIMIZER) if is_beside else contextlib.nullcontext()
-        with lane, torch.no_grad(), profiled("optimizer", group.label):
+        stream = comm.on_stream(CommStream.OPTIMIZER) if is_beside else contextlib.nullcontext()
+        with stream, torch.no_grad(), profiled("optimizer", group.label):
             self._take(groups, state)
             is_joined = may_wait and self.flat.is_steady
             if not is_joined:
@@ -174,7 +174,11 @@ class UnitStepper:
     def _step_on_device(self, group: ParamGroup, state: States, steps: DeviceSteps) -> None:
         comm, link = group.comm, group.tensors.link
         assert link is not None
-        with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", group.label):
+        with (
+            comm.on_stream(CommStream.OPTIMIZER),
+            torch.no_grad(),
+            profiled("optimizer", group.label),
+        ):
             link.begin_step()
             self.flat.run(self._taken, state, is_seen=False, by=steps.step)
             queued = comm.queued()
@@ -225,7 +229,7 @@ class UnitStepper:
         group = self._ready()
         if group is None:
             return []
-        with group.comm.lane(Lane.OPTIMIZER), torch.no_grad():
+        with group.comm.on_stream(CommStream.OPTIMIZER), torch.no_grad():
             self._take(groups, state)
         self._grads = [(param, param.grad) for param in self.params if param.grad is not None]
         self._drop_gradients()
@@ -249,7 +253,11 @@ class UnitStepper:
         self._grads = []
         assert unit is not None and unit.group is not None
         comm = unit.group.comm
-        with comm.lane(Lane.OPTIMIZER), torch.no_grad(), profiled("optimizer", unit.label):
+        with (
+            comm.on_stream(CommStream.OPTIMIZER),
+            torch.no_grad(),
+            profiled("optimizer", unit.label),
+        ):
             change(_locals(grad for _, grad in grads))
             for param, grad in () if self.flat.is_flat else grads:
                 param.grad = grad
