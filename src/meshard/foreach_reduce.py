@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.buffers import KeptBuffer, Numbers
-from meshard._comm.communicator import CommStream, Communicator, Pending, Rows
+from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.cpu import wider
 from meshard._comm.unused_params import UsageMarks
 
@@ -161,11 +161,11 @@ class Reduction:
         # Marks are read from raw sums: in a narrower dtype a small one may become a negative zero.
         self._sum_dtype = wider(request.wire_dtype, request.accumulate_dtype)
         self._unused: torch.Tensor | None = None
-        self._ends: list[Pending] = []  # what follows the last work on each lane
+        self._ends: list[InFlight] = []  # what follows the last work on each lane
         self._result: torch.Tensor
         self._pending = self._start_scatter()
 
-    def _start_scatter(self) -> Pending:
+    def _start_scatter(self) -> InFlight:
         request = self._request
         if self._shard_count == 1 and self._comm.waits_block_host:
             request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
@@ -254,7 +254,7 @@ class Reduction:
                 self._result = self._result.to(request.accumulate_dtype)
             if request.replicate_group is None and request.replicate_count > 1:
                 marks.write(self._result, self._unused)  # it becomes a partial
-            self._pending = self._comm.queued(self._result)
+            self._pending = self._comm.record(self._result)
             self._ends.append(self._pending)
         if request.replicate_group is not None:
             self._start_all_reduce(request.replicate_group)
@@ -283,7 +283,7 @@ class Reduction:
             self._unused_anywhere = request.marks.read(self._wire)
             self._reduced = self._wire.to(request.accumulate_dtype)
             self._divide(self._reduced, self._divisors.after_all_reduce)
-            self._ends.append(self._comm.queued(self._reduced))
+            self._ends.append(self._comm.record(self._reduced))
 
     def finish(self) -> Reduced:
         """Return the result, usable on the caller's stream."""

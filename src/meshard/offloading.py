@@ -243,7 +243,7 @@ def _synchronize(units: list[Unit]) -> None:
     """Wait until everything that was queued on the current stream is over."""
     for unit in units:
         if unit.group is not None:
-            unit.group.comm.queued().synchronize()
+            unit.group.comm.record().synchronize()
 
 
 def _release_memory(units: list[Unit]) -> None:

@@ -117,7 +117,7 @@ def step_at_once(argument):
 
     with (
         mock.patch.object(cpu, "start_all_gather_on", start_and_wait),
-        mock.patch.object(cpu.WorkPending, "poll", wait),
+        mock.patch.object(cpu.WorkInFlight, "poll", wait),
     ):
         small = sharded(16, 2, reshards)  # what loads with the first step is nobody's
         one_step(small, adamw(small), batch(16, 0), 0)

@@ -255,7 +255,7 @@ def test_a_shard_written_too_early_is_found_out(monkeypatch, run):
 
 
 def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
-    queued = StreamCommunicator.queued
+    queued = StreamCommunicator.record
     monkeypatch.setattr(StreamCommunicator, "queued", lambda self, *keep: queued(self))
     with run.recorder:
         run.window("FF")

@@ -160,7 +160,7 @@ def test_a_lane_that_does_not_wait_for_compute_is_found_out(monkeypatch):
 
 
 def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
-    monkeypatch.setattr(streams._EventPending, "wait", lambda self: None)
+    monkeypatch.setattr(streams._EventInFlight, "wait", lambda self: None)
     device, _ = run_steps(monkeypatch, (2, 2))
     assert device.races
 
@@ -179,7 +179,7 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
     monkeypatch.setattr(
         streams.StreamCommunicator,
         "queued",
-        lambda self, *keep: streams._EventPending(
+        lambda self, *keep: streams._EventInFlight(
             self._device_module, self._device_module.current_stream().record_event(), ()
         ),
     )

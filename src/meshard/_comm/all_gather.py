@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.buffers import KeptBuffer, copy_all, matching_parts
-from meshard._comm.communicator import Borrowed, CommStream, Communicator, Pending, Rows
+from meshard._comm.communicator import Borrowed, CommStream, Communicator, InFlight, Rows
 from meshard._mesh.layout import FlatLayout, Slot
 
 
@@ -30,7 +30,7 @@ class GatherInFlight(NamedTuple):
 
     gathered: torch.Tensor | None  # None: its rows are borrowed
     source: torch.Tensor  # kept alive: the collective reads it
-    pending: Pending
+    pending: InFlight
     borrowed: Borrowed | None = None
     kept: KeptBuffer | None = None  # of which ``gathered`` is
 

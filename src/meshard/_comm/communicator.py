@@ -61,7 +61,7 @@ class CommEvent:
         return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
 
 
-class Pending(Protocol):
+class InFlight(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
@@ -71,7 +71,7 @@ class Pending(Protocol):
         """Do what ``wait`` does if the host need not block for it. Whether it is done."""
 
 
-class Borrowed(Pending, Protocol):
+class Borrowed(InFlight, Protocol):
     """An all-gather whose rows are read where they lie."""
 
     def rows(self) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ class Borrowed(Pending, Protocol):
         """Let the other ranks use their memory again; the rows may not be read any more."""
 
 
-class Queued(Pending, Protocol):
+class RecordedWork(InFlight, Protocol):
     """Local work that has been queued."""
 
     def synchronize(self) -> None:
@@ -96,7 +96,7 @@ class Communicator(Protocol):
     """
 
     waits_block_host: bool
-    """Whether ``Pending.wait`` blocks the calling thread (and not a device stream)."""
+    """Whether ``InFlight.wait`` blocks the calling thread (and not a device stream)."""
 
     may_keep_buffers: bool
     """Whether what ``all_gather`` fills may be memory of the caller's that only the host uses."""
@@ -136,7 +136,7 @@ class Communicator(Protocol):
         *,
         group: dist.ProcessGroup,
         label: str,
-    ) -> Pending:
+    ) -> InFlight:
         """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
 
         **Collective:** all ranks of ``group``. **Stream:** the lane of the caller.
@@ -151,7 +151,7 @@ class Communicator(Protocol):
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> Pending:
+    ) -> InFlight:
         """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
 
         ``source`` is a tensor, or what ``lend_rows`` has lent, filled.
@@ -166,7 +166,7 @@ class Communicator(Protocol):
         group: dist.ProcessGroup,
         label: str,
         output: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """Sum ``buffer`` over the ranks of ``group``, in place if there is no ``output``.
 
         Another ``output`` only where ``sums_apart``.
@@ -178,13 +178,13 @@ class Communicator(Protocol):
         In place it would have to be copied first.
         """
 
-    def queued(self, *keep: torch.Tensor) -> Queued:
+    def record(self, *keep: torch.Tensor) -> RecordedWork:
         """Return a wait for the local work queued on the current lane; ``keep`` lives until it."""
 
     def gather_after(self, event: Any) -> None:
         """Have the next use of the gather lane wait for ``event`` instead of for the caller."""
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """Have the next use of ``comm_stream`` wait for ``pending`` too."""
 
     def retire(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -278,7 +278,7 @@ class BaseCommunicator:
         """See ``Communicator.borrow``: a copy has to be sent."""
         return None
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """See ``Communicator.enter_after``: the host waits."""
         pending.wait()
 

@@ -15,8 +15,8 @@ from meshard._comm.communicator import (
     Borrowed,
     CommStream,
     Done,
-    Pending,
-    Queued,
+    InFlight,
+    RecordedWork,
     Rows,
     profiled,
 )
@@ -76,7 +76,7 @@ def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = Tru
 _NOTHING = contextlib.nullcontext()
 
 
-class WorkPending:
+class WorkInFlight:
     """A ``c10d.Work`` (None: it is over), and what must be done on this rank after it."""
 
     __slots__ = ("_then", "_work")
@@ -95,7 +95,7 @@ class WorkPending:
             then()
 
     def poll(self) -> bool:
-        """See ``Pending.poll``."""
+        """See ``InFlight.poll``."""
         if self._work is not None and not self._work.is_completed():
             return False
         self.wait()
@@ -169,7 +169,7 @@ class WorkCommunicator(BaseCommunicator):
         *,
         group: dist.ProcessGroup,
         label: str,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_gather``."""
         if self._sizes[group] == 1:
             output.copy_(source)
@@ -177,7 +177,7 @@ class WorkCommunicator(BaseCommunicator):
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
             work = start_all_gather_on(group, output, source)
-        return WorkPending(work)
+        return WorkInFlight(work)
 
     def reduce_scatter(
         self,
@@ -187,7 +187,7 @@ class WorkCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.reduce_scatter``."""
         if self._sizes[group] == 1:
             if source[0] is not output:
@@ -200,7 +200,7 @@ class WorkCommunicator(BaseCommunicator):
         received = torch.empty_like(source)
         with profiled("reduce_scatter", label):
             work = start_all_to_all_on(group, received, source, [])
-        return WorkPending(work, lambda: sum_rows(output, received, keep_signs=keep_signs))
+        return WorkInFlight(work, lambda: sum_rows(output, received, keep_signs=keep_signs))
 
     def all_reduce(
         self,
@@ -209,17 +209,17 @@ class WorkCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         label: str,
         output: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_reduce``."""
         if self._sizes[group] == 1:
             return DONE
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
             work = dist.all_reduce(buffer, group=group, async_op=True)
-        return WorkPending(work)
+        return WorkInFlight(work)
 
-    def queued(self, *keep: torch.Tensor) -> Queued:
-        """See ``Communicator.queued``: the host has already done it."""
+    def record(self, *keep: torch.Tensor) -> RecordedWork:
+        """See ``Communicator.record``: the host has already done it."""
         return DONE
 
     def gather_after(self, event: Any) -> None:
@@ -228,7 +228,7 @@ class WorkCommunicator(BaseCommunicator):
 
 def _exchange(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-) -> Pending:
+) -> InFlight:
     """Reduce-scatter between two ranks: each sends the other's row, and nothing to itself.
 
     What comes in is received where the sum will be, if it is of that dtype: so it takes no memory.
@@ -240,4 +240,4 @@ def _exchange(
     sizes = [0, theirs.numel()] if group.rank() == 0 else [theirs.numel(), 0]
     with profiled("reduce_scatter", label):
         work = start_all_to_all_on(group, received, theirs, sizes)
-    return WorkPending(work, lambda: sum_two(output, received, own))
+    return WorkInFlight(work, lambda: sum_two(output, received, own))

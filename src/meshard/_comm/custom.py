@@ -16,13 +16,13 @@ from meshard._comm.communicator import (
     BaseCommunicator,
     CommStream,
     Communicator,
+    InFlight,
     Part,
-    Pending,
-    Queued,
+    RecordedWork,
     Rows,
     profiled,
 )
-from meshard._comm.cpu import WorkPending
+from meshard._comm.cpu import WorkInFlight
 from meshard._comm.divergence import CheckedCommunicator
 from meshard._torch.private import backend_of
 
@@ -105,15 +105,15 @@ class CustomCommunicator(BaseCommunicator):
         """See ``Communicator.on_stream``."""
         return self._inner.on_stream(comm_stream)
 
-    def queued(self, *keep: torch.Tensor) -> Queued:
-        """See ``Communicator.queued``."""
-        return self._inner.queued(*keep)
+    def record(self, *keep: torch.Tensor) -> RecordedWork:
+        """See ``Communicator.record``."""
+        return self._inner.record(*keep)
 
     def gather_after(self, event: Any) -> None:
         """See ``Communicator.gather_after``."""
         self._inner.gather_after(event)
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """See ``Communicator.enter_after``."""
         self._inner.enter_after(comm_stream, pending)
 
@@ -150,7 +150,7 @@ class CustomCommunicator(BaseCommunicator):
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_gather``."""
         if self._all_gather is None or group.size() == 1:
             return self._inner.all_gather(output, source, group=group, label=label)
@@ -167,7 +167,7 @@ class CustomCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.reduce_scatter``."""
         if self._reduce_scatter is None or group.size() == 1:
             return self._inner.reduce_scatter(
@@ -198,7 +198,7 @@ class CustomCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         label: str,
         output: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_reduce``."""
         return self._inner.all_reduce(buffer, group=group, label=label, output=output)
 
@@ -215,12 +215,12 @@ class CustomCommunicator(BaseCommunicator):
         output: torch.Tensor,
         source: torch.Tensor,
         widen: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         if self.waits_block_host:
-            return WorkPending(work, None if widen is None else lambda: output.copy_(widen))
+            return WorkInFlight(work, None if widen is None else lambda: output.copy_(widen))
         if work is not None:
             work.wait()  # the lane's stream waits, not the host
         if widen is not None:
             output.copy_(widen)
-            return self.queued(source, widen)
-        return self.queued(source)
+            return self.record(source, widen)
+        return self.record(source)

@@ -42,9 +42,9 @@ from meshard._comm.communicator import (
     Borrowed,
     CommStream,
     Communicator,
+    InFlight,
     Part,
-    Pending,
-    Queued,
+    RecordedWork,
     Rows,
 )
 
@@ -260,15 +260,15 @@ class CheckedCommunicator:
         """See ``Communicator.on_stream``."""
         return self.inner.on_stream(comm_stream)
 
-    def queued(self, *keep: torch.Tensor) -> Queued:
-        """See ``Communicator.queued``."""
-        return self.inner.queued(*keep)
+    def record(self, *keep: torch.Tensor) -> RecordedWork:
+        """See ``Communicator.record``."""
+        return self.inner.record(*keep)
 
     def gather_after(self, event: Any) -> None:
         """See ``Communicator.gather_after``."""
         self.inner.gather_after(event)
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """See ``Communicator.enter_after``."""
         self.inner.enter_after(comm_stream, pending)
 
@@ -299,7 +299,7 @@ class CheckedCommunicator:
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_gather``; raises if the ranks differ."""
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
@@ -327,7 +327,7 @@ class CheckedCommunicator:
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.reduce_scatter``; raises if the ranks differ."""
         payload = source if isinstance(source, torch.Tensor) else source[0]  # of a group of one
         self.check("reduce_scatter", label, payload, group)
@@ -342,7 +342,7 @@ class CheckedCommunicator:
         group: dist.ProcessGroup,
         label: str,
         output: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_reduce``; raises if the ranks differ."""
         self.check("all_reduce", label, buffer, group)
         return self.inner.all_reduce(buffer, group=group, label=label, output=output)

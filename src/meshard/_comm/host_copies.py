@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.communicator import CommStream, Communicator, Queued
+from meshard._comm.communicator import CommStream, Communicator, RecordedWork
 
 
 class HostLink:
@@ -29,8 +29,8 @@ class HostLink:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reading: Queued | None = None  # the last copy from host memory
-        self._writing: Queued | None = None  # the last copy to it
+        self._reading: RecordedWork | None = None  # the last copy from host memory
+        self._writing: RecordedWork | None = None  # the last copy to it
 
     def fetch(self, shard: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """Return a copy of a flat shard on the device, in the dtypes that it has at rest.
@@ -45,10 +45,10 @@ class HostLink:
         with comm.on_stream(CommStream.GATHER):
             copy = torch.empty_like(shard, device=self._device, pin_memory=False)
             copy.copy_(shard, non_blocking=True)
-            self._reading = comm.queued()
+            self._reading = comm.record()
         return copy
 
-    def store(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> Queued:
+    def store(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         """Copy ``source [n]`` from the device to ``host [n]``.
 
         **Stream:** the host lane. **Lifetime:** what is returned holds ``source``; wait for it on
@@ -59,7 +59,7 @@ class HostLink:
             host.copy_(source, non_blocking=True)
             return self._note_written(source, comm)
 
-    def add(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> Queued:
+    def add(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         """Add ``source [n]`` on the device to ``host [n]``; stream and lifetime as ``store``.
 
         The sum is made on the device: fetched, added to, and stored. On the host it would have to
@@ -73,10 +73,10 @@ class HostLink:
             host.copy_(total, non_blocking=True)
             return self._note_written(source, comm)
 
-    def _note_written(self, source: torch.Tensor, comm: Communicator) -> Queued:
+    def _note_written(self, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         # Two: whoever waits for the one must not let go of what the other holds for compute.
-        self._writing = comm.queued()
-        return comm.queued(source)
+        self._writing = comm.record()
+        return comm.record(source)
 
     def begin_step(self) -> None:
         """Order what is queued next after the copies that are under way: it reads and writes."""
@@ -84,7 +84,7 @@ class HostLink:
             if copy is not None:
                 copy.wait()
 
-    def end_step(self, step: Queued) -> None:
+    def end_step(self, step: RecordedWork) -> None:
         """Note that a step on the device is the last that writes."""
         self._writing = step
 

@@ -10,7 +10,7 @@ Note: Stream rules.
        everything that the lane does. So a lane sees what compute wrote (shards, gradients), and
        memory that a lane allocates cannot be memory that compute still reads: a block that was
        freed before the entry was last used before it.
-    2. *Waiting makes compute wait for the lane.* ``Pending.wait`` makes the current stream wait
+    2. *Waiting makes compute wait for the lane.* ``InFlight.wait`` makes the current stream wait
        for an event recorded right after the collective was queued (again after local work, by
        ``mark``).
     3. *Memory goes back to the stream that allocated it.* A tensor allocated on compute and used
@@ -20,7 +20,7 @@ Note: Stream rules.
     4. *What one lane allocated and another uses lives until ``finish``*, when compute has waited
        for both.
     5. *Nothing waits twice for the same thing, and no host thread waits at all.* Lanes do not
-       wait for one another except through ``Pending.wait`` inside the later lane.
+       wait for one another except through ``InFlight.wait`` inside the later lane.
     6. *What an optimizer has used, others get when it is through.* Its lane reads gradients that
        other lanes have allocated, and nothing waits for it before the next gather. So they are
        *retired*: held until the device has got there, which is asked whenever a lane is entered.
@@ -40,16 +40,16 @@ from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
     CommStream,
+    InFlight,
     Part,
-    Pending,
-    Queued,
+    RecordedWork,
     Rows,
     profiled,
 )
 from meshard._torch.versions import all_gather_single, reduce_scatter_single
 
 
-class _EventPending:
+class _EventInFlight:
     """A collective queued on a lane, as the event that follows it."""
 
     __slots__ = ("_device_module", "_event", "_keep")
@@ -92,7 +92,7 @@ class StreamCommunicator(BaseCommunicator):
         self._device_module = device_module
         self._streams: dict[CommStream, Any] = {}
         self._gather_after: Any = None
-        self._after: dict[CommStream, list[Pending]] = {}
+        self._after: dict[CommStream, list[InFlight]] = {}
         self._retired: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class StreamCommunicator(BaseCommunicator):
         """
         self._gather_after = event
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """See ``Communicator.enter_after``."""
         self._after.setdefault(comm_stream, []).append(pending)
 
@@ -144,10 +144,10 @@ class StreamCommunicator(BaseCommunicator):
         """See ``Communicator.trim``: what is retired, if it is over."""
         self._collect()
 
-    def queued(self, *keep: torch.Tensor) -> Queued:
-        """See ``Communicator.queued`` and rule 2."""
+    def record(self, *keep: torch.Tensor) -> RecordedWork:
+        """See ``Communicator.record`` and rule 2."""
         event = self._device_module.current_stream().record_event()
-        return _EventPending(self._device_module, event, keep)
+        return _EventInFlight(self._device_module, event, keep)
 
     def all_gather(
         self,
@@ -156,15 +156,15 @@ class StreamCommunicator(BaseCommunicator):
         *,
         group: dist.ProcessGroup,
         label: str,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_gather``."""
         if group.size() == 1:
             output.copy_(source)
-            return self.queued(source)
+            return self.record(source)
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
             all_gather_single(output, source, group=group)
-        return self.queued(source)
+        return self.record(source)
 
     def reduce_scatter(
         self,
@@ -174,21 +174,21 @@ class StreamCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.reduce_scatter``."""
         assert isinstance(source, torch.Tensor)
         if group.size() == 1:
             output.copy_(source.view(-1))
-            return self.queued(source)
+            return self.record(source)
         self.observe("reduce_scatter", source, group, label)
         with profiled("reduce_scatter", label):
             if output.dtype == source.dtype:
                 reduce_scatter_single(output, source.view(-1), group=group)
-                return self.queued(source)
+                return self.record(source)
             narrow = torch.empty_like(output, dtype=source.dtype)
             reduce_scatter_single(narrow, source.view(-1), group=group)
             output.copy_(narrow)
-            return self.queued(source, narrow)
+            return self.record(source, narrow)
 
     def all_reduce(
         self,
@@ -197,11 +197,11 @@ class StreamCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         label: str,
         output: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_reduce``."""
         if group.size() == 1:
             return DONE
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
             dist.all_reduce(buffer, group=group)
-        return self.queued(buffer)
+        return self.record(buffer)

@@ -20,7 +20,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import Pending, Rows
+from meshard._comm.communicator import InFlight, Rows
 from meshard._comm.gradient_buffer import GradientLayout, Held
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.host_grads import HostGrads
@@ -383,7 +383,7 @@ class GradientState:
         after: Sequence[TensorHook] = (),
         *,
         is_offered: bool = False,
-    ) -> Pending | None:
+    ) -> InFlight | None:
         """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``.
 
         If ``is_offered``, somebody may want what goes into ``.grad``: see ``ShardedGrads.offer``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.communicator import Queued
+from meshard._comm.communicator import RecordedWork
 from meshard._comm.gradient_buffer import Held
 from meshard._comm.host_copies import HostLink
 from meshard._engine.param_group import ParamGroup
@@ -71,7 +71,7 @@ class HostGrads:
     def be_like(self, other: object) -> None:
         """See ``ShardedGrads.be_like``: there is nothing to choose."""
 
-    def add(self, new: Held) -> Queued:
+    def add(self, new: Held) -> RecordedWork:
         """Add reduced gradients to ``.grad``, once ``settle`` has been called.
 
         **Stream:** as ``HostLink.store``. **Lifetime:** what is returned holds ``new``.

@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-from meshard._comm.communicator import Communicator, Part, Pending
+from meshard._comm.communicator import Communicator, InFlight, Part
 from meshard._comm.divergence import CheckedCommunicator, compare_text
 from meshard._engine.unit import ReduceHook, Unit
 from meshard._gradients.accumulator import ReductionInFlight
@@ -40,7 +40,7 @@ class Reductions:
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
         self.holds_sent = False  # what was sent may be given back before the next one starts
-        self._leaving: Pending | None = None  # the last copy of a gradient to the host
+        self._leaving: InFlight | None = None  # the last copy of a gradient to the host
         self._backward = next(_backwards)
 
     @property

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import cpu
-from meshard._comm.communicator import Borrowed, CommStream, Part, Pending, Rows, profiled
+from meshard._comm.communicator import Borrowed, CommStream, InFlight, Part, Rows, profiled
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory.channel import Neighbours, meet
 
@@ -40,7 +40,7 @@ class _Heard:
             self._end()
 
     def poll(self) -> bool:
-        """See ``Pending.poll``."""
+        """See ``InFlight.poll``."""
         if not self._is_over and not self._neighbours.is_said(self._message):
             return False
         self.wait()
@@ -230,7 +230,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_gather``."""
         neighbours = self._neighbours[group]
         if neighbours is None:
@@ -247,7 +247,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.reduce_scatter``."""
         neighbours = self._neighbours[group]
         if neighbours is None:
@@ -265,7 +265,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         group: dist.ProcessGroup,
         label: str,
         output: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> InFlight:
         """See ``Communicator.all_reduce``."""
         neighbours = self._neighbours[group] if group.size() == 2 else None
         if neighbours is None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import Queued
+from meshard._comm.communicator import RecordedWork
 from meshard._engine.param_group import ParamGroup
 from meshard._params.storage import Home
 from meshard.optim.flat_slices import State
@@ -31,7 +31,7 @@ class ReturningStep(AwaitedStep):
         pending: The event that follows the last copy.
     """
 
-    def __init__(self, group: ParamGroup, pending: Queued) -> None:
+    def __init__(self, group: ParamGroup, pending: RecordedWork) -> None:
         super().__init__(group)
         self._pending = pending
 

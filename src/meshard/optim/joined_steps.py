@@ -166,7 +166,7 @@ class JoinedSteps:
                 self._step(together)
             if is_beside:
                 comm.retire(gradients)
-                queued = comm.queued()
+                queued = comm.record()
         for unit in together:
             group = unit.group
             if group is not None:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 
-from meshard._comm.communicator import CommStream, Queued
+from meshard._comm.communicator import CommStream, RecordedWork
 from meshard._engine.param_group import ParamGroup
 from meshard._torch.dtensor import hide_locals, show_locals
 
@@ -93,7 +93,7 @@ class QueuedStep:
         pending: The event that follows it.
     """
 
-    def __init__(self, group: ParamGroup, pending: Queued) -> None:
+    def __init__(self, group: ParamGroup, pending: RecordedWork) -> None:
         self._group = weakref.ref(group)
         self._pending = pending
         hide_shards(group)

@@ -17,7 +17,7 @@ from operator import attrgetter, is_
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommStream, Queued, profiled
+from meshard._comm.communicator import CommStream, RecordedWork, profiled
 from meshard._comm.gradient_buffer import Held
 from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.unit import Unit
@@ -144,7 +144,7 @@ class UnitStepper:
             if is_beside:
                 comm.retire(_locals(param.grad for param in self.params))
                 if not is_joined:
-                    group.stepping = QueuedStep(group, comm.queued())
+                    group.stepping = QueuedStep(group, comm.record())
         self._drop_gradients()
         if is_joined:
             self._joined.add(self, None, groups, state)
@@ -181,7 +181,7 @@ class UnitStepper:
         ):
             link.begin_step()
             self.flat.run(self._taken, state, is_seen=False, by=steps.step)
-            queued = comm.queued()
+            queued = comm.record()
         link.end_step(queued)
         group.stepping = ReturningStep(group, queued)
 
@@ -236,7 +236,7 @@ class UnitStepper:
         group.note_step()
         return self._grads
 
-    def run(self, state: States, change: ChangeGradients, *keep: torch.Tensor) -> Queued:
+    def run(self, state: States, change: ChangeGradients, *keep: torch.Tensor) -> RecordedWork:
         """Step by what ``put_aside`` has taken.
 
         **Stream:** the optimizer's lane.
@@ -265,7 +265,7 @@ class UnitStepper:
             for param, _ in () if self.flat.is_flat else grads:
                 param.grad = None
             comm.retire([*_locals(grad for _, grad in grads), *keep])
-            return comm.queued()
+            return comm.record()
 
     def show(self) -> None:
         """Have the state as the ordinary optimizer has it; users ask for it."""
