@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshard._comm.blocking import gather_values
-from meshard._engine.optimizer_hooks import at_rest, check_may_step, find_overlapped
+from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import local_of
 
@@ -115,7 +115,7 @@ def clip_grad_norm_(
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    listed = at_rest([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    listed = sharded_of_all([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     _refuse_overlapped(listed, "clip_grad_norm_")
     check_may_step(listed)
     grads = [param.grad for param in listed if param.grad is not None]

@@ -58,7 +58,7 @@ class _Row:
 
     label: str
     numel: int
-    whole: int  # bytes
+    unsharded: int  # bytes
     per_rank: int  # bytes
     padding: int  # bytes, on all ranks of a shard group together
     dtypes: tuple[torch.dtype, ...] = ()
@@ -71,11 +71,11 @@ class _Row:
     def of(cls, unit: Unit) -> _Row:
         """Describe a unit."""
         if unit.group is None:
-            return cls(label=unit.label, numel=0, whole=0, per_rank=0, padding=0)
+            return cls(label=unit.label, numel=0, unsharded=0, per_rank=0, padding=0)
         params, mesh_info = unit.group.params, unit.group.spec.mesh_info
         dtypes = [param.sharded.dtype for param in params]
         sizes = list(zip(params, dtypes, strict=True))
-        whole = sum(param.layout.numel * dtype.itemsize for param, dtype in sizes)
+        unsharded = sum(param.layout.numel * dtype.itemsize for param, dtype in sizes)
         # What is sent: the padding of every rank goes over the wire as well.
         per_rank = unit.group.tensors.layout.shard_bytes
         worst = max(
@@ -89,9 +89,9 @@ class _Row:
         return cls(
             label=unit.label,
             numel=sum(param.layout.numel for param in params),
-            whole=whole,
+            unsharded=unsharded,
             per_rank=per_rank,
-            padding=per_rank * mesh_info.shard_count - whole,
+            padding=per_rank * mesh_info.shard_count - unsharded,
             dtypes=tuple(dict.fromkeys(dtypes)),
             mesh=_mesh(mesh_info),
             policies=", ".join(_policies(unit)),
@@ -106,7 +106,7 @@ class _Row:
             self.label,
             f"{self.numel:,}",
             " + ".join(_short(dtype) for dtype in self.dtypes),
-            readable_bytes(self.whole),
+            readable_bytes(self.unsharded),
             readable_bytes(self.per_rank),
             readable_bytes(self.padding),
             self.mesh,
@@ -192,7 +192,7 @@ def _outside_of_units(module: nn.Module) -> list[_Row]:
         _Row(
             label="(no unit)",
             numel=numel,
-            whole=num_bytes,
+            unsharded=num_bytes,
             per_rank=num_bytes,
             padding=0,
             dtypes=dtypes,
@@ -205,7 +205,7 @@ def _total(rows: list[_Row]) -> _Row:
     return _Row(
         label="total",
         numel=sum(row.numel for row in rows),
-        whole=sum(row.whole for row in rows),
+        unsharded=sum(row.unsharded for row in rows),
         per_rank=sum(row.per_rank for row in rows),
         padding=sum(row.padding for row in rows),
     )
@@ -223,8 +223,8 @@ def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
 
 def _warnings(rows: Iterable[_Row]) -> Iterator[str]:
     for row in rows:
-        if row.whole and (row.whole + row.padding) >= _WASTEFUL * row.whole:
-            times = (row.whole + row.padding) / row.whole
+        if row.unsharded and (row.unsharded + row.padding) >= _WASTEFUL * row.unsharded:
+            times = (row.unsharded + row.padding) / row.unsharded
             yield (
                 f"warning: {row.label} gathers and reduces {times:.2f} times its parameters: "
                 f"{row.most_padded}. Shard another dim (shard_placement_fn), or over fewer ranks."

@@ -86,7 +86,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if unit.group is None or unit.group.is_showing_unsharded:
+        if unit.group is None or unit.group.is_unsharded_installed:
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)

@@ -76,11 +76,11 @@ class WholeUnit:
             assert isinstance(sharded, DTensor)
             if is_new:
                 shape = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
-                face = new_poisoned(shape, device)
+                unsharded_param = new_poisoned(shape, device)
             else:
                 local = local_of(sharded).to(device)  # the groups of the mesh serve no other
-                face = place_like(sharded, local).full_tensor().detach().clone()
-            param.show(nn.Parameter(face, requires_grad=sharded.requires_grad))
+                unsharded_param = place_like(sharded, local).full_tensor().detach().clone()
+            param.install(nn.Parameter(unsharded_param, requires_grad=sharded.requires_grad))
 
     @staticmethod
     def _give_memory(group: ParamGroup) -> set[int]:
@@ -103,13 +103,13 @@ class WholeUnit:
         """
         untouched = []
         for param, is_new in zip(self._group.params, self._is_new, strict=True):
-            whole = _held(param)
-            param.show(param.sharded)
-            if whole is None or whole is param.sharded:
+            unsharded = _held(param)
+            param.install(param.sharded)
+            if unsharded is None or unsharded is param.sharded:
                 continue
-            if is_new and is_untouched(whole):
+            if is_new and is_untouched(unsharded):
                 untouched.append(f"{self._fqn}.{param.fqn}" if self._fqn else param.fqn)
-            part = param.own_part(whole)
+            part = param.own_part(unsharded)
             local_of(param.sharded).copy_(part)
         return untouched
 

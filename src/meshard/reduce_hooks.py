@@ -37,10 +37,10 @@ def register_reduce_hook(
     A hook is an object with at least one of these methods. Each changes its tensor in place,
     returns nothing, and must not keep the tensor:
 
-    * ``arrived(whole)``: the whole gradients of one backward of one unit on this rank,
+    * ``arrived(unsharded)``: the whole gradients of one backward of one unit on this rank,
       ``[shard_count, shard_numel]`` in the order of the wire, before they are added to anything.
       Called once per unit and microbatch, under every ``GradientSync``.
-    * ``before(whole)``: what is about to be sent, of the same shape, before any division. Called
+    * ``before(unsharded)``: what is about to be sent, of the same shape, before any division. Called
       once per reduction; not at all under ``GradientSync.NONE``.
     * ``after(shard)``: what is about to be added to ``.grad``, ``[shard_numel]`` in
       ``accumulate_dtype``. Called once per window on a 2D mesh; on a 1D mesh once per reduction.
@@ -160,12 +160,12 @@ class DropRanks:
         num_good, num_ranks = counts.tolist()
         self._factor = num_ranks / max(num_good, 1.0)
 
-    def arrived(self, whole: torch.Tensor) -> None:
+    def arrived(self, unsharded: torch.Tensor) -> None:
         """Contribute nothing from this rank if it is left out, and more if others are."""
         if not self._is_good:
-            whole.zero_()  # not times zero, which keeps a NaN
+            unsharded.zero_()  # not times zero, which keeps a NaN
         elif self._factor != 1.0:
-            whole.mul_(self._factor)
+            unsharded.mul_(self._factor)
 
 
 class OnStream:

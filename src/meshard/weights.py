@@ -34,7 +34,7 @@ from meshard._comm.communicator import CommStream
 from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
-from meshard._params.flat_params import GradientHook, GroupSpec, GroupTensors
+from meshard._params.flat_params import FlatParams, GradientHook, GroupSpec
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.subclass_params import check_not_extended
 from meshard._torch.dtensor import is_placed_like, local_of
@@ -68,13 +68,13 @@ class OpenEvents:
     Args:
         root: The lifecycle of the root, which goes on for other units.
         opening: What was asked for.
-        is_whole_here: Whether this rank has the whole parameters.
+        has_unsharded: Whether this rank has the whole parameters.
     """
 
-    def __init__(self, root: StepEvents, opening: Opening, *, is_whole_here: bool) -> None:
+    def __init__(self, root: StepEvents, opening: Opening, *, has_unsharded: bool) -> None:
         self.root = root
         self.opening = opening
-        self._is_whole_here = is_whole_here
+        self._has_unsharded = has_unsharded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.root, name)
@@ -94,7 +94,7 @@ class OpenEvents:
 
     def pre_forward(self, unit: Unit) -> None:
         """Let it run, if its parameters are whole here."""
-        if not self._is_whole_here:
+        if not self._has_unsharded:
             raise RuntimeError(
                 f"unit {unit.label!r} is open on rank 0 only, so it cannot run on this rank; leave "
                 "unsharded_params(..., rank0_only=True) before the forward."
@@ -124,15 +124,15 @@ def joining_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
     return make
 
 
-def _join(unit_ref: weakref.ref[Unit], index: int, whole: torch.Tensor) -> None:
-    unit, gradient = unit_ref(), whole.grad
-    whole.grad = None
+def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> None:
+    unit, gradient = unit_ref(), unsharded.grad
+    unsharded.grad = None
     if unit is None or unit.group is None or gradient is None:
         return
     unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
-    face = unit.group.params[index].unsharded
-    moved = gradient.to(face.device, face.dtype)
-    face.grad = moved if face.grad is None else face.grad + moved
+    unsharded_param = unit.group.params[index].unsharded
+    moved = gradient.to(unsharded_param.device, unsharded_param.dtype)
+    unsharded_param.grad = moved if unsharded_param.grad is None else unsharded_param.grad + moved
 
 
 class OpenUnit:
@@ -149,19 +149,19 @@ class OpenUnit:
         assert unit.group is not None
         self.unit = unit
         self.opening = opening
-        assert isinstance(unit.group.tensors, GroupTensors)  # see check_may_open
+        assert isinstance(unit.group.tensors, FlatParams)  # see check_may_open
         self._group: ParamGroup = unit.group
         self._tensors = unit.group.tensors
         self._group.reshard()
         self._version = self._group.version
-        self._whole = self._gather()
+        self._unsharded = self._gather()
         self._casts, unit.casts = unit.casts, Casts(None, None)
-        events = OpenEvents(unit.lifecycle, opening, is_whole_here=bool(self._whole))
+        events = OpenEvents(unit.lifecycle, opening, has_unsharded=bool(self._unsharded))
         unit.lifecycle = cast("StepEvents", events)
         self._group.residence = Residence.OPEN
-        if self._whole:
-            for param, whole in zip(self._group.params, self._whole, strict=True):
-                param.show(whole)
+        if self._unsharded:
+            for param, unsharded in zip(self._group.params, self._unsharded, strict=True):
+                param.install(unsharded)
 
     @property
     def spec(self) -> GroupSpec:
@@ -193,16 +193,19 @@ class OpenUnit:
             rows = in_flight.gathered
             assert rows is not None
         with torch.inference_mode(False), torch.no_grad():
-            wholes = [
+            all_unsharded = [
                 torch.empty(param.layout.shape, dtype=param.sharded.dtype, device=own.device)
                 for param in group.params
             ]
-            for ours, theirs in self._pairs(rows, wholes):
+            for ours, theirs in self._pairs(rows, all_unsharded):
                 theirs.copy_(ours)
-            return [self._as_parameter(index, whole) for index, whole in enumerate(wholes)]
+            return [
+                self._as_parameter(index, unsharded)
+                for index, unsharded in enumerate(all_unsharded)
+            ]
 
-    def _as_parameter(self, index: int, whole: torch.Tensor) -> nn.Parameter:
-        value = whole.cpu() if self.opening.offload_to_cpu else whole
+    def _as_parameter(self, index: int, unsharded: torch.Tensor) -> nn.Parameter:
+        value = unsharded.cpu() if self.opening.offload_to_cpu else unsharded
         if not value.is_floating_point():
             return nn.Parameter(value, requires_grad=False)
         # A hook can only be put on a tensor that requires grad.
@@ -212,14 +215,16 @@ class OpenUnit:
         return parameter
 
     def _pairs(
-        self, rows: torch.Tensor, wholes: list[torch.Tensor]
+        self, rows: torch.Tensor, all_unsharded: list[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Iterate over parts of ``rows [shard_count, n]`` and the same elements of the wholes."""
         layout = self._tensors.storage.layout
         for segment, part in zip(layout.segments, layout.split(rows), strict=True):
             for slot in segment.slots:
                 slots = part.narrow(1, slot.offset, slot.numel)
-                yield from matching_parts(slots, wholes[slot.index], layout.params[slot.index])
+                yield from matching_parts(
+                    slots, all_unsharded[slot.index], layout.params[slot.index]
+                )
 
     # --- edits -----------------------------------------------------------------------------
 
@@ -235,19 +240,19 @@ class OpenUnit:
                 "optimizer's step?), and writing back would undo that; step outside of "
                 "unsharded_params, or pass writeback=False."
             )
-        if not self._whole:
+        if not self._unsharded:
             return []
         return [self._value_of(param) for param in self._group.params]
 
     def _value_of(self, param: ShardedParam) -> torch.Tensor:
         name = f"parameter {param.fqn!r} of unit {self.unit.label!r}"
-        held = {id(value): value for value in param.held()}
-        if len(held) != 1:
+        installed = {id(value): value for value in param.installed()}
+        if len(installed) != 1:
             raise RuntimeError(
                 f"{name} is tied, and another tensor was assigned to some of its names only; "
                 "assign to all of them, or edit it in place."
             )
-        (value,) = held.values()
+        (value,) = installed.values()
         if value is None:
             raise RuntimeError(f"{name} was removed inside unsharded_params; edit it in place.")
         if param.dtensor_placement is not None and is_placed_like(value, param.unsharded):
@@ -264,12 +269,12 @@ class OpenUnit:
         """Let the modules hold their shards again. Does not communicate."""
         for param in self._group.params:
             # As everywhere, the sharded parameter's flag is the one that counts.
-            flags = {value.requires_grad for value in param.held() if value is not None}
-            if self._whole and not self.opening.rank0_only and len(flags) == 1:
+            flags = {value.requires_grad for value in param.installed() if value is not None}
+            if self._unsharded and not self.opening.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
-            param.show(param.sharded)
+            param.install(param.sharded)
         self._group.residence = Residence.SHARDED
-        self._whole.clear()
+        self._unsharded.clear()
         self.unit.casts = self._casts
         if isinstance(self.unit.lifecycle, OpenEvents):  # or it got another root meanwhile
             self.unit.lifecycle = self.unit.lifecycle.root

@@ -50,7 +50,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def wholes(model):
+def all_unsharded(model):
     return [
         param.unsharded
         for module in model.modules()
@@ -119,10 +119,10 @@ def given_up():
     expected = plain(ids)
     for layer in (model.table, *model.layers):
         layer.unshard(async_op=True)
-    assert all(each.untyped_storage().nbytes() for each in wholes(model))
+    assert all(each.untyped_storage().nbytes() for each in all_unsharded(model))
     for layer in (model.table, *model.layers):
         layer.reshard()
-    assert not any(each.untyped_storage().nbytes() for each in wholes(model))
+    assert not any(each.untyped_storage().nbytes() for each in all_unsharded(model))
     assert torch.equal(model(ids), expected)
     # The next unit is on its way when this one raises.
     handle = model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -130,7 +130,7 @@ def given_up():
         with pytest.raises(ZeroDivisionError):
             model(ids)
         model.reset_iter_state()
-        assert not any(each.untyped_storage().nbytes() for each in wholes(model))
+        assert not any(each.untyped_storage().nbytes() for each in all_unsharded(model))
     handle.remove()
     assert torch.equal(model(ids), expected)
 

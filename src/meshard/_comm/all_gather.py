@@ -50,7 +50,7 @@ class GatherInFlight(NamedTuple):
             self.kept.free()
 
 
-class WholeMemory(Protocol):
+class UnshardedMemory(Protocol):
     """The memory of whole parameters."""
 
     def allocate(self) -> None:
@@ -60,7 +60,7 @@ class WholeMemory(Protocol):
 class _InPlace(NamedTuple):
     """A whole parameter that is what is gathered."""
 
-    memory: WholeMemory
+    memory: UnshardedMemory
     flat: torch.Tensor
     rows: torch.Tensor  # the same, one per rank
 
@@ -105,14 +105,14 @@ class GatherPlan:
     """How one unit is cast, gathered and laid out as whole parameters.
 
     Args:
-        at_rest: The unit's flat shard.
+        sharded_of_all: The unit's flat shard.
         on_wire: The same unit in the dtypes in which it computes.
     """
 
-    def __init__(self, at_rest: FlatLayout, on_wire: FlatLayout) -> None:
+    def __init__(self, sharded_of_all: FlatLayout, on_wire: FlatLayout) -> None:
         self.on_wire = on_wire
-        self._casts = at_rest.segments != on_wire.segments
-        self._runs = _cast_runs(at_rest, on_wire) if self._casts else []
+        self._casts = sharded_of_all.segments != on_wire.segments
+        self._runs = _cast_runs(sharded_of_all, on_wire) if self._casts else []
         self._regular_sizes = [segment.regular_sizes for segment in on_wire.segments]
         # Up to which element of a part they go; None: to its end, and there is nothing to cut.
         self._regular_ends = [
@@ -180,10 +180,12 @@ class GatherPlan:
             pending = comm.all_gather(self._kept.flat, source, group=group, label=label)
             return GatherInFlight(self._kept.rows, source, pending, None, self._kept)
 
-    def bind(self, whole: Sequence[torch.Tensor], memory: WholeMemory | None = None) -> None:
+    def bind(
+        self, unsharded: Sequence[torch.Tensor], memory: UnshardedMemory | None = None
+    ) -> None:
         """Prepare the views through which ``copy_out`` fills these whole parameters.
 
-        Those of one dtype lie in one storage, as ``UnshardedStorage`` has them.
+        Those of one dtype lie in one storage, as ``UnshardedMemoryPool`` has them.
 
         Args:
             whole: The parameters.
@@ -192,15 +194,15 @@ class GatherPlan:
         """
         self._in_place = None
         segments = self.on_wire.segments
-        if memory is not None and len(whole) == 1 and segments[0].num_regular:
-            flat = whole[0].view(-1)
+        if memory is not None and len(unsharded) == 1 and segments[0].num_regular:
+            flat = unsharded[0].view(-1)
             self._in_place = _InPlace(memory, flat, flat.view(-1, segments[0].numel))
-        self._irregular = list(whole)
+        self._irregular = list(unsharded)
         self._copies: _Copies | None = None
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
         self._regular = [
             [
-                whole[slot.index].view(whole[slot.index].numel() // slot.numel, -1)
+                unsharded[slot.index].view(unsharded[slot.index].numel() // slot.numel, -1)
                 for slot in segment.slots[: segment.num_regular]
             ]
             for segment in self.on_wire.segments
@@ -238,10 +240,12 @@ class GatherPlan:
         Neighbours of one size are one copy: a layout puts them next to each other.
         """
         copies = _Copies([], [])
-        for part, segment, wholes in zip(parts, self.on_wire.segments, self._regular, strict=True):
+        for part, segment, all_unsharded in zip(
+            parts, self.on_wire.segments, self._regular, strict=True
+        ):
             sizes = segment.regular_sizes
             for first, count in _runs_of_one_size(sizes):
-                same = wholes[first : first + count]
+                same = all_unsharded[first : first + count]
                 offset, numel = segment.slots[first].offset, sizes[first]
                 taken = part.narrow(1, offset, count * numel).unflatten(1, (count, numel))
                 gap = _gap_between(same)
@@ -300,7 +304,7 @@ def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
     return gaps.pop() if len(gaps) == 1 else None
 
 
-def _cast_runs(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
+def _cast_runs(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
     """Pair the two layouts' slots up, merging neighbours that stay neighbours."""
     target = {
         slot.index: (place, slot.offset)
@@ -308,7 +312,7 @@ def _cast_runs(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
         for slot in segment.slots
     }
     runs: list[_CastRun] = []
-    for place, segment in enumerate(at_rest.segments):
+    for place, segment in enumerate(sharded_of_all.segments):
         for slot in segment.slots:
             to_segment, to_offset = target[slot.index]
             last = runs[-1] if runs else None

@@ -37,7 +37,7 @@ class Numbers:
 
 
 def matching_parts(
-    slots: torch.Tensor, whole: torch.Tensor, layout: ParamLayout
+    slots: torch.Tensor, unsharded: torch.Tensor, layout: ParamLayout
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pairs of views, of the slots and of the whole parameter, that hold the same elements.
 
@@ -51,7 +51,7 @@ def matching_parts(
     parts = []
     chunk, full = layout.chunk_rows, layout.full_chunks
     # reshape is a view for contiguous tensors, which whole parameters are by construction.
-    rows = whole.reshape(layout.prefix, layout.rows, layout.suffix)
+    rows = unsharded.reshape(layout.prefix, layout.rows, layout.suffix)
     if full and layout.slot_numel:
         ours = slots[:full].view(full, layout.prefix, chunk, layout.suffix)
         theirs = rows[:, : full * chunk].unflatten(1, (full, chunk))

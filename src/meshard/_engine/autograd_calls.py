@@ -42,7 +42,7 @@ def explain_autograd() -> None:
     global _is_explained
     if not _is_explained:
         torch.autograd.grad = _grad_of_plain_tensors
-        torch.autograd.backward = _backward_to_whole_parameters
+        torch.autograd.backward = _backward_to_unsharded_parameters
         _is_explained = True
 
 
@@ -78,20 +78,22 @@ def _grad_of_plain_tensors(outputs: Any, inputs: Any, *args: Any, **kwargs: Any)
 
 def _is_in_no_graph(param: torch.Tensor) -> bool:
     owner = owner_of(param)
-    return owner is not None and owner.wholes_of(param)[0] is not param
+    return owner is not None and owner.unsharded_of(param)[0] is not param
 
 
 def _seen_by_autograd(param: torch.Tensor) -> Sequence[torch.Tensor]:
     owner = owner_of(param)
-    return [param] if owner is None else owner.wholes_of(param)
+    return [param] if owner is None else owner.unsharded_of(param)
 
 
 @functools.wraps(_backward)
-def _backward_to_whole_parameters(*args: Any, **kwargs: Any) -> None:
+def _backward_to_unsharded_parameters(*args: Any, **kwargs: Any) -> None:
     inputs = kwargs.get("inputs")
     if inputs is not None:
         inputs = inputs if isinstance(inputs, (torch.Tensor, Sequence)) else tuple(inputs)
-        kwargs["inputs"] = [whole for each in _listed(inputs) for whole in _seen_by_autograd(each)]
+        kwargs["inputs"] = [
+            unsharded for each in _listed(inputs) for unsharded in _seen_by_autograd(each)
+        ]
     global _num_nested
     if is_in_backward():
         _num_nested += 1

@@ -36,7 +36,7 @@ from meshard._mesh.placement import (
     check_composable,
     compose_placement,
 )
-from meshard._params.flat_params import Faces, GroupSpec, GroupTensors
+from meshard._params.flat_params import FlatParams, GroupSpec, UnitParams
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, mark_of
 from meshard._params.storage import Home
 from meshard._params.subclass_params import ExtendedTensors, check_extension
@@ -59,16 +59,16 @@ class ShardSpec(NamedTuple):
 
     def own_part(self, param: nn.Parameter) -> torch.Tensor:
         """Return what this rank will own of ``param``: a view, of an extended one a copy."""
-        whole = param.detach() if self.dtensor_placement is None else local_of(param.detach())
+        unsharded = param.detach() if self.dtensor_placement is None else local_of(param.detach())
         if self.is_extended:
-            return _own_copy(whole, self.mesh_info)
+            return _own_copy(unsharded, self.mesh_info)
         rows = self.layout.owned_rows(self.mesh_info.shard_rank)
-        return whole.narrow(self.layout.shard_dim, rows.start, len(rows))
+        return unsharded.narrow(self.layout.shard_dim, rows.start, len(rows))
 
 
-def _own_copy(whole: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+def _own_copy(unsharded: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return this rank's rows by the operations that torch's fully_shard asks of subclasses."""
-    chunks = whole.chunk(mesh_info.shard_count)
+    chunks = unsharded.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
     copied = own.new_zeros(own.shape)
@@ -103,7 +103,7 @@ class ShardSpecResolver:
 
     def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
         self._mesh_info = {mesh_info.mesh: mesh_info}
-        self._whole: dict[int, MeshInfo] = {}
+        self._unsharded: dict[int, MeshInfo] = {}
         self._default = mesh_info
         self._placement_fn = placement_fn
 
@@ -118,9 +118,9 @@ class ShardSpecResolver:
         chosen = self._placement_fn(param) if self._placement_fn is not None else None
         mesh_info, chosen = self._mesh_info_for(fqn, chosen)
         if type(chosen) is Replicate:
-            if id(mesh_info) not in self._whole:
-                self._whole[id(mesh_info)] = mesh_info.replicating_all()
-            mesh_info, chosen = self._whole[id(mesh_info)], None
+            if id(mesh_info) not in self._unsharded:
+                self._unsharded[id(mesh_info)] = mesh_info.replicating_all()
+            mesh_info, chosen = self._unsharded[id(mesh_info)], None
         shard_dim = _shard_dim(fqn, param, chosen)
         is_extended = _check_extended(fqn, param, shard_dim, mesh_info)
         if not isinstance(param, DTensor):
@@ -362,7 +362,7 @@ def make_unit(
     if not found:
         return unit
     spec = GroupSpec(shard_specs[0].mesh_info, device, host)
-    unit.group = ParamGroup(_make_faces(unit, found, shard_specs, spec, policy))
+    unit.group = ParamGroup(_make_unsharded_params(unit, found, shard_specs, spec, policy))
     unit.gradients = GradientState(
         unit.group,
         reduce_dtype=policy.reduce_dtype,
@@ -372,13 +372,13 @@ def make_unit(
     return unit
 
 
-def _make_faces(
+def _make_unsharded_params(
     unit: Unit,
     found: list[Collected],
     shard_specs: list[ShardSpec],
     spec: GroupSpec,
     policy: MixedPrecisionPolicy,
-) -> Faces:
+) -> UnitParams:
     params, shards = [], []
     for (fqn, param, owners), shard_spec in zip(found, shard_specs, strict=True):
         params.append(ShardedParam(fqn, owners, shard_spec.layout, shard_spec.dtensor_placement))
@@ -389,7 +389,7 @@ def _make_faces(
         return ExtendedTensors(
             params, shards, flags, spec=spec, mp_policy=policy, gradient_hook=gradient_hook
         )
-    return GroupTensors(
+    return FlatParams(
         params,
         shards,
         flags,
@@ -415,7 +415,7 @@ def commit(
     for sharded, (fqn, param, _) in zip(all_sharded, found, strict=True):
         # Whoever still holds the original holds a tie that the unit does not know of.
         mark_as(param, Mark.ORIGINAL, fqn)
-        sharded.show(sharded.sharded)
+        sharded.install(sharded.sharded)
     for module in modules:
         FSDPModule.adopt(module, unit)
     for each in reversed(chain):  # so that the outermost is entered first, and left last

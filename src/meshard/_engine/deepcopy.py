@@ -155,7 +155,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                 module = memo.get(id(module_ref()))
                 if module is not None:
                     own.add_owner(module, name)
-            own.show(own.sharded)
+            own.install(own.sharded)
     groups = [copied.group for copied in copies if copied.group is not None]
     device = groups[0].spec.device if groups else torch.device("cpu")
     comm = make_communicator(device)

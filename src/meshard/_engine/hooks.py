@@ -307,7 +307,7 @@ def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Take over what was assigned, so that parameters are tied again before anybody lists them."""
     for unit in units_of(module):
         group = unit.group
-        if group is not None and not group.is_showing_unsharded and not group.is_open:
+        if group is not None and not group.is_unsharded_installed and not group.is_open:
             group.adopt_edits()
 
 
@@ -362,7 +362,7 @@ class _LoadHook:
             if held is param.sharded:
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
-                state_dict[prefix + name] = _whole(param, given)
+                state_dict[prefix + name] = _unsharded(param, given)
                 # Also into the shard: the whole copy is given back, and lost.
                 with torch.no_grad():
                     local_of(param.sharded).copy_(
@@ -377,12 +377,12 @@ def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> 
     """
     if is_placed_like(given, param.sharded):
         return given
-    shard = param.shard_of(_whole(param, given))
+    shard = param.shard_of(_unsharded(param, given))
     # Assigned, a view would keep the whole tensor alive.
     return shard.clone() if is_assigned else shard
 
 
-def _whole(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
+def _unsharded(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
     if not isinstance(given, DTensor):
         return given
     if given.device_mesh.get_coordinate() is None:
@@ -391,5 +391,5 @@ def _whole(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
             "because this rank is not part of that mesh; load a whole tensor, or save and load "
             "with torch.distributed.checkpoint."
         )
-    whole: torch.Tensor = given.full_tensor()
-    return whole.detach()
+    unsharded: torch.Tensor = given.full_tensor()
+    return unsharded.detach()

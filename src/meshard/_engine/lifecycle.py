@@ -136,7 +136,7 @@ def mark_units_failed(units: Iterable[Unit]) -> None:
     """A backward has raised. Called while the exception is on its way: do not communicate."""
     for unit in units:
         if unit.group is not None:
-            unit.group.show_sharded()
+            unit.group.install_sharded()
             unit.group.has_failed = True
 
 
@@ -245,7 +245,7 @@ class Lifecycle:
             ahead = Ahead([], False)  # a recomputation: backward knows what is next
         keeps_rows = unit.settings.keep_in is not None and torch.is_grad_enabled()
         self._prefetcher.unshard(unit, ahead, keep=keeps_rows and unit.reshards_after_forward)
-        group.show_unsharded(read_flags=self.phase is Phase.FORWARD)
+        group.install_unsharded(read_flags=self.phase is Phase.FORWARD)
         if group.num_trainable:
             unit.step.note_forward(with_graph=torch.is_grad_enabled())
 
@@ -255,7 +255,7 @@ class Lifecycle:
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
             if group is not None and not unit.step.is_in_backward:
-                group.show_sharded()
+                group.install_sharded()
             return self.schedule.present.last_call.get(unit.number)
         call = None
         if self._open and self._open[-1][0] is unit:
@@ -264,7 +264,7 @@ class Lifecycle:
         if self._is_open(unit):
             return call  # a module that called itself
         if group is not None:
-            group.show_sharded()
+            group.install_sharded()
         unit.step.modules_run.add(module_place)
         if group is not None and (failed or unit.may_reshard):
             group.reshard(keep=not failed)
@@ -337,7 +337,7 @@ class Lifecycle:
             ahead = self._prefetcher.after_backward_of(unit, of, call)
             self._prefetcher.unshard(unit, ahead, keep=False)
             # Checkpointing may run parts of forward again
-            unit.group.show_unsharded(read_flags=False)
+            unit.group.install_unsharded(read_flags=False)
             used = self.held.note_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(unit.group.num_trainable):
             self._note_complete_gradients(unit)  # they were complete in a later call
@@ -379,7 +379,7 @@ class Lifecycle:
             return  # a backward inside the forward of this unit
         unit.step.end_backward()
         if unit.group is not None:
-            unit.group.show_sharded()
+            unit.group.install_sharded()
             if unit.settings.reshard_after_backward and not unit.step.is_held:
                 unit.group.reshard()
         if of is not None and self.schedule.runs_before(of, unit.number):

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.optimizer_hooks import Stepped, note_shown_whole
-from meshard._params.flat_params import Faces, GradientHook
+from meshard._engine.optimizer_hooks import Stepped, register_manually_unsharded
+from meshard._params.flat_params import GradientHook, UnitParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, set_local
 from meshard._torch.private import num_users, references_in_torch
@@ -29,7 +29,7 @@ class Gathered(Stepped, Protocol):
     """A group of parameters that can be made whole: see ``param_group``."""
 
     params: list[ShardedParam]
-    tensors: Faces
+    tensors: UnitParams
     handed_out: HandedOut | None
     may_keep: bool
 
@@ -50,7 +50,7 @@ class Gathered(Stepped, Protocol):
     def finish_unshard(self) -> None:
         """Have the whole parameters."""
 
-    def show_unsharded(self) -> None:
+    def install_unsharded(self) -> None:
         """Let the module see them."""
 
     def reshard(self) -> None:
@@ -78,9 +78,9 @@ def show_handed_out(group: Gathered, what: HandedOut) -> None:
     """Show what ``hand_out`` returned, unless it has been used or given back meanwhile."""
     if group.handed_out is what:
         group.finish_unshard()
-        group.show_unsharded()
+        group.install_unsharded()
         what.note_shown(group.version)
-        note_shown_whole(group, [param.unsharded for param in group.params])
+        register_manually_unsharded(group, [param.unsharded for param in group.params])
 
 
 def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> None:
@@ -102,7 +102,7 @@ def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> No
     if is_held and handed_out.joining_hook is not None:
         # No rank may gather for this: others may have built no graph.
         group.tensors.leave_whole(handed_out.joining_hook, stays=stays and not wrong)
-        note_shown_whole(group, [param.unsharded for param in group.params])
+        register_manually_unsharded(group, [param.unsharded for param in group.params])
     if wrong and refuse:
         group.reshard()
         raise RuntimeError(wrong)
@@ -145,7 +145,7 @@ class HandedOut:
         self._label = label
         self._params = params
         self._version = 0
-        self._faces: list[_Face] = []  # empty unless they are shown
+        self._unsharded_params: list[_Face] = []  # empty unless they are shown
         self._holders: list[_Holders] = []  # when they were shown
 
     def note_shown(self, version: int) -> None:
@@ -154,9 +154,9 @@ class HandedOut:
         Args:
             version: Of the shards.
         """
-        if not self._faces:  # else somebody who asked first has waited before
+        if not self._unsharded_params:  # else somebody who asked first has waited before
             self._version = version
-            self._faces = [_face_of(param.unsharded) for param in self._params]
+            self._unsharded_params = [_face_of(param.unsharded) for param in self._params]
             if self.joining_hook is not None:
                 self._holders = self._count_holders()
 
@@ -177,7 +177,7 @@ class HandedOut:
     def _count_holders(self) -> list[_Holders]:
         return [
             _Holders(references_in_torch(param.unsharded), num_users(shown.local))
-            for param, shown in zip(self._params, self._faces, strict=True)
+            for param, shown in zip(self._params, self._unsharded_params, strict=True)
         ]
 
     def take_back(self, version: int) -> str:
@@ -190,16 +190,16 @@ class HandedOut:
             What is wrong, for an error; empty if nothing is.
         """
         cast, edited = [], []
-        faces, self._faces, self._holders = self._faces, [], []
-        for param, was in zip(self._params, faces, strict=False):
-            face = param.unsharded
-            if face.requires_grad is not was.requires_grad:
-                param.sharded.requires_grad_(face.requires_grad)
-            now = _memory_of(face)
+        unsharded_params, self._unsharded_params, self._holders = self._unsharded_params, [], []
+        for param, was in zip(self._params, unsharded_params, strict=False):
+            unsharded_param = param.unsharded
+            if unsharded_param.requires_grad is not was.requires_grad:
+                param.sharded.requires_grad_(unsharded_param.requires_grad)
+            now = _memory_of(unsharded_param)
             if now.data_ptr() != was.address or now.dtype != was.dtype:
-                _restore(face, was)
+                _restore(unsharded_param, was)
                 cast.append(param.fqn)
-            elif face._version != was.version:
+            elif unsharded_param._version != was.version:
                 edited.append(param.fqn)
         if edited and version == self._version:
             warnings.warn(
@@ -224,22 +224,28 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _memory_of(face: torch.Tensor) -> torch.Tensor:
-    return local_of(face) if isinstance(face, DTensor) else face
+def _memory_of(unsharded_param: torch.Tensor) -> torch.Tensor:
+    return local_of(unsharded_param) if isinstance(unsharded_param, DTensor) else unsharded_param
 
 
-def _face_of(face: torch.Tensor) -> _Face:
-    local = _memory_of(face).detach()
-    return _Face(face.requires_grad, face._version, local, local.data_ptr(), local.dtype)
+def _face_of(unsharded_param: torch.Tensor) -> _Face:
+    local = _memory_of(unsharded_param).detach()
+    return _Face(
+        unsharded_param.requires_grad,
+        unsharded_param._version,
+        local,
+        local.data_ptr(),
+        local.dtype,
+    )
 
 
 def _is_held(param: ShardedParam, before: _Holders, now: _Holders) -> bool:
     """Whether somebody has come who may read the memory of a whole parameter later."""
-    face, num_new = param.unsharded, now.references - before.references
+    unsharded_param, num_new = param.unsharded, now.references - before.references
     if now.users > before.users:
         return True
     if num_new == 1 and before.references == 1:
-        return _num_readers(face) > 0
+        return _num_readers(unsharded_param) > 0
     return num_new > 0
 
 
@@ -247,25 +253,25 @@ def _has_sunk(before: _Holders, now: _Holders) -> bool:
     return now.references < before.references or now.users < before.users
 
 
-def _num_readers(face: torch.Tensor) -> int:
+def _num_readers(unsharded_param: torch.Tensor) -> int:
     """Return how many in graphs hold a whole parameter, but for the node that adds to its gradient.
 
     That one reads nothing, and there is one at a time: who asks for it gets it, or a new one.
     """
-    num_holders = references_in_torch(face) - 1
-    if not num_holders or not face.requires_grad:
+    num_holders = references_in_torch(unsharded_param) - 1
+    if not num_holders or not unsharded_param.requires_grad:
         return num_holders
     with torch.inference_mode(False), torch.enable_grad():
-        node = get_gradient_edge(face).node
-    was_there = references_in_torch(face) - 1 == num_holders
+        node = get_gradient_edge(unsharded_param).node
+    was_there = references_in_torch(unsharded_param) - 1 == num_holders
     del node
     return num_holders - was_there
 
 
-def _restore(face: torch.Tensor, was: _Face) -> None:
-    """Let ``face`` have the memory again that gathers fill."""
-    if isinstance(face, DTensor):
-        face.data = place_like(face, was.local)
-        set_local(face, was.local)
+def _restore(unsharded_param: torch.Tensor, was: _Face) -> None:
+    """Let ``unsharded_param`` have the memory again that gathers fill."""
+    if isinstance(unsharded_param, DTensor):
+        unsharded_param.data = place_like(unsharded_param, was.local)
+        set_local(unsharded_param, was.local)
     else:
-        face.data = was.local
+        unsharded_param.data = was.local

@@ -99,10 +99,10 @@ class Stepped(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this very tensor is one of its parameters."""
 
-    def wholes_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
+    def unsharded_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
         """What autograd sees in the place of one of its parameters."""
 
-    def sharded_of(self, whole: torch.Tensor) -> torch.Tensor | None:
+    def sharded_of(self, unsharded: torch.Tensor) -> torch.Tensor | None:
         """Return the sharded parameter that this very tensor is the whole of, if it is."""
 
     def check_may_step(self) -> None:
@@ -127,7 +127,7 @@ class StepsInPortions(Protocol):
 # Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
 # it. A stranger may get the id later, so the owner is asked.
 _owners: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
-_shown_whole: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
+_manually_unsharded: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
 _Shape = list[tuple[int, ...]]  # of an optimizer: the ids of its parameters, by group
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[_Shape, list[weakref.ref[Stepped]]]]
 _stepped_by = weakref.WeakKeyDictionary()
@@ -153,19 +153,19 @@ def watch_optimizers(owner: Stepped, params: list[torch.Tensor]) -> None:
         _is_watching = True
 
 
-def note_shown_whole(owner: Stepped, wholes: Iterable[torch.Tensor]) -> None:
+def register_manually_unsharded(owner: Stepped, all_unsharded: Iterable[torch.Tensor]) -> None:
     """Note that ``module.parameters()`` yields whole parameters of ``owner`` outside of forward."""
-    for whole in wholes:
-        _shown_whole[id(whole)] = owner
+    for unsharded in all_unsharded:
+        _manually_unsharded[id(unsharded)] = owner
 
 
-def at_rest(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def sharded_of_all(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``params`` with the sharded parameter, whose ``.grad`` counts, for every whole one."""
-    if not _shown_whole:
+    if not _manually_unsharded:
         return list(params)
     found = []
     for param in params:
-        owner = _shown_whole.get(id(param))
+        owner = _manually_unsharded.get(id(param))
         sharded = None if owner is None else owner.sharded_of(param)
         found.append(param if sharded is None else sharded)
     return found
@@ -197,7 +197,7 @@ _HELD_BY_MISTAKE = {
     "build the optimizer after the last call of fully_shard",
     Mark.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
     "assign=True); build the optimizer afterwards",
-    Mark.WHOLE_FACE: "as the whole copy that exists inside forward, or after unshard; build the "
+    Mark.UNSHARDED: "as the whole copy that exists inside forward, or after unshard; build the "
     "optimizer outside of forward, and after reshard",
 }
 
@@ -293,8 +293,8 @@ def _clearing(
     @functools.wraps(zero_grad)
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         own = list(params_of(self))
-        params = at_rest(own)
-        is_known = isinstance(self, Optimizer) and not _shown_whole
+        params = sharded_of_all(own)
+        is_known = isinstance(self, Optimizer) and not _manually_unsharded
         owners = _known_owners(self) if is_known else None
         if owners is None:
             owners = owners_of(params)

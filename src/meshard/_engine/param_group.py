@@ -23,7 +23,7 @@ from meshard._engine.autograd_calls import explain_autograd
 from meshard._engine.averages import watch_averages
 from meshard._engine.manual_unshard import HandedOut, take_back
 from meshard._engine.optimizer_hooks import watch_optimizers
-from meshard._params.flat_params import Faces
+from meshard._params.flat_params import UnitParams
 from meshard._params.sharded_param import Slots
 
 
@@ -96,7 +96,7 @@ class ParamGroup:
         tensors: Their faces, sharded and whole.
     """
 
-    def __init__(self, tensors: Faces) -> None:
+    def __init__(self, tensors: UnitParams) -> None:
         self.tensors = tensors
         self.params = tensors.params
         self._slots = Slots(tensors.params)
@@ -113,7 +113,7 @@ class ParamGroup:
         self._kept: _Kept | None = None
         self._is_of_kept = False  # what is gathered
         self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
-        self.is_showing_unsharded = False  # the module sees whole parameters
+        self.is_unsharded_installed = False  # the module sees whole parameters
         self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
         self.stepping: StepUnderWay | None = None  # until the next gather is there
         self._begin_watching()
@@ -157,7 +157,7 @@ class ParamGroup:
             )
 
     def _begin_watching(self) -> None:
-        self._whole_version = _UNKNOWN
+        self._unsharded_version = _UNKNOWN
         watch_optimizers(self, [param.sharded for param in self.params])
         explain_autograd()
         watch_averages()
@@ -170,24 +170,24 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the whole copy is older than the shards."""
-        return self.residence is not Residence.SHARDED and self._whole_version != self.version
+        return self.residence is not Residence.SHARDED and self._unsharded_version != self.version
 
     def note_version(self) -> None:
         """The whole copy is as new as the shards, and may outlast the backward it was made for."""
-        if self._whole_version == _UNKNOWN:
-            self._whole_version = self.version
+        if self._unsharded_version == _UNKNOWN:
+            self._unsharded_version = self.version
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
         return any(own.sharded is param for own in self.params)
 
-    def wholes_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
+    def unsharded_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the whole faces of one of the sharded parameters: see ``autograd_calls``."""
-        return next(own.wholes() for own in self.params if own.sharded is param)
+        return next(own.all_unsharded() for own in self.params if own.sharded is param)
 
-    def sharded_of(self, whole: torch.Tensor) -> torch.Tensor | None:
+    def sharded_of(self, unsharded: torch.Tensor) -> torch.Tensor | None:
         """Return the sharded parameter of one of the whole faces: see ``optimizer_steps``."""
-        return next((own.sharded for own in self.params if own.unsharded is whole), None)
+        return next((own.sharded for own in self.params if own.unsharded is unsharded), None)
 
     def check_may_step(self) -> None:
         """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""
@@ -261,7 +261,7 @@ class ParamGroup:
             self._in_flight = self._start_gather_of_kept(self._kept)
             self._kept = None
         else:
-            self._whole_version = version
+            self._unsharded_version = version
             try:
                 self._in_flight = self.tensors.start_gather(self.comm)
             except RuntimeError as error:
@@ -296,7 +296,7 @@ class ParamGroup:
         if self._is_of_kept and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
-        self.tensors.fill_whole(gathered, comes_again=keep_in is not None)
+        self.tensors.fill_unsharded(gathered, comes_again=keep_in is not None)
         if keep_in is not None:
             count = shard_count // keep_in.size()
             first = keep_in.rank() * count
@@ -323,7 +323,7 @@ class ParamGroup:
         if self.stepping is not None or (leftover and self.is_leftover):
             self.reshard()
             return
-        if self.adopt_edits() != self._whole_version:
+        if self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
     def reshard(self, *, keep: bool = False) -> None:
@@ -336,22 +336,22 @@ class ParamGroup:
             self._in_flight.pending.wait()
             self._in_flight.end()
             self._in_flight = None
-            self.tensors.free_whole()  # where it was gathered in place
+            self.tensors.free_unsharded()  # where it was gathered in place
             self.residence = Residence.SHARDED
         if self.handed_out is not None:
             take_back(self, refuse=False, stays=False)
-        self.show_sharded()
+        self.install_sharded()
         if keep:
             self.saves_memory = True
         else:
             self._kept = None
         if self.residence is Residence.UNSHARDED:
-            self.tensors.free_whole()
+            self.tensors.free_unsharded()
             self.residence = Residence.SHARDED
 
     # --- faces -----------------------------------------------------------------------------
 
-    def show_unsharded(self, *, read_flags: bool = True) -> None:
+    def install_unsharded(self, *, read_flags: bool = True) -> None:
         """Let the module see whole parameters.
 
         Args:
@@ -360,13 +360,13 @@ class ParamGroup:
         """
         if read_flags:
             self.num_trainable = self._slots.take_flags()
-        self._slots.show_unsharded()
-        self.is_showing_unsharded = True
+        self._slots.install_unsharded()
+        self.is_unsharded_installed = True
 
-    def show_sharded(self) -> None:
+    def install_sharded(self) -> None:
         """Let the module see its sharded parameters, as it does outside its own forward."""
-        if self.is_showing_unsharded:
-            self._slots.show_sharded()
-            self.is_showing_unsharded = False
+        if self.is_unsharded_installed:
+            self._slots.install_sharded()
+            self.is_unsharded_installed = False
             if self.handed_out is not None:
                 take_back(self, refuse=False)

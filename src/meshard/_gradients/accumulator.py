@@ -319,7 +319,7 @@ class GradientState:
             is_pending=self.is_pending,
             is_laid_out=self._unreduced is not None,
         )
-        buffer, used = self._whole_buffer(layout, came, wire_dtype, options, memory)
+        buffer, used = self._unsharded_buffer(layout, came, wire_dtype, options, memory)
         if options.zero_unused:
             used = frozenset(layout.indices)
         if options.before:
@@ -353,7 +353,7 @@ class GradientState:
         if options.over_replicas:
             self.close_window()
 
-    def _whole_buffer(
+    def _unsharded_buffer(
         self,
         layout: GradientLayout,
         came: _Arrived,

@@ -202,7 +202,7 @@ def _apart(
     across: dist.ProcessGroup,
 ) -> WireMemory:
     """Return memory to send from, and the bucket, or memory like it, for the sum."""
-    whole = layout.allocate(wire) if bucket is None else bucket
+    unsharded = layout.allocate(wire) if bucket is None else bucket
     sent = group.comm.allocate(
         layout.numel,
         CommStream.ALL_REDUCE,
@@ -211,4 +211,4 @@ def _apart(
         group=across,
         is_sent=True,
     )
-    return WireMemory([sent], whole.view(-1), sums_apart=True)
+    return WireMemory([sent], unsharded.view(-1), sums_apart=True)

@@ -110,7 +110,9 @@ class KeptGrads:
         # A gradient of a narrower parameter is a copy, and made anew in each step.
         self._is_whole = all(params[index].sharded.dtype == dtype for index, _ in locals_)
         self._made_for = [(params[index], params[index].sharded) for index, _ in locals_]
-        self.faces = {index: wrap_like(params[index].sharded, local) for index, local in locals_}
+        self.unsharded_params = {
+            index: wrap_like(params[index].sharded, local) for index, local in locals_
+        }
         self._locals = [local for _, local in locals_]
         start = self.flat.data_ptr()
         self._offsets = {
@@ -119,14 +121,14 @@ class KeptGrads:
         self._storage = self.flat.untyped_storage()
         self._num_bytes = self._storage.nbytes()
         self._has_memory = True
-        faces: list[torch.Tensor] = list(self.faces.values())
-        self._holders = Holders([self.flat, *faces, *self._locals], faces)
+        unsharded_params: list[torch.Tensor] = list(self.unsharded_params.values())
+        self._holders = Holders([self.flat, *unsharded_params, *self._locals], unsharded_params)
 
     def begin(self, mark: Callable[[torch.Tensor], None]) -> None:
         """Mark every ``.grad``-to-be. Nobody else has seen these tensors."""
-        for face in self.faces.values():
-            mark(face)
-        del face  # this frame would count
+        for unsharded_param in self.unsharded_params.values():
+            mark(unsharded_param)
+        del unsharded_param  # this frame would count
         self._holders.begin()
 
     def take(self) -> None:
@@ -157,7 +159,7 @@ class KeptGrads:
             if param.sharded is not made_for:
                 return False
         # A cast of the module puts other memory under the gradients that there are.
-        return all(map(is_, locals_of(self.faces.values()), self._locals))
+        return all(map(is_, locals_of(self.unsharded_params.values()), self._locals))
 
     def show(self, used: frozenset[int]) -> Places | None:
         """Make these the ``.grad`` of the parameters in ``used``.
@@ -167,10 +169,10 @@ class KeptGrads:
         """
         if not self._is_whole:
             return None
-        params, faces = self._params, self.faces
+        params, unsharded_params = self._params, self.unsharded_params
         with unasked():
-            for index in faces if len(used) == len(faces) else used:
-                params[index].sharded.grad = faces[index]
+            for index in unsharded_params if len(used) == len(unsharded_params) else used:
+                params[index].sharded.grad = unsharded_params[index]
         return Places(self.flat.data_ptr(), self._offsets, used)
 
 

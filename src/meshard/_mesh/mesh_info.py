@@ -18,13 +18,13 @@ class FullMesh:
 
     Attributes:
         mesh: All axes, as the parameters on it were placed.
-        at_rest: The same with the shard axes flattened into one.
-        origins: For each axis of ``at_rest`` the axis of ``mesh``; None for the shard axis.
+        sharded_of_all: The same with the shard axes flattened into one.
+        origins: For each axis of ``sharded_of_all`` the axis of ``mesh``; None for the shard axis.
         data_axes: The data-parallel axes of ``mesh``.
     """
 
     mesh: DeviceMesh
-    at_rest: DeviceMesh
+    sharded_of_all: DeviceMesh
     origins: tuple[int | None, ...]
     data_axes: frozenset[int]
 
@@ -279,7 +279,7 @@ def mesh_info_of_named_axes(
         replicate_count=replicas.size() if replicas else 1,
         full=FullMesh(
             mesh=mesh,
-            at_rest=mesh if len(shard) < 2 else _join(parts),
+            sharded_of_all=mesh if len(shard) < 2 else _join(parts),
             origins=tuple(origins),
             data_axes=data_axes,
         ),

@@ -54,7 +54,7 @@ class DTensorPlacement:
     others: tuple[Placement, ...]
     data_axes: frozenset[int]
 
-    def at_rest(self, data_placements: Sequence[Placement]) -> PlacedTensor:
+    def sharded_of_all(self, data_placements: Sequence[Placement]) -> PlacedTensor:
         """Return how a shard lies whose data-parallel axes have these placements."""
         placements = list(self.others)
         for axis, place in enumerate(self.data_positions):
@@ -73,17 +73,17 @@ class DTensorPlacement:
         )
         return placement if cuts == 1 else _StridedShard(placement.dim, split_factor=cuts)
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds in use of ``whole``, a plain tensor: a view of it."""
+    def cut(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds in use of ``unsharded``, a plain tensor: a view of it."""
         coordinate = self.in_use.mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(self.in_use.placements):
             if isinstance(placement, Shard):
                 count = self.in_use.mesh.size(axis)
-                layout = ParamLayout(whole.shape, placement.dim, count)
+                layout = ParamLayout(unsharded.shape, placement.dim, count)
                 rows = layout.owned_rows(coordinate[axis])
-                whole = whole.narrow(placement.dim, rows.start, len(rows))
-        return whole
+                unsharded = unsharded.narrow(placement.dim, rows.start, len(rows))
+        return unsharded
 
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
         """Return how a gradient with placements ``arrived`` must be placed to be reduced.
@@ -162,7 +162,7 @@ def _compose_on_full(placed_tensor: PlacedTensor, full: FullMesh) -> DTensorPlac
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return DTensorPlacement(
         in_use=placed_tensor,
-        mesh=full.at_rest,
+        mesh=full.sharded_of_all,
         data_positions=tuple(next(counter) if each else None for each in is_data),
         others=tuple(
             Replicate() if origin is None else placed_tensor.placements[origin]

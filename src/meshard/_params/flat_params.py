@@ -22,7 +22,7 @@ from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
-from meshard._params.storage import META, Home, ShardStorage, UnshardedStorage
+from meshard._params.storage import META, FlatShard, Home, UnshardedMemoryPool
 from meshard._torch.dtensor import is_placed_like, local_of, move_local, set_local
 
 
@@ -30,7 +30,7 @@ def take_replacements(
     params: Sequence[ShardedParam],
     locals_: Sequence[torch.Tensor],
     unit: str,
-    whole_type: type[torch.Tensor] | None,
+    unsharded_type: type[torch.Tensor] | None,
 ) -> bool:
     """Make what owners hold instead of a parameter its shard.
 
@@ -38,7 +38,7 @@ def take_replacements(
         params: Of one group.
         locals_: The local tensor that each was made over.
         unit: Its name, for errors.
-        whole_type: Of which class a whole parameter must be to be cut into shards; None: that
+        unsharded_type: Of which class a whole parameter must be to be cut into shards; None: that
             of its shard.
 
     Returns:
@@ -49,11 +49,11 @@ def take_replacements(
     """
     replaced = False
     for param, own in zip(params, locals_, strict=True):
-        strangers = param.strangers()
-        if strangers:
+        replacements = param.replacements()
+        if replacements:
             # Of a tied parameter each owner may hold another one: the first stands for all.
-            new = _as_shard(param, strangers[0], unit, whole_type or type(own))
-            for old in (param.sharded, *strangers):
+            new = _as_shard(param, replacements[0], unit, unsharded_type or type(own))
+            for old in (param.sharded, *replacements):
                 if old is not new:
                     mark_as(old, Mark.REPLACED_LATER, param.fqn)
             param.sharded = new
@@ -64,7 +64,7 @@ def take_replacements(
 
 
 def _as_shard(
-    param: ShardedParam, new: nn.Parameter, unit: str, whole_type: type[torch.Tensor]
+    param: ShardedParam, new: nn.Parameter, unit: str, unsharded_type: type[torch.Tensor]
 ) -> nn.Parameter:
     """Return ``new`` itself, or its shard if it is a whole tensor."""
     expected = param.sharded
@@ -76,7 +76,7 @@ def _as_shard(
             "meshard.unsharded_params(module), where the module is an ordinary one."
         )
     if new.shape == expected.shape:
-        if type(new) is whole_type:
+        if type(new) is unsharded_type:
             shard = param.shard_of(new).clone()
             return nn.Parameter(shard, requires_grad=new.requires_grad)
         if is_placed_like(new, expected):
@@ -118,7 +118,7 @@ class GroupSpec:
         return self.host if self.host is not None else Home(self.device)
 
 
-class GroupTensors:
+class FlatParams:
     """The two faces of a unit's parameters, with the memory behind them.
 
     Args:
@@ -158,37 +158,42 @@ class GroupTensors:
         devices = {shard.device.type for shard in shards}
         home = META if "meta" in devices else self._home
         layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
-        self.storage = ShardStorage(layout, self.spec.mesh_info.shard_rank, home)
+        self.storage = FlatShard(layout, self.spec.mesh_info.shard_rank, home)
         self.storage.fill(shards)
         self._is_meta = self.storage.buffer.is_meta
 
     def _make_unsharded(self) -> None:
-        at_rest = self.storage.layout
+        sharded_of_all = self.storage.layout
         self.compute_dtypes = [
             self._param_dtype if self._param_dtype and own.dtype.is_floating_point else own.dtype
             for own in self.storage.locals
         ]
         self.is_one_dtype = len(set(self.compute_dtypes)) == 1
-        on_wire = FlatLayout.build(at_rest.params, self.compute_dtypes, at_rest.order)
-        self.plan = GatherPlan(at_rest, on_wire)
-        faces = self._make_faces([param.sharded.requires_grad for param in self.params])
-        for param, face in zip(self.params, faces, strict=True):
-            param.unsharded = face
+        on_wire = FlatLayout.build(sharded_of_all.params, self.compute_dtypes, sharded_of_all.order)
+        self.plan = GatherPlan(sharded_of_all, on_wire)
+        unsharded_params = self._make_unsharded_params(
+            [param.sharded.requires_grad for param in self.params]
+        )
+        for param, unsharded_param in zip(self.params, unsharded_params, strict=True):
+            param.unsharded = unsharded_param
 
-    def _make_faces(self, flags: Sequence[bool]) -> list[nn.Parameter]:
+    def _make_unsharded_params(self, flags: Sequence[bool]) -> list[nn.Parameter]:
         """Return whole faces, and have them filled from now on."""
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():
             is_meta = self.storage.buffer.is_meta
             device = META.device if is_meta else self.spec.device
-            self.whole = UnshardedStorage(self.plan.on_wire, device)
-            faces = self.whole.as_parameters(flags)
-        self.plan.bind(self.whole.views, self.whole)
-        faces = [param.as_used(face) for param, face in zip(self.params, faces, strict=True)]
-        for param, face in zip(self.params, faces, strict=True):
-            mark_as(face, Mark.WHOLE_FACE, param.fqn)
-        self._hooks = _hook(faces, self._gradient_hook)
-        return faces
+            self.unsharded = UnshardedMemoryPool(self.plan.on_wire, device)
+            unsharded_params = self.unsharded.as_parameters(flags)
+        self.plan.bind(self.unsharded.views, self.unsharded)
+        unsharded_params = [
+            param.as_used(unsharded_param)
+            for param, unsharded_param in zip(self.params, unsharded_params, strict=True)
+        ]
+        for param, unsharded_param in zip(self.params, unsharded_params, strict=True):
+            mark_as(unsharded_param, Mark.UNSHARDED, param.fqn)
+        self._hooks = _hook(unsharded_params, self._gradient_hook)
+        return unsharded_params
 
     def take_replacements(self) -> bool:
         """Note what stands in the place of our tensors; whether that calls for ``rebuild``.
@@ -219,11 +224,11 @@ class GroupTensors:
             mark_as(param.sharded, Mark.SHARD, param.fqn)
         self._make_unsharded()
         for param in self.params:
-            param.show(param.sharded)
+            param.install(param.sharded)
 
     def for_copy(
         self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
-    ) -> GroupTensors:
+    ) -> FlatParams:
         """Return tensors of their own for ``params``, whose sharded faces have been copied."""
         copied = copy.copy(self)
         copied.params = params
@@ -260,7 +265,7 @@ class GroupTensors:
         old, self._home = self.storage, self._own_home if home is None else home
         if old.buffer.is_meta:
             return old.buffer
-        self.storage = ShardStorage(old.layout, self.spec.mesh_info.shard_rank, self._home)
+        self.storage = FlatShard(old.layout, self.spec.mesh_info.shard_rank, self._home)
         self.storage.buffer.copy_(old.buffer, non_blocking=True)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             move_local(param.sharded, own)
@@ -269,7 +274,7 @@ class GroupTensors:
     # --- on the way to whole and back ------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        """See ``Faces.start_gather``."""
+        """See ``UnitParams.start_gather``."""
         buffer, segments = self.storage.buffer, self.storage.segments
         if self.link is not None:
             buffer = self.link.fetch(buffer, comm)
@@ -278,43 +283,48 @@ class GroupTensors:
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
-    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
-        """See ``Faces.fill_whole``."""
-        self.whole.allocate()
+    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+        """See ``UnitParams.fill_unsharded``."""
+        self.unsharded.allocate()
         self.plan.copy_out(gathered)
 
-    def free_whole(self) -> None:
-        """See ``Faces.free_whole``."""
-        self.whole.free()
+    def free_unsharded(self) -> None:
+        """See ``UnitParams.free_unsharded``."""
+        self.unsharded.free()
 
     @property
     def can_leave(self) -> bool:
-        """See ``Faces.can_leave``."""
+        """See ``UnitParams.can_leave``."""
         return True
 
     def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
-        """See ``Faces.leave_whole``."""
-        views = self.whole.views
+        """See ``UnitParams.leave_whole``."""
+        views = self.unsharded.views
         for handle in self._hooks:
             handle.remove()
-        faces = self._make_faces([param.unsharded.requires_grad for param in self.params])
-        left = [param.leave(face) for param, face in zip(self.params, faces, strict=True)]
+        unsharded_params = self._make_unsharded_params(
+            [param.unsharded.requires_grad for param in self.params]
+        )
+        left = [
+            param.leave(unsharded_param)
+            for param, unsharded_param in zip(self.params, unsharded_params, strict=True)
+        ]
         _hook(left, joining_hook)
         if stays:
-            self.whole.allocate()
+            self.unsharded.allocate()
             with torch.inference_mode(False), torch.no_grad():
-                for view, before in zip(self.whole.views, views, strict=True):
+                for view, before in zip(self.unsharded.views, views, strict=True):
                     view.copy_(before)
 
     @property
     def layout(self) -> FlatLayout:
-        """See ``Faces.layout``."""
+        """See ``UnitParams.layout``."""
         return self.storage.layout
 
     # --- shards ----------------------------------------------------------------------------
 
     def version_unless_replaced(self) -> int | None:
-        """See ``Faces.version_unless_replaced``."""
+        """See ``UnitParams.version_unless_replaced``."""
         return version_unless_replaced(self.params, self.storage.locals)
 
     @property
@@ -342,21 +352,23 @@ class GroupTensors:
 
 
 def _hook(
-    faces: Sequence[nn.Parameter], hook_of: Callable[[int], GradientHook]
+    unsharded_params: Sequence[nn.Parameter], hook_of: Callable[[int], GradientHook]
 ) -> list[RemovableHandle]:
-    """Have hooks hear of the gradients of ``faces``, by their places."""
+    """Have hooks hear of the gradients of ``unsharded_params``, by their places."""
     handles = []
-    for index, face in enumerate(faces):
-        if face.is_floating_point():
-            flag = face.requires_grad
-            face.requires_grad_(True)  # a hook can only be put on a tensor that requires grad
-            handles.append(face.register_post_accumulate_grad_hook(hook_of(index)))
-            face.requires_grad_(flag)
+    for index, unsharded_param in enumerate(unsharded_params):
+        if unsharded_param.is_floating_point():
+            flag = unsharded_param.requires_grad
+            unsharded_param.requires_grad_(
+                True
+            )  # a hook can only be put on a tensor that requires grad
+            handles.append(unsharded_param.register_post_accumulate_grad_hook(hook_of(index)))
+            unsharded_param.requires_grad_(flag)
     return handles
 
 
-class Faces(Protocol):
-    """The two faces of a group's parameters: ``GroupTensors`` or ``ExtendedTensors``."""
+class UnitParams(Protocol):
+    """The two faces of a group's parameters: ``FlatParams`` or ``ExtendedTensors``."""
 
     params: list[ShardedParam]
     spec: GroupSpec
@@ -400,7 +412,7 @@ class Faces(Protocol):
         **Lifetime:** the shards must not be edited until the gather is waited for.
         """
 
-    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
+    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
         """Have the whole parameters in memory of their own.
 
         Args:
@@ -408,7 +420,7 @@ class Faces(Protocol):
             comes_again: The same may be gathered again without ``start_gather``.
         """
 
-    def free_whole(self) -> None:
+    def free_unsharded(self) -> None:
         """Give that memory back."""
 
     @property
@@ -435,7 +447,7 @@ class Faces(Protocol):
 
     def for_copy(
         self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
-    ) -> Faces:
+    ) -> UnitParams:
         """Return tensors of their own for ``params``, whose sharded faces have been copied."""
 
     def move(self, home: Home | None) -> torch.Tensor:

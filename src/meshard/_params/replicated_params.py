@@ -27,7 +27,7 @@ from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.flat_params import GradientHook, GroupSpec
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as
-from meshard._params.storage import Home, UnshardedStorage
+from meshard._params.storage import Home, UnshardedMemoryPool
 from meshard._torch.dtensor import make_dtensor
 
 
@@ -79,14 +79,16 @@ class PlainParam(ShardedParam):
         param = self.sharded
         return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
 
-    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return ``whole`` itself: there is one shard."""
-        return whole.detach()
+    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Return ``unsharded`` itself: there is one shard."""
+        return unsharded.detach()
 
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         """Return ``local`` as a gradient that has not been reduced across the replicas."""
-        whole = self.shaped(local).contiguous()
-        return make_dtensor(whole, mesh_info.mesh, mesh_info.partial_placements(0), whole.shape)
+        unsharded = self.shaped(local).contiguous()
+        return make_dtensor(
+            unsharded, mesh_info.mesh, mesh_info.partial_placements(0), unsharded.shape
+        )
 
     def for_copy(self, memo: dict[int, Any]) -> PlainParam:
         """Return a parameter without owners, with a deep copy of the parameter."""
@@ -148,7 +150,7 @@ class PlainTensors:
         # A parameter does not keep its node alive.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._copies: UnshardedStorage | None = None
+        self._copies: UnshardedMemoryPool | None = None
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -167,21 +169,21 @@ class PlainTensors:
         if cast:
             self._make_copies(cast)
         for index, param in enumerate(self.params):
-            face = param.unsharded
-            if not face.is_floating_point():
+            unsharded_param = param.unsharded
+            if not unsharded_param.is_floating_point():
                 continue
-            flag = face.requires_grad
-            face.requires_grad_(True)  # only then it has a node
-            node = _accumulator_of(face)
+            flag = unsharded_param.requires_grad
+            unsharded_param.requires_grad_(True)  # only then it has a node
+            node = _accumulator_of(unsharded_param)
             hook = partial(_after_accumulation, self._gradient_hook(index))
             self._nodes.append((node, node.register_hook(hook)))
-            face.requires_grad_(flag)
+            unsharded_param.requires_grad_(flag)
 
     def _make_copies(self, cast: list[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             layouts = [param.layout for param in self.params]
             flat = FlatLayout.build(layouts, self.compute_dtypes, tuple(cast))
-            self._copies = UnshardedStorage(flat, self.spec.device)
+            self._copies = UnshardedMemoryPool(flat, self.spec.device)
             self._copies.allocate()  # for the views to be made
             for index in cast:
                 param = self.params[index]
@@ -189,7 +191,7 @@ class PlainTensors:
                 view = param.shaped(self._copies.views[index])
                 flag = param.sharded.requires_grad
                 param.unsharded = torch.nn.Parameter(view.data, requires_grad=flag)
-                mark_as(param.unsharded, Mark.WHOLE_FACE, param.fqn)
+                mark_as(param.unsharded, Mark.UNSHARDED, param.fqn)
                 self._casts.append((view, param.sharded))
             self._copies.free()
 
@@ -212,24 +214,24 @@ class PlainTensors:
 
     @property
     def link(self) -> HostLink | None:
-        """See ``Faces.link``: shards are not in host memory."""
+        """See ``UnitParams.link``: shards are not in host memory."""
         return None
 
     @property
     def is_partly_meta(self) -> bool:
-        """See ``Faces.is_partly_meta``."""
+        """See ``UnitParams.is_partly_meta``."""
         return False
 
     @property
     def is_away(self) -> bool:
-        """See ``Faces.is_away``."""
+        """See ``UnitParams.is_away``."""
         return False
 
     def check_materialised(self) -> None:
-        """See ``Faces.check_materialised``: ``replicate`` has looked."""
+        """See ``UnitParams.check_materialised``: ``replicate`` has looked."""
 
     def move(self, home: Home | None) -> torch.Tensor:
-        """See ``Faces.move``.
+        """See ``UnitParams.move``.
 
         Raises:
             NotImplementedError: Always.
@@ -242,29 +244,29 @@ class PlainTensors:
     # --- on the way to use and back ---------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        """See ``Faces.start_gather``: everything is here."""
+        """See ``UnitParams.start_gather``: everything is here."""
         return GatherInFlight(_NOTHING, _NOTHING, DONE)
 
     @torch.no_grad()
-    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
-        """See ``Faces.fill_whole``: fill the copies."""
+    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+        """See ``UnitParams.fill_unsharded``: fill the copies."""
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:
                 view.copy_(param)
 
-    def free_whole(self) -> None:
-        """See ``Faces.free_whole``."""
+    def free_unsharded(self) -> None:
+        """See ``UnitParams.free_unsharded``."""
         if self._copies is not None:
             self._copies.free()
 
     @property
     def can_leave(self) -> bool:
-        """See ``Faces.can_leave``: nobody is given copies outside of forward."""
+        """See ``UnitParams.can_leave``: nobody is given copies outside of forward."""
         return False
 
     def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
-        """See ``Faces.leave_whole``."""
+        """See ``UnitParams.leave_whole``."""
         raise AssertionError("what is kept whole is nowhere given back")
 
     # --- edits made from outside ------------------------------------------------------------
@@ -275,29 +277,29 @@ class PlainTensors:
         return sum(param._version for _, param in self._casts)
 
     def version_unless_replaced(self) -> int | None:
-        """See ``Faces.version_unless_replaced``."""
+        """See ``UnitParams.version_unless_replaced``."""
         for param, dtype in zip(self.params, self._dtypes, strict=True):
             sharded = param.sharded
             if sharded.dtype is not dtype:
                 return None  # a submodule was cast, and autograd has dropped the hooks
             for parameters, name in param._slots:
-                held = parameters.get(name)
-                if held is not sharded and held is not param.unsharded:
+                installed = parameters.get(name)
+                if installed is not sharded and installed is not param.unsharded:
                     return None
         return self.version
 
     def take_replacements(self) -> bool:
-        """See ``Faces.take_replacements``.
+        """See ``UnitParams.take_replacements``.
 
         Raises:
             RuntimeError: A parameter was replaced by one of another shape or type.
         """
         replaced = [param.sharded.dtype for param in self.params] != self._dtypes
         for param in self.params:
-            strangers = param.strangers()
-            if not strangers:
+            replacements = param.replacements()
+            if not replacements:
                 continue
-            new, old = strangers[0], param.sharded
+            new, old = replacements[0], param.sharded
             if type(new) is not type(old) or new.shape != old.shape or new.device != old.device:
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of {self.label!r} was replaced after replicate by a "
@@ -307,14 +309,14 @@ class PlainTensors:
                 )
             mark_as(old, Mark.REPLACED_LATER, param.fqn)
             param.sharded = new
-            param.show(new)
+            param.install(new)
             replaced = True
         return replaced
 
     def for_copy(
         self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
     ) -> PlainTensors:
-        """See ``Faces.for_copy``."""
+        """See ``UnitParams.for_copy``."""
         copied = copy.copy(self)
         copied.params = params
         copied._gradient_hook = gradient_hook

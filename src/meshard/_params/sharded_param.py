@@ -35,7 +35,7 @@ class Mark(enum.Enum):
     ORIGINAL = enum.auto()  # what fully_shard replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
     REPLACED_LATER = enum.auto()  # it was the sharded parameter, or should have become it
-    WHOLE_FACE = enum.auto()  # the whole parameter, which lives inside forward and backward
+    UNSHARDED = enum.auto()  # the whole parameter, which lives inside forward and backward
 
 
 def mark_as(tensor: torch.Tensor, mark: Mark, fqn: str) -> None:
@@ -131,9 +131,9 @@ class ShardedParam:
         set_local(self.sharded, local)
         mark_as(self.sharded, Mark.SHARD, self.fqn)
 
-    def shard_of(self, whole: torch.Tensor) -> DTensor:
-        """Return this rank's shard of ``whole``, a tensor of the global shape: a view of it."""
-        return place_like(self.sharded, self.own_part(whole))
+    def shard_of(self, unsharded: torch.Tensor) -> DTensor:
+        """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
+        return place_like(self.sharded, self.own_part(unsharded))
 
     def for_copy(self, memo: dict[int, Any]) -> ShardedParam:
         """Return a parameter without owners, with a deep copy of the sharded face.
@@ -146,12 +146,12 @@ class ShardedParam:
         memo[id(self.unsharded)] = copied.sharded
         return copied
 
-    def own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return what this rank owns of ``whole``, a plain tensor of the global shape: a view."""
+    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Return what this rank owns of ``unsharded``, a plain tensor of the global shape: a view."""
         mine = (
-            whole.detach()
+            unsharded.detach()
             if self.dtensor_placement is None
-            else self.dtensor_placement.cut(whole.detach())
+            else self.dtensor_placement.cut(unsharded.detach())
         )
         rows = self.layout.owned_rows(self.shard_rank)
         return mine.narrow(self.layout.shard_dim, rows.start, len(rows))
@@ -167,18 +167,18 @@ class ShardedParam:
     ) -> DTensor:
         if self.dtensor_placement is None:
             return make_dtensor(local, mesh_info.mesh, data_placements, self.layout.shape)
-        placed_tensor = self.dtensor_placement.at_rest(data_placements)
+        placed_tensor = self.dtensor_placement.sharded_of_all(data_placements)
         return make_dtensor(
             local, placed_tensor.mesh, placed_tensor.placements, placed_tensor.shape
         )
 
-    def as_used(self, whole: nn.Parameter) -> nn.Parameter:
+    def as_used(self, unsharded: nn.Parameter) -> nn.Parameter:
         """Return the whole face as the module sees it: a DTensor, if the parameter is placed."""
         if self.dtensor_placement is None:
-            return whole
+            return unsharded
         used = self.dtensor_placement.in_use
-        dtensor = make_dtensor(whole.data, used.mesh, used.placements, used.shape)
-        return nn.Parameter(dtensor, requires_grad=whole.requires_grad)
+        dtensor = make_dtensor(unsharded.data, used.mesh, used.placements, used.shape)
+        return nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
 
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of the gradient of a placed parameter.
@@ -210,36 +210,39 @@ class ShardedParam:
         # Not the local tensor itself: it may still be on its way.
         return gradient.to_local()
 
-    def show(self, face: nn.Parameter) -> None:
-        """Make every owner hold ``face``, without the cost of ``Module.__setattr__``."""
+    def install(self, unsharded_param: nn.Parameter) -> None:
+        """Make every owner hold ``unsharded_param``, without the cost of ``Module.__setattr__``."""
         for parameters, name in self._slots:
-            parameters[name] = face
+            parameters[name] = unsharded_param
 
-    def leave(self, face: nn.Parameter) -> nn.Parameter:
+    def leave(self, unsharded_param: nn.Parameter) -> nn.Parameter:
         """Have another whole face, with the gradient that the present one has got.
 
         Returns:
             The one before, which belongs to those who hold it from now on.
         """
-        before, self.unsharded = self.unsharded, face
-        face.grad, before.grad = before.grad, None
+        before, self.unsharded = self.unsharded, unsharded_param
+        unsharded_param.grad, before.grad = before.grad, None
         for parameters, name in self._slots:
             if parameters.get(name) is before:
-                parameters[name] = face
+                parameters[name] = unsharded_param
         self.left = [ref for ref in self.left if ref() is not None]
         self.left.append(weakref.ref(before))
         return before
 
-    def wholes(self) -> list[nn.Parameter]:
+    def all_unsharded(self) -> list[nn.Parameter]:
         """Return all that graphs may know as the whole parameter."""
-        return [self.unsharded, *(face for ref in self.left if (face := ref()) is not None)]
+        return [
+            self.unsharded,
+            *(unsharded_param for ref in self.left if (unsharded_param := ref()) is not None),
+        ]
 
-    def held(self) -> list[nn.Parameter | None]:
+    def installed(self) -> list[nn.Parameter | None]:
         """Return what each owner holds."""
         modules = ((module_ref(), name) for module_ref, name in self.owners)
         return [module._parameters.get(name) for module, name in modules if module is not None]
 
-    def strangers(self) -> list[nn.Parameter]:
+    def replacements(self) -> list[nn.Parameter]:
         """Return what owners hold instead of one of the two faces.
 
         Raises:
@@ -250,14 +253,14 @@ class ShardedParam:
             module = module_ref()
             if module is None:
                 continue
-            held = module._parameters.get(name)
-            if held is None:
+            installed = module._parameters.get(name)
+            if installed is None:
                 raise RuntimeError(
                     f"parameter {self.fqn!r} was removed from its module after fully_shard; "
                     "remove it before, or set requires_grad to False."
                 )
-            if held is not self.sharded and held is not self.unsharded:
-                found.append(held)
+            if installed is not self.sharded and installed is not self.unsharded:
+                found.append(installed)
         return found
 
 
@@ -299,13 +302,13 @@ class Slots:
             param.unsharded.requires_grad_(param.sharded.requires_grad)
         return count
 
-    def show_sharded(self) -> None:
+    def install_sharded(self) -> None:
         """Make every owner that holds the whole parameter hold the shard."""
         for param, parameters, name in self._all():
             if parameters.get(name) is param.unsharded:
                 parameters[name] = param.sharded
 
-    def show_unsharded(self) -> None:
+    def install_unsharded(self) -> None:
         """Make every owner that holds the shard hold the whole parameter.
 
         What somebody has put in its place between a forward and its backward stays there: backward
@@ -333,8 +336,8 @@ def version_unless_replaced(
         for param, own in zip(params, locals_, strict=True):
             sharded = param.sharded
             for parameters, name in param._slots:
-                held = parameters.get(name)
-                if held is not sharded and held is not param.unsharded:
+                installed = parameters.get(name)
+                if installed is not sharded and installed is not param.unsharded:
                     return None
             if own_local(sharded) is not own:
                 return None

@@ -49,7 +49,7 @@ class Home:
 META = Home(torch.device("meta"))
 
 
-def with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a tensor whose storage begins with it.
 
     ``torch.save`` and ``copy.deepcopy`` of a DTensor fail where the local tensor has a storage
@@ -62,7 +62,7 @@ def with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
     return view.new_empty(0).set_(part, 0, view.shape, view.stride())
 
 
-class ShardStorage:
+class FlatShard:
     """This rank's flat shard of a unit, and its view for every parameter.
 
     Args:
@@ -80,7 +80,7 @@ class ShardStorage:
             for slot in segment.slots:
                 shape = layout.params[slot.index].local_shape(shard_rank)
                 owned = flat.narrow(0, slot.offset, shape.numel())
-                self.locals[slot.index] = with_storage_of_its_own(owned).view(shape)
+                self.locals[slot.index] = with_own_storage(owned).view(shape)
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
@@ -96,7 +96,7 @@ class ShardStorage:
 _ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels like best
 
 
-class UnshardedStorage:
+class UnshardedMemoryPool:
     """One allocation per dtype for all whole parameters of a unit.
 
     The tensors live as long as the unit. Giving the memory back resizes their storage to zero,

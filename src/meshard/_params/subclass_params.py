@@ -131,17 +131,19 @@ def ask_for_inputs(
     )
 
 
-def as_whole(name: str, returned: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def check_post_all_gather(
+    name: str, returned: Any
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """Return the whole parameter and the tensors with its memory, which a first call returned.
 
     Raises:
         TypeError: It is something else.
     """
     if isinstance(returned, tuple) and len(returned) == 2:
-        whole, inner = returned
+        unsharded, inner = returned
         is_inner = isinstance(inner, (tuple, list)) and all(map(is_plain, inner))
-        if isinstance(whole, torch.Tensor) and is_inner:
-            return whole, tuple(inner)
+        if isinstance(unsharded, torch.Tensor) and is_inner:
+            return unsharded, tuple(inner)
     raise TypeError(
         f"{POST} of {name} must return (whole tensor, tuple of the plain tensors that hold its "
         f"memory) where out is None, got {_described(returned)}."
@@ -221,44 +223,44 @@ class ExtendedFace:
         post: Any = self._shard.fsdp_post_all_gather  # type: ignore[attr-defined]
         if not self._is_made:
             returned = post(tuple(outputs), self._metadata, self._param_dtype)
-            self._make(*as_whole(self._name(unit), returned), outputs, unit)
+            self._make(*check_post_all_gather(self._name(unit), returned), outputs, unit)
             return True
         for storage, num_bytes in self._inner:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
-        face = self._param.unsharded
+        unsharded_param = self._param.unsharded
         is_placed = self._param.dtensor_placement is not None
-        with keeping_version(face, *([local_of(face)] if is_placed else [])):
-            post(tuple(outputs), self._metadata, self._param_dtype, out=face)
-        if face.shape != self._param.sharded.shape:
-            raise self._wrong_shape("left out", face.shape, unit)
+        with keeping_version(unsharded_param, *([local_of(unsharded_param)] if is_placed else [])):
+            post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded_param)
+        if unsharded_param.shape != self._param.sharded.shape:
+            raise self._wrong_shape("left out", unsharded_param.shape, unit)
         return False
 
     def _make(
         self,
-        whole: torch.Tensor,
+        unsharded: torch.Tensor,
         inner: tuple[torch.Tensor, ...],
         outputs: Sequence[torch.Tensor],
         unit: str,
     ) -> None:
         self._inner = _memory_of(inner)
         layout, flag = self._param.layout, self._param.sharded.requires_grad
-        if whole.shape != layout.shape:
+        if unsharded.shape != layout.shape:
             rows = layout.chunk_rows * layout.shard_count
-            if whole.shape != (rows, *layout.shape[1:]):
-                raise self._wrong_shape("returned a tensor", whole.shape, unit)
+            if unsharded.shape != (rows, *layout.shape[1:]):
+                raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
             # Padding is behind the rows of the last rank that owns any. Not narrow: this is what
             # torch's fully_shard asks of tensor subclasses.
-            whole = whole.as_strided(layout.shape, self._around.outer_stride, 0)
-        if type(whole) is torch.Tensor:
-            taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([whole]))}
+            unsharded = unsharded.as_strided(layout.shape, self._around.outer_stride, 0)
+        if type(unsharded) is torch.Tensor:
+            taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([unsharded]))}
             self._has_own_memory = all(
                 storage.data_ptr() not in taken for storage, _ in _memory_of(outputs)
             )
-        face = self._param.as_used(nn.Parameter(whole, requires_grad=flag))
-        mark_as(face, Mark.WHOLE_FACE, self._param.fqn)
-        self._param.unsharded = face
-        self.dtype = face.dtype
+        unsharded_param = self._param.as_used(nn.Parameter(unsharded, requires_grad=flag))
+        mark_as(unsharded_param, Mark.UNSHARDED, self._param.fqn)
+        self._param.unsharded = unsharded_param
+        self.dtype = unsharded_param.dtype
         self._is_made = True
 
     @property
@@ -332,7 +334,7 @@ class ExtendedTensors:
 
     def _adopt_shards(self) -> None:
         self.locals = [local_of(param.sharded) for param in self.params]
-        self._faces = [
+        self._unsharded_params = [
             ExtendedFace(param, local, self._around(param), self._param_dtype(local))
             for param, local in zip(self.params, self.locals, strict=True)
         ]
@@ -356,21 +358,25 @@ class ExtendedTensors:
 
     @property
     def compute_dtypes(self) -> list[torch.dtype]:
-        """See ``Faces.compute_dtypes``; known for sure after the first gather."""
-        return [face.dtype for face in self._faces]
+        """See ``UnitParams.compute_dtypes``; known for sure after the first gather."""
+        return [unsharded_param.dtype for unsharded_param in self._unsharded_params]
 
     @property
     def is_one_dtype(self) -> bool:
-        """See ``Faces.is_one_dtype``."""
+        """See ``UnitParams.is_one_dtype``."""
         return len(set(self.compute_dtypes)) == 1
 
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        """See ``Faces.start_gather``."""
+        """See ``UnitParams.start_gather``."""
         group = self.spec.mesh_info.shard_group
         # What is made here may become part of a whole parameter, and be saved by autograd.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
-            inputs = [each for face in self._faces for each in face.make_inputs(self.label)]
+            inputs = [
+                each
+                for unsharded_param in self._unsharded_params
+                for each in unsharded_param.make_inputs(self.label)
+            ]
             gather = self._plan([Form.of(each) for each in inputs])
             return gather.start(inputs, comm=comm, group=group, label=self.label)
 
@@ -390,8 +396,8 @@ class ExtendedTensors:
         self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
-    def fill_whole(self, gathered: Rows, *, comes_again: bool) -> None:
-        """See ``Faces.fill_whole``."""
+    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+        """See ``UnitParams.fill_unsharded``."""
         assert self._gather is not None and isinstance(gathered, torch.Tensor)
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
@@ -399,20 +405,20 @@ class ExtendedTensors:
             try:
                 self._fill_faces(self._gather, comes_again)
             except BaseException:
-                self.free_whole()
+                self.free_unsharded()
                 raise
 
     def _fill_faces(self, gather: PackedGather, comes_again: bool) -> None:
         first = 0
-        for index, face in enumerate(self._faces):
-            own = range(first, first + face.num_inputs)
+        for index, unsharded_param in enumerate(self._unsharded_params):
+            own = range(first, first + unsharded_param.num_inputs)
             first = own.stop
-            if face.fill(gather.outputs[own.start : own.stop], self.label):
+            if unsharded_param.fill(gather.outputs[own.start : own.stop], self.label):
                 self._watch(index)
-            if face.leaves_outputs:
+            if unsharded_param.leaves_outputs:
                 gather.free(own)
             if not comes_again:
-                face.forget_metadata()
+                unsharded_param.forget_metadata()
 
     def _watch(self, index: int) -> None:
         """Have the hook hear of the gradients of a whole face that is new."""
@@ -423,46 +429,46 @@ class ExtendedTensors:
         param.unsharded.register_post_accumulate_grad_hook(self._gradient_hook(index))
         param.unsharded.requires_grad_(param.sharded.requires_grad)
 
-    def free_whole(self) -> None:
-        """See ``Faces.free_whole``."""
+    def free_unsharded(self) -> None:
+        """See ``UnitParams.free_unsharded``."""
         if self._gather is not None:
             self._gather.free()
-        for face in self._faces:
-            face.free()
+        for unsharded_param in self._unsharded_params:
+            unsharded_param.free()
 
     @property
     def can_leave(self) -> bool:
-        """See ``Faces.can_leave``: who holds what is under a subclass cannot be seen."""
+        """See ``UnitParams.can_leave``: who holds what is under a subclass cannot be seen."""
         return False
 
     def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
-        """See ``Faces.leave_whole``."""
+        """See ``UnitParams.leave_whole``."""
         raise AssertionError("whole parameters that say themselves what they are made of stay")
 
     # --- shards ----------------------------------------------------------------------------
 
     @property
     def layout(self) -> FlatLayout:
-        """See ``Faces.layout``: of the dtypes that the shards say they have."""
+        """See ``UnitParams.layout``: of the dtypes that the shards say they have."""
         layouts = [param.layout for param in self.params]
         return FlatLayout.build(layouts, [local.dtype for local in self.locals])
 
     def version_unless_replaced(self) -> int | None:
-        """See ``Faces.version_unless_replaced``."""
+        """See ``UnitParams.version_unless_replaced``."""
         return version_unless_replaced(self.params, self.locals)
 
     @property
     def version(self) -> int:
-        """See ``Faces.version``."""
+        """See ``UnitParams.version``."""
         shards = [param.sharded for param in self.params]
         return sum(shard._version + local_of(shard)._version for shard in shards)
 
     def take_replacements(self) -> bool:
-        """See ``Faces.take_replacements``."""
+        """See ``UnitParams.take_replacements``."""
         return take_replacements(self.params, self.locals, self.label, None)
 
     def rebuild(self) -> None:
-        """See ``Faces.rebuild``.
+        """See ``UnitParams.rebuild``.
 
         Raises:
             RuntimeError: A shard is not what it was any more, or on another device.
@@ -485,12 +491,12 @@ class ExtendedTensors:
         for param, local in zip(self.params, self.locals, strict=True):
             set_local(param.sharded, local)
             mark_as(param.sharded, Mark.SHARD, param.fqn)
-            param.show(param.sharded)
+            param.install(param.sharded)
 
     def for_copy(
         self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
     ) -> ExtendedTensors:
-        """See ``Faces.for_copy``."""
+        """See ``UnitParams.for_copy``."""
         copied = copy.copy(self)
         copied.params = params
         copied._gradient_hook = gradient_hook
@@ -498,11 +504,11 @@ class ExtendedTensors:
         return copied
 
     def move(self, home: Home | None) -> torch.Tensor:
-        """See ``Faces.move``; ``meshard.offload`` refuses these before it moves anything."""
+        """See ``UnitParams.move``; ``meshard.offload`` refuses these before it moves anything."""
         raise AssertionError("shards that say themselves what is gathered of them stay in place")
 
     def check_materialised(self) -> None:
-        """See ``Faces.check_materialised``."""
+        """See ``UnitParams.check_materialised``."""
         check_not_meta(self.params, self.label, self.spec.device)
 
 

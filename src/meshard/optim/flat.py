@@ -24,7 +24,7 @@ from meshard._comm.gradient_buffer import Held
 from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import units_in
-from meshard._params.flat_params import GroupTensors
+from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of
 from meshard.optim.flat_slices import Groups, Member, Places, Run, Snapshot, State
 
@@ -235,7 +235,7 @@ class FlatStepper:
         for number, group in enumerate(groups):
             for param in group["params"]:
                 owner = owner_of(param) if self._is_pointwise else None
-                if isinstance(owner, ParamGroup) and isinstance(owner.tensors, GroupTensors):
+                if isinstance(owner, ParamGroup) and isinstance(owner.tensors, FlatParams):
                     owner.adopt_edits()
                     place = next(i for i, p in enumerate(owner.params) if p.sharded is param)
                     found.setdefault(owner, {})[place] = number
@@ -243,7 +243,7 @@ class FlatStepper:
                     self._loose.append((number, param))
         for owner, numbers in found.items():
             tensors = owner.tensors
-            assert isinstance(tensors, GroupTensors)
+            assert isinstance(tensors, FlatParams)
             self.runs += _runs_of(tensors, numbers)
 
     def _made(self, groups: Groups, state: States) -> Optimizer:
@@ -317,7 +317,7 @@ def _without_hooks(step: Any) -> Any:
     return getattr(step, "__wrapped__", step)
 
 
-def _runs_of(tensors: GroupTensors, numbers: dict[int, int]) -> list[Run]:
+def _runs_of(tensors: FlatParams, numbers: dict[int, int]) -> list[Run]:
     """Return the longest runs of a unit whose members are in one param group each."""
     runs: list[Run] = []
     storage = tensors.storage

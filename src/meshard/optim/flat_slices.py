@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.gradient_buffer import Held
 from meshard._engine.param_group import ParamGroup
-from meshard._params.storage import with_storage_of_its_own
+from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, locals_of, set_local, wrap_like
 from meshard._torch.private import unasked
 
@@ -59,8 +59,8 @@ class Run:
         self._numel = 0  # a rank may own nothing of any of them: what is between is padding
         if any(member.numel for member in members):
             self._numel = members[-1].offset + members[-1].numel - self._start
-        whole = segment.narrow(0, self._start, self._numel)
-        self.flat = nn.Parameter(whole, requires_grad=False)
+        unsharded = segment.narrow(0, self._start, self._numel)
+        self.flat = nn.Parameter(unsharded, requires_grad=False)
         self.states: list[State] = []  # of the members, once they have one
         self._shown: State = {}  # what these are views of
         self._params = [member.param for member in self.members]
@@ -172,9 +172,7 @@ class Run:
 
     def _show(self, key: str, flat: torch.Tensor) -> None:
         for member, each in zip(self.members, self.states, strict=True):
-            local = with_storage_of_its_own(self._part(flat, member)).view(
-                local_of(member.param).shape
-            )
+            local = with_own_storage(self._part(flat, member)).view(local_of(member.param).shape)
             known = each.get(key)
             if isinstance(known, DTensor):
                 set_local(known, local)
@@ -228,7 +226,7 @@ class Counters:
         self._places = torch.arange(len(runs), device=device).repeat_interleave(sizes)
         self._expected = self._of_runs.index_select(0, self._places)
         self._values = self._expected.clone()
-        self.of_members = [with_storage_of_its_own(each) for each in self._values.unbind()]
+        self.of_members = [with_own_storage(each) for each in self._values.unbind()]
         self._version: int = sum(map(_VERSION, self.of_members))
 
     def follow(self) -> None:

@@ -93,7 +93,7 @@ class _Joined(NamedTuple):
     """An optimizer over the runs of several units."""
 
     parts: list[Optimizer]  # those of the units
-    whole: Optimizer
+    unsharded: Optimizer
     step: Callable[[Optimizer], object]  # of its class
     numbers: list[int]  # for each of its param groups, which of ours
 
@@ -193,10 +193,10 @@ class JoinedSteps:
         joined = self._joined.get(units[0])
         if joined is None or joined.parts != parts:
             joined = self._joined[units[0]] = self._join(units, parts)
-        for number, own in zip(joined.numbers, joined.whole.param_groups, strict=True):
+        for number, own in zip(joined.numbers, joined.unsharded.param_groups, strict=True):
             group = self._groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
-        joined.step(joined.whole)
+        joined.step(joined.unsharded)
         for unit in units:
             unit.note_stepped(self._state)
 
@@ -207,12 +207,12 @@ class JoinedSteps:
             for number, own in zip(unit.flat.numbers, part.param_groups, strict=True):
                 params.setdefault(unit.numbers[number], []).extend(own["params"])
         numbers = list(params)
-        whole = parts[0]
+        unsharded = parts[0]
         if len(parts) > 1:
-            whole = self.make([{**self._groups[n], "params": params[n]} for n in numbers])
-            whole.state = defaultdict(dict)
+            unsharded = self.make([{**self._groups[n], "params": params[n]} for n in numbers])
+            unsharded.state = defaultdict(dict)
             for part in parts:
                 for run in chain.from_iterable(own["params"] for own in part.param_groups):
-                    whole.state[run] = part.state[run]
-        step: Any = type(whole).step
-        return _Joined(parts, whole, inspect.unwrap(step), numbers)
+                    unsharded.state[run] = part.state[run]
+        step: Any = type(unsharded).step
+        return _Joined(parts, unsharded, inspect.unwrap(step), numbers)
