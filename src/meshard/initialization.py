@@ -117,7 +117,7 @@ class WholeUnit:
 def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
     """Give a shard memory, under the parameter object that an optimizer may hold."""
     old = param.sharded
-    local = torch.empty_like(local_of(old), device=group.spec.home.device)
+    local = torch.empty_like(local_of(old), device=group.spec.location.device)
     param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
     attributes = dict(vars(old))
     # Not set_local: the device of a DTensor is that of its first local tensor for good.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, units_in
 from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_extended
 from meshard._torch.dtensor import local_of, move_local
 from meshard.optim.flat import forget_runs
@@ -28,7 +28,7 @@ _has_warned = False
 
 def host_for(
     policy: TorchOffloadPolicy, device: torch.device, extended: Sequence[str] = ()
-) -> Home | None:
+) -> MemoryLocation | None:
     """Return the host memory in which a policy wants shards; None: they stay on ``device``.
 
     Args:
@@ -57,7 +57,7 @@ def host_for(
             f"CPUOffloadPolicy(step_device={str(step_device)!r}) is neither 'cpu' nor the device "
             f"of the mesh, {device.type!r}, which are where a unit can be stepped."
         )
-    host = Home.host_of(device, pin=policy.pin_memory)
+    host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
     if step_device.type != "cpu":
         host = replace(host, step_device=device)
     if policy.pin_memory and not host.is_pinned and not _has_warned:
@@ -167,15 +167,15 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, away: bool) -> None
         group, gradients = unit.group, unit.gradients
         if group is None or gradients is None or group.spec.host is not None:
             continue
-        home = Home.host_of(group.spec.device, pin=True) if away else None
-        if group.tensors.is_away is not away:
+        location = MemoryLocation.host_memory(group.spec.device, pin=True) if away else None
+        if group.tensors.is_offloaded is not away:
             group.reshard()
             group.adopt_edits()
-            sources.append(group.tensors.move(home))
+            sources.append(group.tensors.move(location))
             assert isinstance(gradients.sharded, ShardedGrads)
-            sources += gradients.sharded.move(home or group.spec.home)
+            sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:
-            sources += _move_state(optimizer, unit, home)
+            sources += _move_state(optimizer, unit, location)
     _synchronize(units)
     del sources
     _release_memory(units)
@@ -197,8 +197,10 @@ _moved: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[torch.Tensor, torch
 _moved = weakref.WeakKeyDictionary()
 
 
-def _move_state(optimizer: Optimizer, unit: Unit, home: Home | None) -> list[torch.Tensor]:
-    """Move the state of a unit's parameters to ``home``; None: back. Return what it was in."""
+def _move_state(
+    optimizer: Optimizer, unit: Unit, location: MemoryLocation | None
+) -> list[torch.Tensor]:
+    """Move the state of a unit's parameters to ``location``; None: back. Return what it was in."""
     assert unit.group is not None
     device = unit.group.spec.device
     moved = _moved.setdefault(optimizer, {})
@@ -207,15 +209,15 @@ def _move_state(optimizer: Optimizer, unit: Unit, home: Home | None) -> list[tor
         for tensor in _tensors_in(optimizer.state.get(param.sharded)):
             is_sharded = isinstance(tensor, DTensor)
             local = local_of(tensor) if is_sharded else tensor
-            if home is not None:
+            if location is not None:
                 if id(tensor) in moved or local.device != device:
                     continue  # it is there, or lives on the host anyway, like AdamW's step count
                 moved[id(tensor)] = (tensor, local.device)
-                target = home
+                target = location
             elif id(tensor) in moved:
-                target = Home(moved.pop(id(tensor))[1])
+                target = MemoryLocation(moved.pop(id(tensor))[1])
             elif is_sharded and local.device != device:
-                target = Home(device)  # loaded meanwhile
+                target = MemoryLocation(device)  # loaded meanwhile
             else:
                 continue
             new = target.empty_like(local)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshard import CPUOffloadPolicy, overlap_optimizer
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard.optim.device_steps import DeviceSteps
 from tests.ranks.test_deferred_steps import DEFERRED, clipped, deferred
 from tests.ranks.test_flat_optimizer import MANY, assert_same_state, plain_state
@@ -26,7 +26,9 @@ def make_offloaded(shape=(2,), dtype="float32"):
     """What a mesh of another device makes of ``step_device``: it may not be that of the host."""
     cpu = torch.device("cpu")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Home, "host_of", lambda device, *, pin: Home(cpu, False, cpu))
+        monkeypatch.setattr(
+            MemoryLocation, "host_memory", lambda device, *, pin: MemoryLocation(cpu, False, cpu)
+        )
         return make(shape, DTYPES[dtype], offload_policy=OFFLOAD)
 
 

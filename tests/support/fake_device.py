@@ -245,7 +245,7 @@ def _is_about_shape(func: Any) -> bool:
 
 
 class FakeHost:
-    """Stands in for a ``Home`` in pinned host memory."""
+    """Stands in for a ``MemoryLocation`` in pinned host memory."""
 
     device = torch.device("cpu")
     step_device: torch.device | None = None

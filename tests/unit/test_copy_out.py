@@ -8,7 +8,7 @@ from meshard._comm.all_gather import GatherPlan
 from meshard._comm.communicator import DONE
 from meshard._comm.cpu import WorkCommunicator
 from meshard._mesh.layout import FlatLayout, ParamLayout
-from meshard._params.storage import FlatShard, Home, UnshardedMemoryPool
+from meshard._params.storage import FlatShard, MemoryLocation, UnshardedMemoryPool
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -46,7 +46,7 @@ def shards_of(whole, params, rank):
 def gathered(whole, params, count):
     """Return the views that a gather among ``count`` ranks has filled, and the copies it took."""
     layout = FlatLayout.build(params, [tensor.dtype for tensor in whole])
-    storages = [FlatShard(layout, rank, Home(CPU)) for rank in range(count)]
+    storages = [FlatShard(layout, rank, MemoryLocation(CPU)) for rank in range(count)]
     for rank, storage in enumerate(storages):
         storage.fill(shards_of(whole, params, rank))
     plan, memory = GatherPlan(layout, layout), UnshardedMemoryPool(layout, CPU)

@@ -12,7 +12,7 @@ from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.host_copies import HostLink
 from meshard._comm.streams import StreamCommunicator
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
 from tests.unit.test_overlapped_streams import SYNC
@@ -32,7 +32,7 @@ class Run:
         self.host = FakeHost(self.device)
         self.host.step_device = CPU  # of the mesh, too: the recording device knows what is host's
         monkeypatch.setattr(meshard._engine.build, "make_communicator", lambda _: self.comm)
-        monkeypatch.setattr(Home, "host_of", lambda device, *, pin: self.host)
+        monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.model = make_model()
         policy = CPUOffloadPolicy(pin_memory=False)

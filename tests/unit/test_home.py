@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from meshard import clipping, grad_scaler
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import local_of, make_dtensor, move_local, wrap_like
 from tests.support.fake import fake_group
 
@@ -77,5 +77,9 @@ def test_infs_are_agreed_on_where_the_group_works(cuda_mesh, monkeypatch):
 
 def test_only_memory_beside_a_device_is_pinned():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert Home.host_of(cuda, pin=True) == Home(cpu, is_pinned=True)
-    assert Home.host_of(cuda, pin=False) == Home.host_of(cpu, pin=True) == Home(cpu)
+    assert MemoryLocation.host_memory(cuda, pin=True) == MemoryLocation(cpu, is_pinned=True)
+    assert (
+        MemoryLocation.host_memory(cuda, pin=False)
+        == MemoryLocation.host_memory(cpu, pin=True)
+        == MemoryLocation(cpu)
+    )

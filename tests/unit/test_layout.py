@@ -9,7 +9,7 @@ from meshard._comm.all_gather import GatherPlan
 from meshard._comm.buffers import matching_parts
 from meshard._comm.cpu import WorkCommunicator
 from meshard._mesh.layout import FlatLayout, ParamLayout
-from meshard._params.storage import FlatShard, Home
+from meshard._params.storage import FlatShard, MemoryLocation
 
 CPU = torch.device("cpu")
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3)
@@ -74,7 +74,7 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
     plan = GatherPlan(layout, FlatLayout.build(params, compute, layout.order))
     rows = []
     for rank in range(count):
-        storage = FlatShard(layout, rank, Home(CPU))
+        storage = FlatShard(layout, rank, MemoryLocation(CPU))
         for segment in storage.segments:  # poison what fill must overwrite or gather must skip
             segment.fill_(float("nan") if segment.is_floating_point() else 77)
         for own, shard in zip(storage.locals, shards_of(whole, params, rank), strict=True):

@@ -11,7 +11,7 @@ import meshard._engine.build
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard._comm.host_copies import HostLink
 from meshard._comm.streams import StreamCommunicator
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
@@ -31,7 +31,7 @@ class Run:
         monkeypatch.setattr(
             meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(self.device)
         )
-        monkeypatch.setattr(Home, "host_of", lambda device, *, pin: self.host)
+        monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.mesh_ndim = mesh.ndim
         self.model = build()

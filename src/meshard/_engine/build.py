@@ -38,7 +38,7 @@ from meshard._mesh.placement import (
 )
 from meshard._params.flat_params import FlatParams, GroupSpec, UnitParams
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, mark_of
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import ExtendedTensors, check_extension
 from meshard._shared_memory.factory import make_communicator
 from meshard._torch.dtensor import local_of
@@ -264,25 +264,25 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 @contextlib.contextmanager
-def hoisting(homes: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
-    """Let tied parameters be taken by the unit of ``homes[param]`` only, wherever they are used."""
-    for param, home in homes.items():
-        param._meshard_home = weakref.ref(home)  # type: ignore[attr-defined]
+def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
+    """Let tied parameters be taken by the unit of ``hoisted[param]`` only, wherever they are used."""
+    for param, location in hoisted.items():
+        param._meshard_hoisted_to = weakref.ref(location)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for param in homes:
-            del param._meshard_home  # type: ignore[attr-defined]
+        for param in hoisted:
+            del param._meshard_hoisted_to  # type: ignore[attr-defined]
 
 
-def _home_of(param: nn.Parameter) -> nn.Module | None:
-    ref = getattr(param, "_meshard_home", None)
+def _hoisted_to(param: nn.Parameter) -> nn.Module | None:
+    ref = getattr(param, "_meshard_hoisted_to", None)
     return None if ref is None else ref()
 
 
 def _may_take(modules: list[nn.Module], param: nn.Parameter) -> bool:
-    home = _home_of(param)
-    return home is None or home in modules
+    location = _hoisted_to(param)
+    return location is None or location in modules
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
@@ -290,7 +290,7 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
     for root in modules:
         for prefix, module in root.named_modules():
             for name, param in module._parameters.items():
-                if param is None or _home_of(param) is not root:
+                if param is None or _hoisted_to(param) is not root:
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
                 owners = found.setdefault(param, Collected(fqn, param, [])).owners
@@ -348,7 +348,7 @@ def make_unit(
     policy: MixedPrecisionPolicy,
     settings: UnitSettings,
     device: torch.device,
-    host: Home | None = None,
+    host: MemoryLocation | None = None,
 ) -> Unit:
     """Return a unit for ``modules`` that nothing refers to yet.
 

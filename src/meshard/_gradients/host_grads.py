@@ -14,7 +14,7 @@ from meshard._comm.gradient_buffer import Held
 from meshard._comm.host_copies import HostLink
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard._torch.private import num_users
 
 
@@ -25,8 +25,8 @@ class HostBuffers:
         home: The memory that they are made of.
     """
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, location: MemoryLocation) -> None:
+        self._location = location
         self._buffers: list[torch.Tensor] = []
 
     def take(self, like: torch.Tensor, but: torch.Tensor | None) -> torch.Tensor:
@@ -42,7 +42,7 @@ class HostBuffers:
         for buffer in self._buffers:
             if buffer is not but and num_users(buffer) == _ALONE:
                 return buffer
-        self._buffers.append(self._home.empty(*kind))
+        self._buffers.append(self._location.empty(*kind))
         return self._buffers[-1]
 
 
@@ -58,11 +58,11 @@ class HostGrads:
         home: What memory they live in.
     """
 
-    def __init__(self, group: ParamGroup, link: HostLink, home: Home) -> None:
+    def __init__(self, group: ParamGroup, link: HostLink, location: MemoryLocation) -> None:
         self._group = group
         self._link = link
         self.offered: Held | None = None  # see ``offer``
-        self._buffers = HostBuffers(home)
+        self._buffers = HostBuffers(location)
         self._shown = ShardedGrads(group)
         self._arriving: Held | None = None  # on its way into a buffer that no .grad shows yet
         self._is_first = False  # what arrives is not added to any .grad

@@ -16,7 +16,7 @@ from meshard._comm.gradient_buffer import GradientLayout, Held
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.sharded_grads import ShardedGrads, mark_as_ours
 from meshard._params.replicated_params import PlainParam
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 
 
 class Replaced:
@@ -228,7 +228,7 @@ class PlainGrads(ShardedGrads):
         if not self.is_hidden or self._is_settled:
             super().release_cleared()
 
-    def move(self, home: Home) -> list[torch.Tensor]:
+    def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Refuse: a replicated module is not offloaded."""
         raise NotImplementedError  # PlainTensors.move comes first, and says what to do instead
 

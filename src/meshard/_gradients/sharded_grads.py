@@ -26,7 +26,7 @@ import torch
 from meshard._comm.gradient_buffer import GradientLayout, Held
 from meshard._engine.param_group import ParamGroup
 from meshard._params.sharded_param import ShardedParam
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import local_of, locals_of, move_local, wrap_like
 from meshard._torch.private import num_tensors_on, references_in_torch, unasked
 
@@ -436,8 +436,8 @@ class ShardedGrads:
         hooked, is_clear = self._look(new)
         return is_clear and dtypes == {new.flat.dtype} and not hooked
 
-    def move(self, home: Home) -> list[torch.Tensor]:
-        """Start moving every ``.grad`` to ``home``; they stay the same objects.
+    def move(self, location: MemoryLocation) -> list[torch.Tensor]:
+        """Start moving every ``.grad`` to ``location``; they stay the same objects.
 
         Return what they were in, to be kept until the copies are over.
         """
@@ -446,7 +446,7 @@ class ShardedGrads:
         if shown is not None and self._addresses != self._addresses_of(shown):
             shown = None
         if shown is not None:
-            flat = home.empty_like(shown.flat)
+            flat = location.empty_like(shown.flat)
             flat.copy_(shown.flat, non_blocking=True)
             moved = shown._replace(flat=flat)
             views = dict(self._locals(moved))
@@ -457,7 +457,7 @@ class ShardedGrads:
                 continue
             new = views.get(index)
             if new is None or new.dtype != local.dtype:
-                new = home.empty_like(local)
+                new = location.empty_like(local)
                 new.copy_(local, non_blocking=True)
                 sources.append(local)
             move_local(gradient, new)

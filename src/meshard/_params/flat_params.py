@@ -22,7 +22,7 @@ from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
-from meshard._params.storage import META, FlatShard, Home, UnshardedMemoryPool
+from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
 from meshard._torch.dtensor import is_placed_like, local_of, move_local, set_local
 
 
@@ -89,14 +89,14 @@ def _as_shard(
     )
 
 
-def check_not_meta(params: Sequence[ShardedParam], unit: str, home: torch.device) -> None:
-    """Raise if a shard has no memory yet. Shards of this group live on ``home``."""
+def check_not_meta(params: Sequence[ShardedParam], unit: str, location: torch.device) -> None:
+    """Raise if a shard has no memory yet. Shards of this group live on ``location``."""
     for param in params:
         if local_of(param.sharded).device.type == "meta":
             raise RuntimeError(
                 f"parameter {param.fqn!r} of unit {unit!r} is still on the meta device; "
-                f"call to_empty(device={home.type!r}) on the root module (shards "
-                f"live on {home.type!r}) and initialise its parameters "
+                f"call to_empty(device={location.type!r}) on the root module (shards "
+                f"live on {location.type!r}) and initialise its parameters "
                 "(reset_parameters, or load_state_dict) before the first forward."
             )
 
@@ -110,12 +110,12 @@ class GroupSpec:
 
     mesh_info: MeshInfo
     device: torch.device
-    host: Home | None = None  # shards, gradients and optimizer state live there, if given
+    host: MemoryLocation | None = None  # shards, gradients and optimizer state live there, if given
 
     @property
-    def home(self) -> Home:
+    def location(self) -> MemoryLocation:
         """Where shards live."""
-        return self.host if self.host is not None else Home(self.device)
+        return self.host if self.host is not None else MemoryLocation(self.device)
 
 
 class FlatParams:
@@ -144,7 +144,7 @@ class FlatParams:
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
         self.link = HostLink(spec.device) if spec.host is not None else None
-        self._own_home = self._home = spec.home
+        self._own_location = self._location = spec.location
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
         self._is_partly_meta = False
@@ -156,9 +156,9 @@ class FlatParams:
     def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
         layouts = [param.layout for param in self.params]
         devices = {shard.device.type for shard in shards}
-        home = META if "meta" in devices else self._home
+        location = META if "meta" in devices else self._location
         layout = FlatLayout.build(layouts, [shard.dtype for shard in shards])
-        self.storage = FlatShard(layout, self.spec.mesh_info.shard_rank, home)
+        self.storage = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.storage.fill(shards)
         self._is_meta = self.storage.buffer.is_meta
 
@@ -207,10 +207,10 @@ class FlatParams:
         """Move what ``take_replacements`` found into a flat buffer. Nothing may be whole."""
         locals_ = [local_of(param.sharded) for param in self.params]
         for param, local in zip(self.params, locals_, strict=True):
-            if local.device.type not in ("meta", self._home.device.type):
+            if local.device.type not in ("meta", self._location.device.type):
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
-                    f"but {self._why_at_home}; move it back before use."
+                    f"but {self._why_at_location}; move it back before use."
                 )
         # What has memory already must not be dropped because the rest has none yet.
         self._is_partly_meta = len({local.is_meta for local in locals_}) > 1
@@ -238,21 +238,21 @@ class FlatParams:
         return copied
 
     @property
-    def _why_at_home(self) -> str:
-        home = self._home.device.type
-        if self.is_away:
-            return f"meshard.offload has put it on {home!r} until meshard.onload(module)"
+    def _why_at_location(self) -> str:
+        location = self._location.device.type
+        if self.is_offloaded:
+            return f"meshard.offload has put it on {location!r} until meshard.onload(module)"
         if self.link is not None:
-            return f"its CPUOffloadPolicy keeps it on {home!r}, as in to_empty(device={home!r})"
-        return f"its mesh is on {home!r} (meshard.offload moves a whole model to the host and back)"
+            return f"its CPUOffloadPolicy keeps it on {location!r}, as in to_empty(device={location!r})"
+        return f"its mesh is on {location!r} (meshard.offload moves a whole model to the host and back)"
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the shards are not where the unit gathers them from."""
-        return self._home is not self._own_home
+        return self._location is not self._own_location
 
-    def move(self, home: Home | None) -> torch.Tensor:
-        """Start moving the flat shard to ``home``; parameters stay the same objects.
+    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+        """Start moving the flat shard to ``location``; parameters stay the same objects.
 
         Nothing may be whole.
 
@@ -262,10 +262,10 @@ class FlatParams:
         Returns:
             The old flat shard, to be kept until the copy is over.
         """
-        old, self._home = self.storage, self._own_home if home is None else home
+        old, self._location = self.storage, self._own_location if location is None else location
         if old.buffer.is_meta:
             return old.buffer
-        self.storage = FlatShard(old.layout, self.spec.mesh_info.shard_rank, self._home)
+        self.storage = FlatShard(old.layout, self.spec.mesh_info.shard_rank, self._location)
         self.storage.buffer.copy_(old.buffer, non_blocking=True)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             move_local(param.sharded, own)
@@ -342,13 +342,13 @@ class FlatParams:
 
     def check_materialised(self) -> None:
         """Raise if a shard has no memory yet, or not where it is gathered from."""
-        if self.is_away:
+        if self.is_offloaded:
             raise RuntimeError(
                 f"unit {self.label!r} is on the host since meshard.offload(module); call "
                 "meshard.onload(module) before the next forward or unshard."
             )
         if self._is_meta or self._is_partly_meta:
-            check_not_meta(self.params, self.label, self._home.device)
+            check_not_meta(self.params, self.label, self._location.device)
 
 
 def _hook(
@@ -402,7 +402,7 @@ class UnitParams(Protocol):
         """Whether some shards have memory and others have none."""
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the shards are not where they are gathered from."""
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
@@ -450,7 +450,7 @@ class UnitParams(Protocol):
     ) -> UnitParams:
         """Return tensors of their own for ``params``, whose sharded faces have been copied."""
 
-    def move(self, home: Home | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> torch.Tensor:
         """Start moving the shards; None: back to where they are gathered from."""
 
     def check_materialised(self) -> None:

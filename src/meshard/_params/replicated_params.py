@@ -27,7 +27,7 @@ from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.flat_params import GradientHook, GroupSpec
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as
-from meshard._params.storage import Home, UnshardedMemoryPool
+from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
 from meshard._torch.dtensor import make_dtensor
 
 
@@ -223,14 +223,14 @@ class PlainTensors:
         return False
 
     @property
-    def is_away(self) -> bool:
-        """See ``UnitParams.is_away``."""
+    def is_offloaded(self) -> bool:
+        """See ``UnitParams.is_offloaded``."""
         return False
 
     def check_materialised(self) -> None:
         """See ``UnitParams.check_materialised``: ``replicate`` has looked."""
 
-    def move(self, home: Home | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> torch.Tensor:
         """See ``UnitParams.move``.
 
         Raises:

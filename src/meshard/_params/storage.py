@@ -15,7 +15,7 @@ from meshard._mesh.layout import FlatLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class MemoryLocation:
     """A kind of memory.
 
     Args:
@@ -29,7 +29,7 @@ class Home:
     step_device: torch.device | None = None
 
     @classmethod
-    def host_of(cls, device: torch.device, *, pin: bool) -> Home:
+    def host_memory(cls, device: torch.device, *, pin: bool) -> MemoryLocation:
         """Return the host memory beside ``device``; pinned only if a device can make use of it."""
         return cls(torch.device("cpu"), pin and device.type != "cpu")
 
@@ -46,7 +46,7 @@ class Home:
         return layout.allocate(device=self.device, pin_memory=self.is_pinned)
 
 
-META = Home(torch.device("meta"))
+META = MemoryLocation(torch.device("meta"))
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -71,9 +71,9 @@ class FlatShard:
         home: What the buffer is allocated in; may be meta.
     """
 
-    def __init__(self, layout: FlatLayout, shard_rank: int, home: Home) -> None:
+    def __init__(self, layout: FlatLayout, shard_rank: int, location: MemoryLocation) -> None:
         self.layout = layout
-        self.buffer = home.buffer_for(layout)
+        self.buffer = location.buffer_for(layout)
         self.segments = layout.split(self.buffer)
         self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
         for segment, flat in zip(layout.segments, self.segments, strict=True):

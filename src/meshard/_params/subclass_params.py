@@ -30,7 +30,7 @@ from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import shard_mesh_of
 from meshard._params.flat_params import GradientHook, GroupSpec, check_not_meta, take_replacements
 from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import is_plain, local_of, set_local
 from meshard._torch.private import keeping_version
 from meshard.policies import MixedPrecisionPolicy
@@ -321,7 +321,7 @@ class ExtendedTensors:
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
         self.link = None  # shards are not in host memory
-        self.is_away = False
+        self.is_offloaded = False
         self._mp_policy = mp_policy
         self._shard_mesh = shard_mesh_of(spec.mesh_info)
         self._gradient_hook = gradient_hook
@@ -503,7 +503,7 @@ class ExtendedTensors:
         copied.rebuild()
         return copied
 
-    def move(self, home: Home | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> torch.Tensor:
         """See ``UnitParams.move``; ``meshard.offload`` refuses these before it moves anything."""
         raise AssertionError("shards that say themselves what is gathered of them stay in place")
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshard._comm.communicator import RecordedWork
 from meshard._engine.param_group import ParamGroup
-from meshard._params.storage import Home
+from meshard._params.storage import MemoryLocation
 from meshard.optim.flat_slices import State
 from meshard.optim.joined_steps import MakeOptimizer
 from meshard.optim.pending_step import AwaitedStep
@@ -56,10 +56,10 @@ class DeviceSteps:
         home: The host memory, for states that the first step makes.
     """
 
-    def __init__(self, make: MakeOptimizer, device: torch.device, home: Home) -> None:
+    def __init__(self, make: MakeOptimizer, device: torch.device, location: MemoryLocation) -> None:
         self._make = make
         self._device = device
-        self._home = home
+        self._location = location
         self._twin: _Twin | None = None
 
     def step(self, optimizer: Optimizer) -> None:
@@ -117,5 +117,5 @@ class DeviceSteps:
                 state[key] = value
             else:
                 if key not in state:
-                    state[key] = self._home.empty_like(value)
+                    state[key] = self._location.empty_like(value)
                 state[key].copy_(value, non_blocking=True)
