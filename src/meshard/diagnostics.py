@@ -79,7 +79,7 @@ class _Row:
         # What is sent: the padding of every rank goes over the wire as well.
         per_rank = unit.group.tensors.layout.shard_bytes
         worst = max(
-            params, key=lambda p: p.layout.slot_numel * mesh_info.shard_count - p.layout.numel
+            params, key=lambda p: p.layout.range_numel * mesh_info.shard_count - p.layout.numel
         )
         narrow = (
             param.fqn

@@ -220,10 +220,10 @@ class OpenUnit:
         """Iterate over parts of ``rows [shard_count, n]`` and the same elements of the wholes."""
         layout = self._tensors.storage.layout
         for segment, part in zip(layout.segments, layout.split(rows), strict=True):
-            for slot in segment.slots:
-                slots = part.narrow(1, slot.offset, slot.numel)
+            for param_range in segment.ranges:
+                ranges = part.narrow(1, param_range.offset, param_range.numel)
                 yield from matching_parts(
-                    slots, all_unsharded[slot.index], layout.params[slot.index]
+                    ranges, all_unsharded[param_range.index], layout.params[param_range.index]
                 )
 
     # --- edits -----------------------------------------------------------------------------

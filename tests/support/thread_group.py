@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support import thread_math as math
 from tests.support.local_group import LocalGroup
-from tests.support.rendezvous import Compute, Part, Rendezvous, Slot
+from tests.support.rendezvous import Compute, ParamRange, Part, Rendezvous
 from tests.support.torch_testing import take_threaded_backend
 
 BACKEND = "threaded"
@@ -30,10 +30,10 @@ def enter_thread(rendezvous: Rendezvous, rank: int) -> None:
 class ThreadWork(dist.Work):
     """A collective that was started; nothing is written before it is waited for."""
 
-    def __init__(self, rendezvous: Rendezvous, slot: Slot, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, slot: ParamRange, rank: int) -> None:
         super().__init__()
         self._rendezvous, self._rank = rendezvous, rank
-        self._slot: Slot | None = slot
+        self._slot: ParamRange | None = slot
         self._outputs = slot.parts[rank].outputs
 
     def wait(self, timeout: object = None) -> bool:
@@ -91,7 +91,7 @@ class ThreadGroup(LocalGroup):
     ) -> ThreadWork:
         number, rank = next(self._count), self._ranks[self._group_rank]
         key = f"{self._name}:{self._ranks}"
-        slot = Slot(
+        slot = ParamRange(
             label=f"{kind} #{number} of group {self._name!r} {list(self._ranks)}",
             signature=(kind, *same),
             compute=compute,

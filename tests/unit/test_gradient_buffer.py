@@ -30,7 +30,7 @@ def integers(shape):
 
 def local_of(layout, flat, index, rank):
     shape = layout.params[index].local_shape(rank)
-    offset = layout.slots[index].offset
+    offset = layout.ranges[index].offset
     return flat[offset : offset + shape.numel()].view(shape)
 
 
@@ -94,7 +94,7 @@ def test_adding_equals_packing_the_sum(params, data):
     assert torch.equal(buffer, expected)
     unused = [i for i, total in enumerate(sums) if total is None]
     for index in unused:
-        slot = layout.slots[index]
+        slot = layout.ranges[index]
         assert torch.signbit(buffer[:, slot.offset : slot.offset + slot.numel]).all()
 
 

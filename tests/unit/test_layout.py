@@ -96,13 +96,13 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
 @given(layout=layouts())
 def test_slots_and_whole_name_the_same_elements(layout):
     whole = torch.arange(layout.numel, dtype=torch.float32).view(layout.shape)
-    slots = torch.full((layout.shard_count, layout.slot_numel), -1.0)
-    for ours, theirs in matching_parts(slots, whole, layout):
+    ranges = torch.full((layout.shard_count, layout.range_numel), -1.0)
+    for ours, theirs in matching_parts(ranges, whole, layout):
         ours.copy_(theirs)
     for rank in range(layout.shard_count):
         own = shards_of([whole], [layout], rank)[0].reshape(-1)
-        assert torch.equal(slots[rank, : own.numel()], own)
-        assert (slots[rank, own.numel() :] == -1).all()
+        assert torch.equal(ranges[rank, : own.numel()], own)
+        assert (ranges[rank, own.numel() :] == -1).all()
 
 
 @given(data=st.data())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.buffers import KeptBuffer, copy_all, matching_parts
 from meshard._comm.communicator import Borrowed, CommStream, Communicator, InFlight, Rows
-from meshard._mesh.layout import FlatLayout, Slot
+from meshard._mesh.layout import FlatLayout, ParamRange
 
 
 class GatherInFlight(NamedTuple):
@@ -119,10 +119,10 @@ class GatherPlan:
             None if segment.regular_numel == segment.numel else segment.regular_numel
             for segment in on_wire.segments
         ]
-        self._irregular_slots = [
-            (place, slot)
+        self._irregular_ranges = [
+            (place, param_range)
             for place, segment in enumerate(on_wire.segments)
-            for slot in segment.slots[segment.num_regular :]
+            for param_range in segment.ranges[segment.num_regular :]
         ]
         self._kept: KeptBuffer | None = None
         self._in_place: _InPlace | None = None
@@ -202,8 +202,10 @@ class GatherPlan:
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
         self._regular = [
             [
-                unsharded[slot.index].view(unsharded[slot.index].numel() // slot.numel, -1)
-                for slot in segment.slots[: segment.num_regular]
+                unsharded[param_range.index].view(
+                    unsharded[param_range.index].numel() // param_range.numel, -1
+                )
+                for param_range in segment.ranges[: segment.num_regular]
             ]
             for segment in self.on_wire.segments
         ]
@@ -231,8 +233,10 @@ class GatherPlan:
                         dim=1,
                         out=self._regular[place],
                     )
-        for place, slot in self._irregular_slots:
-            self._fill_irregular(slot, parts[place].narrow(1, slot.offset, slot.numel))
+        for place, param_range in self._irregular_ranges:
+            self._fill_irregular(
+                param_range, parts[place].narrow(1, param_range.offset, param_range.numel)
+            )
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
         """Prepare the copies of regular parameters out of ``parts``, of all ranks, one per dtype.
@@ -246,7 +250,7 @@ class GatherPlan:
             sizes = segment.regular_sizes
             for first, count in _runs_of_one_size(sizes):
                 same = all_unsharded[first : first + count]
-                offset, numel = segment.slots[first].offset, sizes[first]
+                offset, numel = segment.ranges[first].offset, sizes[first]
                 taken = part.narrow(1, offset, count * numel).unflatten(1, (count, numel))
                 gap = _gap_between(same)
                 if gap is None:
@@ -274,17 +278,19 @@ class GatherPlan:
                         self._regular_sizes[place],
                         out=views[place],
                     )
-            for slot in segment.slots[segment.num_regular :]:
-                slots = [part[place].narrow(0, slot.offset, slot.numel) for part in parts]
-                self._fill_irregular(slot, torch.stack(slots))
+            for param_range in segment.ranges[segment.num_regular :]:
+                ranges = [
+                    part[place].narrow(0, param_range.offset, param_range.numel) for part in parts
+                ]
+                self._fill_irregular(param_range, torch.stack(ranges))
 
     def _regular_part(self, place: int, part: torch.Tensor) -> torch.Tensor:
         end = self._regular_ends[place]
         return part if end is None else part.narrow(-1, 0, end)
 
-    def _fill_irregular(self, slot: Slot, slots: torch.Tensor) -> None:
-        layout = self.on_wire.params[slot.index]
-        for ours, theirs in matching_parts(slots, self._irregular[slot.index], layout):
+    def _fill_irregular(self, param_range: ParamRange, ranges: torch.Tensor) -> None:
+        layout = self.on_wire.params[param_range.index]
+        for ours, theirs in matching_parts(ranges, self._irregular[param_range.index], layout):
             theirs.copy_(ours)
 
 
@@ -307,24 +313,26 @@ def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
 def _cast_runs(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
     """Pair the two layouts' slots up, merging neighbours that stay neighbours."""
     target = {
-        slot.index: (place, slot.offset)
+        param_range.index: (place, param_range.offset)
         for place, segment in enumerate(on_wire.segments)
-        for slot in segment.slots
+        for param_range in segment.ranges
     }
     runs: list[_CastRun] = []
     for place, segment in enumerate(sharded_of_all.segments):
-        for slot in segment.slots:
-            to_segment, to_offset = target[slot.index]
+        for param_range in segment.ranges:
+            to_segment, to_offset = target[param_range.index]
             last = runs[-1] if runs else None
             if (
                 last is not None
                 and (last.from_segment, last.to_segment) == (place, to_segment)
-                and last.from_offset + last.numel == slot.offset
+                and last.from_offset + last.numel == param_range.offset
                 and last.to_offset + last.numel == to_offset
             ):
-                runs[-1] = last._replace(numel=last.numel + slot.numel)
+                runs[-1] = last._replace(numel=last.numel + param_range.numel)
             else:
-                runs.append(_CastRun(place, slot.offset, to_segment, to_offset, slot.numel))
+                runs.append(
+                    _CastRun(place, param_range.offset, to_segment, to_offset, param_range.numel)
+                )
     return runs
 
 

@@ -37,14 +37,14 @@ class Numbers:
 
 
 def matching_parts(
-    slots: torch.Tensor, unsharded: torch.Tensor, layout: ParamLayout
+    ranges: torch.Tensor, unsharded: torch.Tensor, layout: ParamLayout
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return pairs of views, of the slots and of the whole parameter, that hold the same elements.
 
     At most two pairs: all full chunks at once, and the one rank that owns fewer rows.
 
     Args:
-        slots: ``[shard_count, slot_numel]``, rank by rank.
+        slots: ``[shard_count, range_numel]``, rank by rank.
         whole: The whole parameter, or a whole gradient; any strides.
         layout: How it is cut.
     """
@@ -52,13 +52,13 @@ def matching_parts(
     chunk, full = layout.chunk_rows, layout.full_chunks
     # reshape is a view for contiguous tensors, which whole parameters are by construction.
     rows = unsharded.reshape(layout.prefix, layout.rows, layout.suffix)
-    if full and layout.slot_numel:
-        ours = slots[:full].view(full, layout.prefix, chunk, layout.suffix)
+    if full and layout.range_numel:
+        ours = ranges[:full].view(full, layout.prefix, chunk, layout.suffix)
         theirs = rows[:, : full * chunk].unflatten(1, (full, chunk))
         parts.append((ours.transpose(0, 1), theirs))
     rest = layout.rows - full * chunk
-    if rest and layout.slot_numel:
-        owned = slots[full, : layout.prefix * rest * layout.suffix]
+    if rest and layout.range_numel:
+        owned = ranges[full, : layout.prefix * rest * layout.suffix]
         parts.append((owned.view(layout.prefix, rest, layout.suffix), rows[:, full * chunk :]))
     return parts
 

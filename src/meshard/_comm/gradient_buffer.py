@@ -17,7 +17,7 @@ import torch
 from meshard._comm.buffers import KeptBuffer, Numbers, copy_all, matching_parts
 from meshard._comm.communicator import Rows
 from meshard._comm.unused_params import UsageMarks
-from meshard._mesh.layout import FlatLayout, ParamLayout, Slot
+from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange
 
 _MAX_MARKS = 16
 _FEW = 3600  # elements: from here on torch transposes by blocks, slower than column by column
@@ -55,13 +55,15 @@ class GradientLayout:
         self.indices = indices
         self.device = device
         self.shard_count = params[0].shard_count
-        slots = flat.segments[0].slots if flat.segments else ()
+        ranges = flat.segments[0].ranges if flat.segments else ()
         num_regular = flat.segments[0].num_regular if flat.segments else 0
-        self.slots: dict[int, Slot] = {slot.index: slot for slot in slots}
+        self.ranges: dict[int, ParamRange] = {
+            param_range.index: param_range for param_range in ranges
+        }
         self.shard_numel = flat.segments[0].numel if flat.segments else 0
-        self.regular = [slot.index for slot in slots[:num_regular]]
+        self.regular = [param_range.index for param_range in ranges[:num_regular]]
         self.regular_numel = flat.segments[0].regular_numel if flat.segments else 0
-        self.irregular = [slot for slot in slots[num_regular:] if slot.numel]
+        self.irregular = [param_range for param_range in ranges[num_regular:] if param_range.numel]
         self.is_large = self.numel >= _LARGE
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
@@ -109,7 +111,7 @@ class GradientLayout:
     def _owned_by(self, shard_rank: int, index: int) -> _Owned:
         shape = self.params[index].local_shape(shard_rank)
         stride = torch.empty(shape, device="meta").stride()
-        return _Owned(index, self.slots[index].offset, tuple(shape), tuple(stride))
+        return _Owned(index, self.ranges[index].offset, tuple(shape), tuple(stride))
 
     def pack(self, buffer: Rows, gradients: list[torch.Tensor | None]) -> None:
         """Overwrite ``buffer`` with whole gradients; slots without one become ``-0.0``.
@@ -134,10 +136,10 @@ class GradientLayout:
                 if not is_complete:
                     target.fill_(-0.0)
                 present.clear()  # or it would hold them
-                self._write(buffer, gradients, [self.slots[index] for index in self.regular])
-        for slot in self.irregular:
-            buffer.narrow(1, slot.offset, slot.numel).fill_(
-                -0.0 if gradients[slot.index] is None else 0.0
+                self._write(buffer, gradients, [self.ranges[index] for index in self.regular])
+        for param_range in self.irregular:
+            buffer.narrow(1, param_range.offset, param_range.numel).fill_(
+                -0.0 if gradients[param_range.index] is None else 0.0
             )
         if self.irregular:
             self._write(buffer, gradients, self.irregular)
@@ -175,29 +177,32 @@ class GradientLayout:
             split = [g.reshape(self.shard_count, -1).unbind() for g in regular if g is not None]
             for row, pieces in zip(rows, zip(*split, strict=True), strict=True):
                 torch.cat(pieces, out=row[: self.regular_numel])
-            slots = self.irregular
+            ranges = self.irregular
         else:
-            slots = [*(self.slots[index] for index in self.regular), *self.irregular]
+            ranges = [*(self.ranges[index] for index in self.regular), *self.irregular]
         regular.clear()  # or it would hold them
-        for slot in slots:
-            parts = [row.narrow(0, slot.offset, slot.numel) for row in rows]
-            self._write_rows(slot, parts, gradients)
+        for param_range in ranges:
+            parts = [row.narrow(0, param_range.offset, param_range.numel) for row in rows]
+            self._write_rows(param_range, parts, gradients)
             if self.is_large:
-                gradients[slot.index] = None
+                gradients[param_range.index] = None
 
     def _write_rows(
-        self, slot: Slot, parts: list[torch.Tensor], gradients: list[torch.Tensor | None]
+        self,
+        param_range: ParamRange,
+        parts: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
     ) -> None:
-        gradient = gradients[slot.index]
+        gradient = gradients[param_range.index]
         if gradient is None:
             for part in parts:
                 part.fill_(-0.0)
-        elif self.params[slot.index].is_regular:
+        elif self.params[param_range.index].is_regular:
             for part, source in zip(parts, gradient.reshape(self.shard_count, -1), strict=True):
                 part.copy_(source)
         else:
-            padded = parts[0].new_zeros(self.shard_count, slot.numel)
-            _copy_into(padded, gradient, self.params[slot.index])
+            padded = parts[0].new_zeros(self.shard_count, param_range.numel)
+            _copy_into(padded, gradient, self.params[param_range.index])
             for part, source in zip(parts, padded, strict=True):
                 part.copy_(source)
 
@@ -205,30 +210,30 @@ class GradientLayout:
         self,
         buffer: torch.Tensor,
         gradients: list[torch.Tensor | None],
-        slots: Sequence[Slot],
+        ranges: Sequence[ParamRange],
     ) -> None:
-        for slot in slots:
-            gradient = gradients[slot.index]
+        for param_range in ranges:
+            gradient = gradients[param_range.index]
             if gradient is not None:
-                part = buffer.narrow(1, slot.offset, slot.numel)
-                _copy_into(part, gradient, self.params[slot.index])
+                part = buffer.narrow(1, param_range.offset, param_range.numel)
+                _copy_into(part, gradient, self.params[param_range.index])
                 if self.is_large:
-                    gradients[slot.index] = None
+                    gradients[param_range.index] = None
 
     def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add whole gradients to what ``buffer`` holds."""
         for index in self.regular:
             gradient = gradients[index]
             if gradient is not None:
-                slot = self.slots[index]
+                param_range = self.ranges[index]
                 rows = gradient.reshape(self.shard_count, -1)
-                buffer.narrow(1, slot.offset, slot.numel).add_(rows)
-        for slot in self.irregular:
-            gradient = gradients[slot.index]
+                buffer.narrow(1, param_range.offset, param_range.numel).add_(rows)
+        for param_range in self.irregular:
+            gradient = gradients[param_range.index]
             if gradient is not None:
-                part = buffer.narrow(1, slot.offset, slot.numel)
+                part = buffer.narrow(1, param_range.offset, param_range.numel)
                 part.add_(0.0)  # padding of a slot that was unused until now: -0.0 becomes 0.0
-                for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
+                for ours, theirs in matching_parts(part, gradient, self.params[param_range.index]):
                     ours.add_(theirs)
 
     def run_hooks(
@@ -249,18 +254,20 @@ class GradientLayout:
                     f"the reduce hook {hook!r} returned a value; change the tensor in place."
                 )
         if hooks:
-            for index, slot in self.slots.items():
+            for index, param_range in self.ranges.items():
                 if index not in used:
-                    buffer.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
+                    buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
     def marks_for(self, used: frozenset[int]) -> UsageMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
             if len(self._marks) >= _MAX_MARKS:  # experts make a new set at almost every step
                 self._marks.clear()
-            offsets = {i: slot.offset for i, slot in self.slots.items() if slot.numel}
+            offsets = {
+                i: param_range.offset for i, param_range in self.ranges.items() if param_range.numel
+            }
             # An empty slot cannot be marked: count it as used, so that all ranks agree.
-            empty = {index for index, slot in self.slots.items() if not slot.numel}
+            empty = {index for index, param_range in self.ranges.items() if not param_range.numel}
             self._marks[used] = UsageMarks(offsets, used | empty, self.device, self._numbers)
         return self._marks[used]
 
@@ -269,15 +276,15 @@ class GradientLayout:
         shape = (*buffer.shape[:-1], to.shard_numel)
         moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
         for index in held:
-            source, target = self.slots[index], to.slots[index]
+            source, target = self.ranges[index], to.ranges[index]
             moved.narrow(-1, target.offset, target.numel).copy_(
                 buffer.narrow(-1, source.offset, source.numel)
             )
         return moved
 
 
-def _copy_into(slots: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
-    for ours, theirs in matching_parts(slots, gradient, layout):
+def _copy_into(ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
+    for ours, theirs in matching_parts(ranges, gradient, layout):
         ours.copy_(theirs)
 
 
@@ -301,8 +308,8 @@ class Held(NamedTuple):
     def erase(self, indices: frozenset[int]) -> None:
         """Make the slots of some parameters as if they had no gradient, in place."""
         for index in self.used & indices:
-            slot = self.layout.slots[index]
-            self.flat.narrow(-1, slot.offset, slot.numel).fill_(-0.0)
+            param_range = self.layout.ranges[index]
+            self.flat.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
     def unless_all(self, erased: frozenset[int]) -> Held | None:
         """Return what is left once ``erased`` are gone; None if that is all, used here or not."""

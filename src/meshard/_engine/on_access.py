@@ -36,7 +36,7 @@ def gather_on_access(unit: Unit) -> None:
             # Past Module.__setattr__, which takes names of parameters only.
             module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
     for param in params:
-        param.find_slots()
+        param.find_owner_dicts()
 
 
 class _NoticedReads(dict[str, Any]):

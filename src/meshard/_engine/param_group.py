@@ -24,7 +24,7 @@ from meshard._engine.averages import watch_averages
 from meshard._engine.manual_unshard import HandedOut, take_back
 from meshard._engine.optimizer_hooks import watch_optimizers
 from meshard._params.flat_params import UnitParams
-from meshard._params.sharded_param import Slots
+from meshard._params.sharded_param import OwnerDicts
 
 
 class StepUnderWay(Protocol):
@@ -99,7 +99,7 @@ class ParamGroup:
     def __init__(self, tensors: UnitParams) -> None:
         self.tensors = tensors
         self.params = tensors.params
-        self._slots = Slots(tensors.params)
+        self._owner_dicts = OwnerDicts(tensors.params)
         self.spec = tensors.spec
         self.comm: Communicator  # shared by all units of a root
         self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
@@ -359,14 +359,14 @@ class ParamGroup:
                 backward, with that of the forward: all ranks reduce what forward has recorded.
         """
         if read_flags:
-            self.num_trainable = self._slots.take_flags()
-        self._slots.install_unsharded()
+            self.num_trainable = self._owner_dicts.take_flags()
+        self._owner_dicts.install_unsharded()
         self.is_unsharded_installed = True
 
     def install_sharded(self) -> None:
         """Let the module see its sharded parameters, as it does outside its own forward."""
         if self.is_unsharded_installed:
-            self._slots.install_sharded()
+            self._owner_dicts.install_sharded()
             self.is_unsharded_installed = False
             if self.handed_out is not None:
                 take_back(self, refuse=False)

@@ -277,8 +277,12 @@ class PlainGrads(ShardedGrads):
 
     @staticmethod
     def _only(held: Held, index: int) -> torch.Tensor | None:
-        slot = held.layout.slots.get(index)
-        return None if slot is None else held.flat.view(-1).narrow(0, slot.offset, slot.numel)
+        param_range = held.layout.ranges.get(index)
+        return (
+            None
+            if param_range is None
+            else held.flat.view(-1).narrow(0, param_range.offset, param_range.numel)
+        )
 
     def _look(self, new: Held) -> tuple[list[int], bool]:
         return [], self._is_clear()  # autograd runs the hooks of these parameters by itself

@@ -49,7 +49,7 @@ class ParamLayout:
         return self.prefix * self.rows * self.suffix
 
     @property
-    def slot_numel(self) -> int:
+    def range_numel(self) -> int:
         """Elements of a full chunk, which is what every rank sends."""
         return self.prefix * self.chunk_rows * self.suffix
 
@@ -86,7 +86,7 @@ class ParamLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ParamRange:
     """Where one parameter stands inside a flat shard."""
 
     index: int  # the parameter's place in the unit
@@ -104,13 +104,13 @@ class Segment:
 
     dtype: torch.dtype
     byte_offset: int
-    slots: tuple[Slot, ...]
+    ranges: tuple[ParamRange, ...]
     num_regular: int
 
     @property
     def numel(self) -> int:
         """Elements of the segment on one rank."""
-        return self.slots[-1].offset + self.slots[-1].numel if self.slots else 0
+        return self.ranges[-1].offset + self.ranges[-1].numel if self.ranges else 0
 
     @property
     def num_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Segment:
     @property
     def regular_sizes(self) -> list[int]:
         """Slot sizes of the regular parameters."""
-        return [slot.numel for slot in self.slots[: self.num_regular]]
+        return [param_range.numel for param_range in self.ranges[: self.num_regular]]
 
     @property
     def regular_numel(self) -> int:
@@ -158,15 +158,15 @@ class FlatLayout:
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
             indices = sorted(
-                by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].slot_numel)
+                by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].range_numel)
             )
-            slots = []
+            ranges = []
             offset = 0
             for index in indices:
-                slots.append(Slot(index, offset, params[index].slot_numel))
-                offset += params[index].slot_numel
+                ranges.append(ParamRange(index, offset, params[index].range_numel))
+                offset += params[index].range_numel
             num_regular = sum(params[index].is_regular for index in indices)
-            segments.append(Segment(dtype, byte_offset, tuple(slots), num_regular))
+            segments.append(Segment(dtype, byte_offset, tuple(ranges), num_regular))
             byte_offset += segments[-1].num_bytes
         return cls(tuple(params), tuple(segments))
 
@@ -178,7 +178,7 @@ class FlatLayout:
     @property
     def order(self) -> list[int]:
         """Parameter indices in the order in which they stand in the buffer."""
-        return [slot.index for segment in self.segments for slot in segment.slots]
+        return [param_range.index for segment in self.segments for param_range in segment.ranges]
 
     @property
     def shard_bytes(self) -> int:

@@ -282,7 +282,7 @@ class PlainTensors:
             sharded = param.sharded
             if sharded.dtype is not dtype:
                 return None  # a submodule was cast, and autograd has dropped the hooks
-            for parameters, name in param._slots:
+            for parameters, name in param._owner_dicts:
                 installed = parameters.get(name)
                 if installed is not sharded and installed is not param.unsharded:
                     return None

@@ -65,7 +65,7 @@ class ShardedParam:
     __slots__ = (
         "__weakref__",
         "_listed",
-        "_slots",
+        "_owner_dicts",
         "dtensor_placement",
         "fqn",
         "layout",
@@ -86,8 +86,8 @@ class ShardedParam:
         self.fqn = fqn
         self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
         # Where each owner keeps it: looked at several times in each step.
-        self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self._listed: weakref.ref[Slots] | None = None
+        self._owner_dicts: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._listed: weakref.ref[OwnerDicts] | None = None
         for module, name in owners:
             self.add_owner(module, name)
         self.layout = layout
@@ -106,13 +106,15 @@ class ShardedParam:
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Note that ``module`` holds the parameter as its attribute ``name``."""
         self.owners.append((weakref.ref(module), name))
-        self._slots.append((module._parameters, name))
+        self._owner_dicts.append((module._parameters, name))
         self._changed_owners()
 
-    def find_slots(self) -> None:
+    def find_owner_dicts(self) -> None:
         """Look again where each owner keeps it: an owner has got another dict of parameters."""
         modules = [(module_ref(), name) for module_ref, name in self.owners]
-        self._slots = [(module._parameters, name) for module, name in modules if module is not None]
+        self._owner_dicts = [
+            (module._parameters, name) for module, name in modules if module is not None
+        ]
         self._changed_owners()
 
     def _changed_owners(self) -> None:
@@ -212,7 +214,7 @@ class ShardedParam:
 
     def install(self, unsharded_param: nn.Parameter) -> None:
         """Make every owner hold ``unsharded_param``, without the cost of ``Module.__setattr__``."""
-        for parameters, name in self._slots:
+        for parameters, name in self._owner_dicts:
             parameters[name] = unsharded_param
 
     def leave(self, unsharded_param: nn.Parameter) -> nn.Parameter:
@@ -223,7 +225,7 @@ class ShardedParam:
         """
         before, self.unsharded = self.unsharded, unsharded_param
         unsharded_param.grad, before.grad = before.grad, None
-        for parameters, name in self._slots:
+        for parameters, name in self._owner_dicts:
             if parameters.get(name) is before:
                 parameters[name] = unsharded_param
         self.left = [ref for ref in self.left if ref() is not None]
@@ -267,7 +269,7 @@ class ShardedParam:
 # What a step does to all parameters of a unit, several times: one loop, and no call for each.
 
 
-class Slots:
+class OwnerDicts:
     """Where the owners of several parameters keep them.
 
     Args:
@@ -286,7 +288,9 @@ class Slots:
 
     def _all(self) -> list[tuple[ShardedParam, dict[str, nn.Parameter | None], str]]:
         if not self._found:
-            self._found = [(param, *slot) for param in self._params for slot in param._slots]
+            self._found = [
+                (param, *owner_dict) for param in self._params for owner_dict in param._owner_dicts
+            ]
         return self._found
 
     def take_flags(self) -> int:
@@ -335,7 +339,7 @@ def version_unless_replaced(
     with unasked():
         for param, own in zip(params, locals_, strict=True):
             sharded = param.sharded
-            for parameters, name in param._slots:
+            for parameters, name in param._owner_dicts:
                 installed = parameters.get(name)
                 if installed is not sharded and installed is not param.unsharded:
                     return None

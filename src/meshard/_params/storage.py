@@ -77,10 +77,10 @@ class FlatShard:
         self.segments = layout.split(self.buffer)
         self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
         for segment, flat in zip(layout.segments, self.segments, strict=True):
-            for slot in segment.slots:
-                shape = layout.params[slot.index].local_shape(shard_rank)
-                owned = flat.narrow(0, slot.offset, shape.numel())
-                self.locals[slot.index] = with_own_storage(owned).view(shape)
+            for param_range in segment.ranges:
+                shape = layout.params[param_range.index].local_shape(shard_rank)
+                owned = flat.narrow(0, param_range.offset, shape.numel())
+                self.locals[param_range.index] = with_own_storage(owned).view(shape)
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
@@ -115,13 +115,15 @@ class UnshardedMemoryPool:
         for segment in layout.segments:
             step = max(1, _ALIGNMENT // segment.dtype.itemsize)
             offsets, numel = [], 0
-            for slot in segment.slots:
+            for param_range in segment.ranges:
                 offsets.append(numel)
-                numel += -(-layout.params[slot.index].numel // step) * step
+                numel += -(-layout.params[param_range.index].numel // step) * step
             flat = torch.empty(numel, dtype=segment.dtype, device=device)
-            for slot, offset in zip(segment.slots, offsets, strict=True):
-                param = layout.params[slot.index]
-                self.views[slot.index] = flat.narrow(0, offset, param.numel).view(param.shape)
+            for param_range, offset in zip(segment.ranges, offsets, strict=True):
+                param = layout.params[param_range.index]
+                self.views[param_range.index] = flat.narrow(0, offset, param.numel).view(
+                    param.shape
+                )
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
         self._has_memory = True
         self.free()

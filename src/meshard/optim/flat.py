@@ -322,20 +322,20 @@ def _runs_of(tensors: FlatParams, numbers: dict[int, int]) -> list[Run]:
     runs: list[Run] = []
     storage = tensors.storage
     for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
-        ours = [numbers.get(slot.index) for slot in segment.slots]
+        ours = [numbers.get(param_range.index) for param_range in segment.ranges]
         first = 0
         for place, number in enumerate(ours):
             if place + 1 < len(ours) and ours[place + 1] == number:
                 continue
             if number is not None:
-                slots = segment.slots[first : place + 1]
+                ranges = segment.ranges[first : place + 1]
                 members = [
                     Member(
-                        tensors.params[slot.index].sharded,
-                        slot.offset,
-                        storage.locals[slot.index].numel(),
+                        tensors.params[param_range.index].sharded,
+                        param_range.offset,
+                        storage.locals[param_range.index].numel(),
                     )
-                    for slot in slots
+                    for param_range in ranges
                 ]
                 runs.append(Run(flat, members, number))
             first = place + 1

@@ -399,8 +399,8 @@ class Places:
 
 def _find(runs: Sequence[Run], held: Held, group: ParamGroup) -> list[int | None] | None:
     """Return where each run begins, None if it has no gradient; None if one does not lie there."""
-    slots = held.layout.slots
-    offsets = {id(group.params[index].sharded): slots[index].offset for index in held.used}
+    ranges = held.layout.ranges
+    offsets = {id(group.params[index].sharded): ranges[index].offset for index in held.used}
     starts: list[int | None] = []
     for run in runs:
         found = [offsets.pop(id(member.param), None) for member in run.members]
