@@ -22,7 +22,7 @@ import torch.distributed as dist
 from meshard._comm.buffers import KeptBuffer, Numbers
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.cpu import wider
-from meshard._comm.unused_params import UsageMarks
+from meshard._comm.unused_params import UnusedParamMarks
 
 _ONE = Fraction(1)
 
@@ -124,7 +124,7 @@ class ReduceRequest:
     replicate_count: int
     divide_factor: float | None
     accumulate_dtype: torch.dtype
-    marks: UsageMarks
+    marks: UnusedParamMarks
     label: str
     output: torch.Tensor | None = None
     sums_apart: bool = False

@@ -182,7 +182,7 @@ def save_beside_other_groups():
     file = io.BytesIO()
     torch.save(state, file)
     assert b"meshard" not in file.getvalue().replace(b"_meshard_groups", b"").replace(
-        b"_meshard_mark", b""
+        b"_meshard_tag", b""
     )
     file.seek(0)
     for loaded in (torch.load(file, weights_only=False), copy.deepcopy(state)):

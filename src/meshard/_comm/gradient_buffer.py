@@ -16,7 +16,7 @@ import torch
 
 from meshard._comm.buffers import KeptBuffer, Numbers, copy_all, matching_parts
 from meshard._comm.communicator import Rows
-from meshard._comm.unused_params import UsageMarks
+from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange
 
 _MAX_MARKS = 16
@@ -67,7 +67,7 @@ class GradientLayout:
         self.is_large = self.numel >= _LARGE
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
-        self._marks: dict[frozenset[int], UsageMarks] = {}
+        self._marks: dict[frozenset[int], UnusedParamMarks] = {}
         self._numbers = Numbers()
         self._kept: dict[torch.dtype, KeptBuffer] = {}
         self._owned: dict[int, list[_Owned]] = {}
@@ -258,7 +258,7 @@ class GradientLayout:
                 if index not in used:
                     buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
-    def marks_for(self, used: frozenset[int]) -> UsageMarks:
+    def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
             if len(self._marks) >= _MAX_MARKS:  # experts make a new set at almost every step
@@ -268,7 +268,7 @@ class GradientLayout:
             }
             # An empty slot cannot be marked: count it as used, so that all ranks agree.
             empty = {index for index, param_range in self.ranges.items() if not param_range.numel}
-            self._marks[used] = UsageMarks(offsets, used | empty, self.device, self._numbers)
+            self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._numbers)
         return self._marks[used]
 
     def move(self, buffer: torch.Tensor, to: GradientLayout, held: frozenset[int]) -> torch.Tensor:

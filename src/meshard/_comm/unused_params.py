@@ -19,7 +19,7 @@ from meshard._comm.buffers import Numbers
 _SMALL, _FEW = 2**14, 8
 
 
-class UsageMarks:
+class UnusedParamMarks:
     """The marks of one rank for one set of gradients. Immutable, reused from step to step.
 
     Attributes:

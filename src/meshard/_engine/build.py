@@ -37,7 +37,7 @@ from meshard._mesh.placement import (
     compose_placement,
 )
 from meshard._params.flat_params import FlatParams, GroupSpec, UnitParams
-from meshard._params.sharded_param import Mark, ShardedParam, mark_as, mark_of
+from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import ExtendedTensors, check_extension
 from meshard._shared_memory.factory import make_communicator
@@ -299,14 +299,14 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 
 def _check_free(fqn: str, param: nn.Parameter) -> None:
-    kind, marked = mark_of(param)
-    if kind is Mark.ORIGINAL:
+    kind, marked = tag_of(param)
+    if kind is TensorTag.ORIGINAL:
         raise ValueError(
             f"parameter {fqn!r} is tied to {marked!r}, which an inner fully_shard has "
             "already sharded, so the tie would be cut silently; shard both in one call "
             "(apply fully_shard to their common parent only, or pass both modules as a list)."
         )
-    if kind is Mark.SHARD:
+    if kind is TensorTag.SHARD:
         raise ValueError(
             f"parameter {fqn!r} already belongs to a unit (as {marked!r}): that of a module "
             "around this one, or of another module that shares it. Call fully_shard on children "
@@ -414,7 +414,7 @@ def commit(
     all_sharded = [param for each in chain if each.group is not None for param in each.group.params]
     for sharded, (fqn, param, _) in zip(all_sharded, found, strict=True):
         # Whoever still holds the original holds a tie that the unit does not know of.
-        mark_as(param, Mark.ORIGINAL, fqn)
+        tag_tensor(param, TensorTag.ORIGINAL, fqn)
         sharded.install(sharded.sharded)
     for module in modules:
         FSDPModule.adopt(module, unit)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from meshard._params.sharded_param import Mark, mark_of
+from meshard._params.sharded_param import TensorTag, tag_of
 from meshard._torch.private import queue_backward_callback, untraced
 
 
@@ -192,23 +192,23 @@ def owner_of(param: torch.Tensor) -> Stepped | None:
     return owner if owner is not None and owner.owns(param) else None
 
 
-_HELD_BY_MISTAKE = {
-    Mark.ORIGINAL: "as it was before fully_shard, which has put a sharded parameter in its place; "
+_NEVER_TRAINED = {
+    TensorTag.ORIGINAL: "as it was before fully_shard, which has put a sharded parameter in its place; "
     "build the optimizer after the last call of fully_shard",
-    Mark.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
+    TensorTag.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
     "assign=True); build the optimizer afterwards",
-    Mark.UNSHARDED: "as the whole copy that exists inside forward, or after unshard; build the "
+    TensorTag.UNSHARDED: "as the whole copy that exists inside forward, or after unshard; build the "
     "optimizer outside of forward, and after reshard",
 }
 
 
 def _check_trains(optimizer: Optimizer) -> None:
     for param in _params_of(optimizer):
-        mark, fqn = mark_of(param)
-        if mark in _HELD_BY_MISTAKE:
+        mark, fqn = tag_of(param)
+        if mark in _NEVER_TRAINED:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} would never train the model: it holds parameter "
-                f"{fqn!r} {_HELD_BY_MISTAKE[mark]}, from module.parameters()."
+                f"{fqn!r} {_NEVER_TRAINED[mark]}, from module.parameters()."
             )
 
 

@@ -21,7 +21,12 @@ from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
+from meshard._params.sharded_param import (
+    ShardedParam,
+    TensorTag,
+    tag_tensor,
+    version_unless_replaced,
+)
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
 from meshard._torch.dtensor import is_placed_like, local_of, move_local, set_local
 
@@ -55,7 +60,7 @@ def take_replacements(
             new = _as_shard(param, replacements[0], unit, unsharded_type or type(own))
             for old in (param.sharded, *replacements):
                 if old is not new:
-                    mark_as(old, Mark.REPLACED_LATER, param.fqn)
+                    tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
             param.sharded = new
             replaced = True
         elif local_of(param.sharded) is not own:
@@ -191,7 +196,7 @@ class FlatParams:
             for param, unsharded_param in zip(self.params, unsharded_params, strict=True)
         ]
         for param, unsharded_param in zip(self.params, unsharded_params, strict=True):
-            mark_as(unsharded_param, Mark.UNSHARDED, param.fqn)
+            tag_tensor(unsharded_param, TensorTag.UNSHARDED, param.fqn)
         self._hooks = _hook(unsharded_params, self._gradient_hook)
         return unsharded_params
 
@@ -221,7 +226,7 @@ class FlatParams:
         self._make_storage(locals_)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             set_local(param.sharded, own)
-            mark_as(param.sharded, Mark.SHARD, param.fqn)
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
         self._make_unsharded()
         for param in self.params:
             param.install(param.sharded)

@@ -26,7 +26,7 @@ from meshard._comm.host_copies import HostLink
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.flat_params import GradientHook, GroupSpec
-from meshard._params.sharded_param import Mark, ShardedParam, mark_as
+from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
 from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
 from meshard._torch.dtensor import make_dtensor
 
@@ -191,7 +191,7 @@ class PlainTensors:
                 view = param.shaped(self._copies.views[index])
                 flag = param.sharded.requires_grad
                 param.unsharded = torch.nn.Parameter(view.data, requires_grad=flag)
-                mark_as(param.unsharded, Mark.UNSHARDED, param.fqn)
+                tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)
                 self._casts.append((view, param.sharded))
             self._copies.free()
 
@@ -307,7 +307,7 @@ class PlainTensors:
                     f"nn.Parameter of shape {tuple(old.shape)} on {old.device} with the same "
                     "values on every rank, or replace it before replicate."
                 )
-            mark_as(old, Mark.REPLACED_LATER, param.fqn)
+            tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
             param.sharded = new
             param.install(new)
             replaced = True

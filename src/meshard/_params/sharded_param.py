@@ -29,7 +29,7 @@ from meshard._torch.dtensor import (
 from meshard._torch.private import unasked
 
 
-class Mark(enum.Enum):
+class TensorTag(enum.Enum):
     """What a tensor is to the unit that marked it."""
 
     ORIGINAL = enum.auto()  # what fully_shard replaced
@@ -38,16 +38,16 @@ class Mark(enum.Enum):
     UNSHARDED = enum.auto()  # the whole parameter, which lives inside forward and backward
 
 
-def mark_as(tensor: torch.Tensor, mark: Mark, fqn: str) -> None:
+def tag_tensor(tensor: torch.Tensor, mark: TensorTag, fqn: str) -> None:
     """Write on ``tensor`` what it is, and its dotted name from the unit's module."""
     # By name: torch.save takes attributes along, and may be read where there is no meshard.
-    tensor._meshard_mark = (mark.name, fqn)  # type: ignore[attr-defined]
+    tensor._meshard_tag = (mark.name, fqn)  # type: ignore[attr-defined]
 
 
-def mark_of(tensor: torch.Tensor) -> tuple[Mark | None, str]:
-    """Return what ``mark_as`` wrote; None for a tensor that no unit knows."""
-    name, fqn = getattr(tensor, "_meshard_mark", (None, ""))
-    return None if name is None else Mark[name], fqn
+def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
+    """Return what ``tag_tensor`` wrote; None for a tensor that no unit knows."""
+    name, fqn = getattr(tensor, "_meshard_tag", (None, ""))
+    return None if name is None else TensorTag[name], fqn
 
 
 class ShardedParam:
@@ -131,7 +131,7 @@ class ShardedParam:
         self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         # nn.Parameter wraps the local tensor anew; identity is how a replacement is noticed.
         set_local(self.sharded, local)
-        mark_as(self.sharded, Mark.SHARD, self.fqn)
+        tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
     def shard_of(self, unsharded: torch.Tensor) -> DTensor:
         """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""

@@ -29,7 +29,12 @@ from meshard._comm.communicator import CommStream, Communicator, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import shard_mesh_of
 from meshard._params.flat_params import GradientHook, GroupSpec, check_not_meta, take_replacements
-from meshard._params.sharded_param import Mark, ShardedParam, mark_as, version_unless_replaced
+from meshard._params.sharded_param import (
+    ShardedParam,
+    TensorTag,
+    tag_tensor,
+    version_unless_replaced,
+)
 from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import is_plain, local_of, set_local
 from meshard._torch.private import keeping_version
@@ -258,7 +263,7 @@ class ExtendedFace:
                 storage.data_ptr() not in taken for storage, _ in _memory_of(outputs)
             )
         unsharded_param = self._param.as_used(nn.Parameter(unsharded, requires_grad=flag))
-        mark_as(unsharded_param, Mark.UNSHARDED, self._param.fqn)
+        tag_tensor(unsharded_param, TensorTag.UNSHARDED, self._param.fqn)
         self._param.unsharded = unsharded_param
         self.dtype = unsharded_param.dtype
         self._is_made = True
@@ -490,7 +495,7 @@ class ExtendedTensors:
         self._adopt_shards()
         for param, local in zip(self.params, self.locals, strict=True):
             set_local(param.sharded, local)
-            mark_as(param.sharded, Mark.SHARD, param.fqn)
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
             param.install(param.sharded)
 
     def for_copy(
