@@ -141,7 +141,7 @@ class ModuleHooks:
             and not isinstance(output, torch.Tensor)
             and is_hidden(output, unit, args, kwargs)
         ):
-            unit.lifecycle.held.hold_hidden(unit, output, of)
+            unit.lifecycle.retained.retain_hidden(unit, output, of)
         call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
         if failed or call is None:
             return None

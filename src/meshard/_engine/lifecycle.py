@@ -23,7 +23,7 @@ from meshard._comm.communicator import Communicator
 from meshard._engine.autograd_calls import num_nested
 from meshard._engine.manual_unshard import take_back
 from meshard._engine.prefetch import Ahead, Prefetcher
-from meshard._engine.retained import HeldUnits
+from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import Reductions
@@ -189,7 +189,7 @@ class Lifecycle:
         self._num_backwards = self._nested_before = 0
         self._prefetcher = Prefetcher(self._units)
         self._reductions = Reductions(comm)
-        self.held = HeldUnits()
+        self.retained = RetainedUnits()
         self._host_waits = HostWaits()
         self._hidden_grads = HiddenGrads()
 
@@ -227,7 +227,7 @@ class Lifecycle:
         if self.has_failed:
             self.abort()
         if self.phase is Phase.RESTING:
-            self.held.begin_forward()
+            self.retained.begin_forward()
             self._reductions.begin_forward()
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             self.phase = Phase.FORWARD
@@ -311,7 +311,7 @@ class Lifecycle:
             self._reductions.begin_backward()
             self._queue_callback(EndOfBackward(self))
             self._hidden_grads.hide(early)
-            self.held.begin_backward()
+            self.retained.begin_backward()
 
     def pre_backward(
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
@@ -338,7 +338,7 @@ class Lifecycle:
             self._prefetcher.unshard(unit, ahead, keep=False)
             # Checkpointing may run parts of forward again
             unit.group.install_unsharded(read_flags=False)
-            used = self.held.note_backward(unit, gradient)
+            used = self.retained.note_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(unit.group.num_trainable):
             self._note_complete_gradients(unit)  # they were complete in a later call
         return used
@@ -354,7 +354,7 @@ class Lifecycle:
         if step.has_all(group.num_trainable):
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
-        elif self._reductions.holds_sent:
+        elif self._reductions.has_sent_input:
             self._reductions.let_go()
 
     @property
@@ -380,7 +380,7 @@ class Lifecycle:
         unit.step.end_backward()
         if unit.group is not None:
             unit.group.install_sharded()
-            if unit.settings.reshard_after_backward and not unit.step.is_held:
+            if unit.settings.reshard_after_backward and not unit.step.is_retained:
                 unit.group.reshard()
         if of is not None and self.schedule.runs_before(of, unit.number):
             return
@@ -410,7 +410,7 @@ class Lifecycle:
         """Autograd is done: sweep up what never came, and finish what was started."""
         units = list(self.units())
         self.schedule.end_backward()
-        self.held.end_backward()
+        self.retained.end_backward()
         for unit in reversed(units):  # what is inside comes before what is around it
             self._complete(unit)
         for unit in reversed(units):
@@ -476,7 +476,7 @@ class Lifecycle:
         self._open.clear()
         self._prefetcher.forget()
         self.schedule.forget()
-        self.held.let_go()
+        self.retained.release()
         is_void = is_void or has_open_window(self.units())
         self._reductions.abandon()
         put_to_rest(self.units(), is_void=is_void)

@@ -97,9 +97,9 @@ def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> No
     handed_out, group.handed_out = group.handed_out, None
     if handed_out is None:
         return
-    is_held = handed_out.is_held
+    is_retained = handed_out.is_retained
     wrong = handed_out.take_back(group.version)
-    if is_held and handed_out.joining_hook is not None:
+    if is_retained and handed_out.joining_hook is not None:
         # No rank may gather for this: others may have built no graph.
         group.tensors.leave_whole(handed_out.joining_hook, stays=stays and not wrong)
         register_manually_unsharded(group, [param.unsharded for param in group.params])
@@ -161,7 +161,7 @@ class HandedOut:
                 self._holders = self._count_holders()
 
     @property
-    def is_held(self) -> bool:
+    def is_retained(self) -> bool:
         """Whether a graph, or a tensor on the same memory, has come to hold a shown parameter."""
         if not self._holders:
             return False

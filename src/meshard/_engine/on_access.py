@@ -106,7 +106,7 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
         of = lifecycle.schedule.present
         records = not failed and torch.is_grad_enabled()
         if records and is_hidden(output, unit, args, {}):
-            lifecycle.held.hold_hidden(unit, output, of)
+            lifecycle.retained.retain_hidden(unit, output, of)
         call = lifecycle.post_forward(unit, 0, failed=failed)
         if records and call is not None:
             watch_outputs(output, weakref.ref(unit), of, call)

@@ -35,7 +35,7 @@ def _note_use(graph: _SecondOrder, _: torch.Tensor) -> None:
     graph.was_used = True
 
 
-class HeldUnits:
+class RetainedUnits:
     """The units of a root that are not given back when their forward or backward ends."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class HeldUnits:
         """
         if self._making is None:
             return None
-        self.hold(unit)
+        self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
             # A constant: of a sum, say. Only what requires a gradient can tell when it gets one.
@@ -68,15 +68,15 @@ class HeldUnits:
         watched.register_hook(partial(_note_use, self._making))
         return None if watched is gradient else watched
 
-    def hold(self, unit: Unit) -> None:
+    def retain(self, unit: Unit) -> None:
         """Keep a unit whole."""
-        if not unit.step.is_held:
-            unit.step.is_held = True
+        if not unit.step.is_retained:
+            unit.step.is_retained = True
             if unit.group is not None:
                 unit.group.note_version()  # what has become stale is let go
             self._units.append(weakref.ref(unit))
 
-    def hold_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
+    def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
         """Keep a unit whole whose output holds no tensor, for one backward of this forward."""
         if self._is_in_backward:
             return  # a recomputation: the unit is in its backward
@@ -86,7 +86,7 @@ class HeldUnits:
         if self._hidden_in is not of:
             self._hidden_in = of
             self._num_hidden += 1
-        self.hold(unit)
+        self.retain(unit)
 
     def end_backward(self) -> None:
         """A backward has ended: let the units go if nobody can need them any more."""
@@ -105,7 +105,7 @@ class HeldUnits:
             graph.was_used = False
         self._graphs = [weakref.ref(graph) for graph in alive]
         if not alive and not self._num_hidden:
-            self.let_go()
+            self.release()
 
     def begin_forward(self) -> None:
         """The root's forward begins: give back what is stale, or what no graph needs."""
@@ -115,17 +115,17 @@ class HeldUnits:
         needed = self._num_hidden or any(ref() is not None for ref in self._graphs)
         if needed and not any(unit.group is not None and unit.group.is_stale for unit in units):
             return
-        self.let_go()
+        self.release()
         for unit in units:
             if unit.group is not None and unit.group.residence is Residence.UNSHARDED:
                 unit.group.reshard()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing. Whoever calls this gives back what is whole."""
         for ref in self._units:
             unit = ref()
             if unit is not None:
-                unit.step.is_held = False
+                unit.step.is_retained = False
         self._units.clear()
         self._graphs.clear()
         self._num_hidden = 0

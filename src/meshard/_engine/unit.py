@@ -35,10 +35,10 @@ from meshard._params.subclass_params import ExtendedTensors
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 
 
-class Holder(Protocol):
-    """Keeps units whole beyond their forward and backward: see ``held``."""
+class Retainer(Protocol):
+    """Keeps units whole beyond their forward and backward: see ``retained``."""
 
-    def hold_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
+    def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
         """Keep a unit whole whose output holds no tensor, for one backward of this forward."""
 
 
@@ -55,7 +55,7 @@ class StepEvents(Protocol):
         """Number of the backward that runs, or of the next one."""
 
     @property
-    def held(self) -> Holder:
+    def retained(self) -> Retainer:
         """What keeps units whole beyond their forward and backward."""
 
     def use(self, comm: Communicator) -> None:
@@ -203,7 +203,7 @@ class UnitStep:
     is_ready: bool = False  # its gradients are complete, and wait for units inside it
     in_call: ForwardCall | None = None  # whose backward it is in, or was in last
     in_pass: ForwardPass | None = None  # whose backward it is in, or was in last
-    is_held: bool = False  # a graph may read its whole parameters again: see held
+    is_retained: bool = False  # a graph may read its whole parameters again: see held
     modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
 
     def note_forward(self, *, with_graph: bool) -> None:
@@ -278,7 +278,7 @@ class Unit:
 
         By default the root keeps them, if a backward may follow that needs them at once.
         """
-        if self.step.is_held:
+        if self.step.is_retained:
             return False
         chosen = self.settings.reshard_after_forward
         if chosen is None:

@@ -39,7 +39,7 @@ class Reductions:
         self._is_checked = isinstance(comm, CheckedCommunicator)
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
-        self.holds_sent = False  # what was sent may be given back before the next one starts
+        self.has_sent_input = False  # what was sent may be given back before the next one starts
         self._leaving: InFlight | None = None  # the last copy of a gradient to the host
         self._backward = next(_backwards)
 
@@ -121,7 +121,7 @@ class Reductions:
             return
         self._queue.append(_Queued(unit, in_flight, hooks, ends_window))
         # Of a small unit it is not worth a look at every gradient.
-        self.holds_sent |= self._comm.waits_block_host and in_flight.layout.is_large
+        self.has_sent_input |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
@@ -131,7 +131,7 @@ class Reductions:
         for queued in self._queue:
             if not queued.in_flight.reduction.let_go():
                 return
-        self.holds_sent = False
+        self.has_sent_input = False
 
     def _advance(self) -> None:
         """Move all by one stage, and finish those that were through all of theirs."""

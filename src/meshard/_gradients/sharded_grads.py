@@ -276,8 +276,8 @@ class ShardedGrads:
             return True
         # Of a large unit the bytes take longer. On a device, streams would have to be asked
         # whether memory may go.
-        is_held = self._num_held >= _MAX_HELD
-        return self._group.comm.may_keep_buffers and not (layout.is_large or is_held)
+        is_retained = self._num_held >= _MAX_HELD
+        return self._group.comm.may_keep_buffers and not (layout.is_large or is_retained)
 
     def add(self, new: Held) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
