@@ -271,11 +271,13 @@ class GradientLayout:
             self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._numbers)
         return self._marks[used]
 
-    def move(self, buffer: torch.Tensor, to: GradientLayout, held: frozenset[int]) -> torch.Tensor:
-        """Return what ``buffer`` holds for ``held``, laid out like ``to``; the rest is ``-0.0``."""
+    def move(
+        self, buffer: torch.Tensor, to: GradientLayout, flat_grads: frozenset[int]
+    ) -> torch.Tensor:
+        """Return what ``buffer`` holds for ``flat_grads``, laid out like ``to``; the rest is ``-0.0``."""
         shape = (*buffer.shape[:-1], to.shard_numel)
         moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
-        for index in held:
+        for index in flat_grads:
             source, target = self.ranges[index], to.ranges[index]
             moved.narrow(-1, target.offset, target.numel).copy_(
                 buffer.narrow(-1, source.offset, source.numel)
@@ -288,7 +290,7 @@ def _copy_into(ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout
         ours.copy_(theirs)
 
 
-class Held(NamedTuple):
+class FlatGradients(NamedTuple):
     """Gradients of some parameters in one flat tensor."""
 
     layout: GradientLayout
@@ -311,7 +313,7 @@ class Held(NamedTuple):
             param_range = self.layout.ranges[index]
             self.flat.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
-    def unless_all(self, erased: frozenset[int]) -> Held | None:
+    def unless_all(self, erased: frozenset[int]) -> FlatGradients | None:
         """Return what is left once ``erased`` are gone; None if that is all, used here or not."""
         if erased.issuperset(self.layout.indices):
             return None

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import InFlight, Rows
-from meshard._comm.gradient_buffer import GradientLayout, Held
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.reduce_plan import (
@@ -132,8 +132,8 @@ class GradientState:
     ) -> None:
         self._group = group
         self.plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
-        self._unreduced: Held | None = None  # U
-        self._partial: Held | None = None  # Q
+        self._unreduced: FlatGradients | None = None  # U
+        self._partial: FlatGradients | None = None  # Q
         given = (i for i, param in enumerate(group.params) if param.is_given_otherwise)
         self._given_otherwise = tuple(given)  # whole gradients that are not yet what is reduced
         self.num_in_flight = 0
@@ -183,9 +183,9 @@ class GradientState:
     def clear(self, indices: frozenset[int] | None = None) -> None:
         """Forget what is accumulated but not in ``.grad``, of all or of some parameters."""
         gone = frozenset(range(len(self._group.params))) if indices is None else indices
-        for held in (self._unreduced, self._partial):
-            if held is not None:
-                held.erase(gone)
+        for flat_grads in (self._unreduced, self._partial):
+            if flat_grads is not None:
+                flat_grads.erase(gone)
         # Several optimizers may each clear a part. What counts is the same on all ranks: which
         # parameters were cleared, not which of them this rank had used.
         self._cleared |= gone
@@ -264,7 +264,7 @@ class GradientState:
             layout.run_hooks(arrived, flat, used)
         else:
             flat, used = self._add_to_unreduced(layout, new, arrived)
-        self._unreduced = Held(layout, flat, used)
+        self._unreduced = FlatGradients(layout, flat, used)
 
     def _bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for whole gradients: that of every step, if it is kept and free."""
@@ -393,7 +393,7 @@ class GradientState:
         """
         self.num_in_flight -= 1
         reduced = in_flight.reduction.finish()
-        result = Held(in_flight.layout, reduced.shard, reduced.used)
+        result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self._dropped:
             dropped, self._dropped = self._dropped, frozenset()
             result.erase(dropped)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from meshard._comm.communicator import RecordedWork
-from meshard._comm.gradient_buffer import Held
+from meshard._comm.gradient_buffer import FlatGradients
 from meshard._comm.host_copies import HostLink
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.sharded_grads import ShardedGrads
@@ -61,17 +61,19 @@ class HostGrads:
     def __init__(self, group: ParamGroup, link: HostLink, location: MemoryLocation) -> None:
         self._group = group
         self._link = link
-        self.offered: Held | None = None  # see ``offer``
+        self.offered: FlatGradients | None = None  # see ``offer``
         self._buffers = HostBuffers(location)
         self._shown = ShardedGrads(group)
-        self._arriving: Held | None = None  # on its way into a buffer that no .grad shows yet
+        self._arriving: FlatGradients | None = (
+            None  # on its way into a buffer that no .grad shows yet
+        )
         self._is_first = False  # what arrives is not added to any .grad
         self._growing: frozenset[int] = frozenset()  # on their way into what .grad shows
 
     def be_like(self, other: object) -> None:
         """See ``ShardedGrads.be_like``: there is nothing to choose."""
 
-    def add(self, new: Held) -> RecordedWork:
+    def add(self, new: FlatGradients) -> RecordedWork:
         """Add reduced gradients to ``.grad``, once ``settle`` has been called.
 
         **Stream:** as ``HostLink.store``. **Lifetime:** what is returned holds ``new``.
@@ -96,7 +98,7 @@ class HostGrads:
         self._arriving = new._replace(flat=host)
         return self._link.store(host, new.flat, comm)
 
-    def offer(self, new: Held) -> bool:
+    def offer(self, new: FlatGradients) -> bool:
         """See ``ShardedGrads.offer``: it has to be moved first."""
         return False
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshard._comm.buffers import KeptBuffer
 from meshard._comm.communicator import CommStream, Rows
 from meshard._comm.cpu import wider
-from meshard._comm.gradient_buffer import GradientLayout, Held
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.replicated_grads import PlainGrads
@@ -70,7 +70,7 @@ class GradientPlan:
         self._widest = torch.float32
 
     def layout_for(
-        self, used: frozenset[int], accumulated: Iterable[Held | None]
+        self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
     ) -> GradientLayout:
         """Return the layout of all that may have a gradient, on this rank or on another.
 
@@ -86,17 +86,19 @@ class GradientPlan:
             self._layouts[indices] = GradientLayout(layouts, indices, self._group.spec.device)
         return self._layouts[indices]
 
-    def _indices(self, used: frozenset[int], accumulated: Iterable[Held | None]) -> tuple[int, ...]:
-        held: set[int] = set(used)
+    def _indices(
+        self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
+    ) -> tuple[int, ...]:
+        flat_grads: set[int] = set(used)
         for each in accumulated:
             if each is not None:
-                held.update(each.layout.indices)
+                flat_grads.update(each.layout.indices)
         return tuple(
             index
             for index, param in enumerate(self._group.params)
             if param.sharded.requires_grad
             or param.unsharded.requires_grad  # when it was last shown: frozen since, on all ranks
-            or index in held
+            or index in flat_grads
         )
 
     @property

@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from meshard._comm.gradient_buffer import GradientLayout, Held
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.sharded_grads import ShardedGrads, mark_as_ours
 from meshard._params.replicated_params import PlainParam
@@ -124,8 +124,8 @@ class PlainGrads(ShardedGrads):
         """Return what a user has put into ``.grad``, in memory that is not the bucket's."""
         if gradient.is_sparse:
             return gradient
-        held = (self._bucket, None if self._shown is None else self._shown.flat)
-        memory = {flat.untyped_storage().data_ptr() for flat in held if flat is not None}
+        flat_grads = (self._bucket, None if self._shown is None else self._shown.flat)
+        memory = {flat.untyped_storage().data_ptr() for flat in flat_grads if flat is not None}
         return gradient.clone() if gradient.untyped_storage().data_ptr() in memory else gradient
 
     def leave(self) -> None:
@@ -172,7 +172,7 @@ class PlainGrads(ShardedGrads):
             if param.grad is None:
                 param.grad = gradient
 
-    def add(self, new: Held) -> None:
+    def add(self, new: FlatGradients) -> None:
         """Add reduced gradients; ``new`` may be kept and written to later."""
         if self._is_settled:
             self.show()
@@ -202,7 +202,7 @@ class PlainGrads(ShardedGrads):
 
     # --- as elsewhere, but with plain tensors ------------------------------------------------
 
-    def offer(self, new: Held) -> bool:
+    def offer(self, new: FlatGradients) -> bool:
         """See ``ShardedGrads.offer``: ordinary tensors are stepped one by one."""
         return False
 
@@ -276,13 +276,13 @@ class PlainGrads(ShardedGrads):
             self._take_edit(param.own_part_of(gradient), own)
 
     @staticmethod
-    def _only(held: Held, index: int) -> torch.Tensor | None:
-        param_range = held.layout.ranges.get(index)
+    def _only(flat_grads: FlatGradients, index: int) -> torch.Tensor | None:
+        param_range = flat_grads.layout.ranges.get(index)
         return (
             None
             if param_range is None
-            else held.flat.view(-1).narrow(0, param_range.offset, param_range.numel)
+            else flat_grads.flat.view(-1).narrow(0, param_range.offset, param_range.numel)
         )
 
-    def _look(self, new: Held) -> tuple[list[int], bool]:
+    def _look(self, new: FlatGradients) -> tuple[list[int], bool]:
         return [], self._is_clear()  # autograd runs the hooks of these parameters by itself

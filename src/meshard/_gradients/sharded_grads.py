@@ -23,7 +23,7 @@ from weakref import getweakrefcount
 
 import torch
 
-from meshard._comm.gradient_buffer import GradientLayout, Held
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._engine.param_group import ParamGroup
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import MemoryLocation
@@ -231,8 +231,10 @@ class ShardedGrads:
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
-        self._shown: Held | None = None  # as long as every .grad is what we put there
-        self.offered: Held | None = None  # to who steps by it at once; .grad does not show it
+        self._shown: FlatGradients | None = None  # as long as every .grad is what we put there
+        self.offered: FlatGradients | None = (
+            None  # to who steps by it at once; .grad does not show it
+        )
         # Where each .grad is, by parameter. A weakref would forbid Module.to to swap it, and a
         # reference would keep its memory.
         self._noted: dict[int, int] | Places = {}
@@ -279,7 +281,7 @@ class ShardedGrads:
         is_retained = self._num_held >= _MAX_HELD
         return self._group.comm.may_keep_buffers and not (layout.is_large or is_retained)
 
-    def add(self, new: Held) -> None:
+    def add(self, new: FlatGradients) -> None:
         """Add reduced gradients to ``.grad``; ``new`` may be kept and written to later."""
         hooked, is_clear = self._look(new)
         if hooked:
@@ -299,7 +301,7 @@ class ShardedGrads:
         for index in hooked:
             run_post_hooks(self._group.params[index].sharded)
 
-    def _add_apart(self, new: Held) -> Held:
+    def _add_apart(self, new: FlatGradients) -> FlatGradients:
         """Add where some gradients are not what we put there, or parameters were frozen since."""
         for index, local in self._locals(new):
             old = self._grad(index)
@@ -324,20 +326,20 @@ class ShardedGrads:
         with unasked():
             return all(param.sharded.grad is None for param in self._group.params)
 
-    def _show(self, held: Held) -> None:
-        """Let every ``.grad`` be what ``held`` says."""
-        self._shown = held
+    def _show(self, flat_grads: FlatGradients) -> None:
+        """Let every ``.grad`` be what ``flat_grads`` says."""
+        self._shown = flat_grads
         if self._kept is not None:
-            is_there = self._kept.flat is held.flat
-            places = self._kept.show(held.used) if is_there else None
+            is_there = self._kept.flat is flat_grads.flat
+            places = self._kept.show(flat_grads.used) if is_there else None
             if places is not None:
                 self._noted = places
                 return
             if not self.is_kept:  # say, of narrow parameters: do not make them in vain each time
                 self._kept, self._num_held = None, self._num_held + 1
-        self._noted = {index: self._set(index, local) for index, local in self._locals(held)}
+        self._noted = {index: self._set(index, local) for index, local in self._locals(flat_grads)}
 
-    def _show_more(self, shown: Held, used: frozenset[int]) -> None:
+    def _show_more(self, shown: FlatGradients, used: frozenset[int]) -> None:
         """Let the ``.grad`` of ``used`` be what ``shown`` says; all others that it has, are."""
         self._shown = shown._replace(used=shown.used | used)
         if used <= shown.used:
@@ -346,11 +348,11 @@ class ShardedGrads:
         self._noted = self._addresses | {i: self._set(i, local) for i, local in more}
 
     @staticmethod
-    def _laid_out(held: Held, indices: tuple[int, ...]) -> Held:
-        if held.layout.indices == indices:
-            return held
-        layout = GradientLayout(held.layout.params, indices, held.layout.device)
-        return Held(layout, held.laid_out(layout), held.used)
+    def _laid_out(flat_grads: FlatGradients, indices: tuple[int, ...]) -> FlatGradients:
+        if flat_grads.layout.indices == indices:
+            return flat_grads
+        layout = GradientLayout(flat_grads.layout.params, indices, flat_grads.layout.device)
+        return FlatGradients(layout, flat_grads.laid_out(layout), flat_grads.used)
 
     def _is_ours(self, index: int) -> bool:
         gradient = self._group.params[index].sharded.grad
@@ -364,7 +366,7 @@ class ShardedGrads:
         """The flat sums, as long as they may be in use."""
         return None if self._shown is None else self._shown.flat
 
-    def open_sum(self, new: Held) -> torch.Tensor | None:
+    def open_sum(self, new: FlatGradients) -> torch.Tensor | None:
         """Return what the caller may add ``new.flat`` to instead of ``add``, if that is the same.
 
         So it is where every ``.grad`` is a view of the sums, and no hook wants to see what is
@@ -376,7 +378,7 @@ class ShardedGrads:
         dtypes = {self._group.params[index].sharded.dtype for index in shown.used | new.used}
         return shown.flat if dtypes == {shown.flat.dtype} == {new.flat.dtype} else None
 
-    def has_hooks(self, new: Held) -> bool:
+    def has_hooks(self, new: FlatGradients) -> bool:
         """Whether users have put hooks on parameters that get a gradient."""
         return bool(self._look(new)[0])
 
@@ -405,7 +407,7 @@ class ShardedGrads:
         """Note that the ``.grad`` of some parameters has been cleared."""
         self.release_cleared()
 
-    def offer(self, new: Held) -> bool:
+    def offer(self, new: FlatGradients) -> bool:
         """Set ``offered``, if ``.grad`` would be views of it; who sets it to None has taken it.
 
         A step that is flat needs no gradient of a single parameter, and may cost less than those.
@@ -430,7 +432,7 @@ class ShardedGrads:
         self.take_back()
         return True
 
-    def takes_as_is(self, new: Held) -> bool:
+    def takes_as_is(self, new: FlatGradients) -> bool:
         """Whether ``add`` would show ``new`` without reading it."""
         dtypes = {self._group.params[index].sharded.dtype for index in new.used}
         hooked, is_clear = self._look(new)
@@ -486,17 +488,17 @@ class ShardedGrads:
         mark_as_ours(gradient)
         return local.data_ptr()
 
-    def _locals(self, held: Held) -> list[tuple[int, torch.Tensor]]:
-        return held.shards(self._group.spec.mesh_info.shard_rank)
+    def _locals(self, flat_grads: FlatGradients) -> list[tuple[int, torch.Tensor]]:
+        return flat_grads.shards(self._group.spec.mesh_info.shard_rank)
 
-    def _copies(self, held: Held) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Iterate over gradients that are no views of ``held``, with what they are copies of."""
-        for index, wide in self._locals(held):
+    def _copies(self, flat_grads: FlatGradients) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Iterate over gradients that are no views of ``flat_grads``, with what they are copies of."""
+        for index, wide in self._locals(flat_grads):
             grad = self._grad(index)
             if grad is not None and grad.dtype != wide.dtype:
                 yield grad, wide
 
-    def _take_edits(self, shown: Held) -> None:
+    def _take_edits(self, shown: FlatGradients) -> None:
         """Let the wide sums follow what the user did to the copies (clip, unscale, zero)."""
         for grad, wide in self._copies(shown):
             self._take_edit(grad, wide)
@@ -512,23 +514,23 @@ class ShardedGrads:
             self._noted = self._noted.addresses()
         return self._noted
 
-    def _addresses_of(self, held: Held) -> dict[int, int]:
-        grads = ((index, self._grad(index)) for index in held.used)
+    def _addresses_of(self, flat_grads: FlatGradients) -> dict[int, int]:
+        grads = ((index, self._grad(index)) for index in flat_grads.used)
         return {index: grad.data_ptr() for index, grad in grads if grad is not None}
 
-    def _is_shown(self, shown: Held, new: Held) -> bool:
+    def _is_shown(self, shown: FlatGradients, new: FlatGradients) -> bool:
         return (
             shown.layout is new.layout
             and self._addresses == self._addresses_of(shown)
             and all(self._grad(index) is None for index in new.used - shown.used)
         )
 
-    def _look(self, new: Held) -> tuple[list[int], bool]:
+    def _look(self, new: FlatGradients) -> tuple[list[int], bool]:
         """Return which parameters in ``new`` have hooks, and whether none has a gradient."""
         hooked, is_clear = look_at(self._group.params)
         return [index for index in hooked if index in new.used] if hooked else hooked, is_clear
 
-    def _run_tensor_hooks(self, new: Held, hooked: list[int]) -> None:
+    def _run_tensor_hooks(self, new: FlatGradients, hooked: list[int]) -> None:
         for index, local in self._locals(new):
             if index in hooked:
                 grad = run_tensor_hooks(self._group.params[index].sharded, local)

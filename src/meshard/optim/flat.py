@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._comm.gradient_buffer import Held
+from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import units_in
@@ -126,7 +126,13 @@ class FlatStepper:
             own.update((key, value) for key, value in group.items() if key != "params")
 
     def take_reduced(
-        self, held: Held, group: ParamGroup, groups: Groups, state: States, *, is_seen: bool
+        self,
+        flat_grads: FlatGradients,
+        group: ParamGroup,
+        groups: Groups,
+        state: States,
+        *,
+        is_seen: bool,
     ) -> bool:
         """Take the gradients of one unit as they lie in one tensor; False: they must be in .grad.
 
@@ -144,10 +150,10 @@ class FlatStepper:
         if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
             return False
         places = self._places
-        if places is None or not places.are_of(self.runs, held, group):
-            places = self._places = Places(self.runs, held, group)
+        if places is None or not places.are_of(self.runs, flat_grads, group):
+            places = self._places = Places(self.runs, flat_grads, group)
         self.num_gradient_bytes = places.num_bytes
-        return places.give(held.flat)
+        return places.give(flat_grads.flat)
 
     def run(
         self,

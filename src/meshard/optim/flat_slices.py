@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.gradient_buffer import Held
+from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.param_group import ParamGroup
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, locals_of, set_local, wrap_like
@@ -363,22 +363,22 @@ class Places:
         group: Of the unit that they are of.
     """
 
-    def __init__(self, runs: Sequence[Run], held: Held, group: ParamGroup) -> None:
-        self._layout, self._used = held.layout, held.used
+    def __init__(self, runs: Sequence[Run], flat_grads: FlatGradients, group: ParamGroup) -> None:
+        self._layout, self._used = flat_grads.layout, flat_grads.used
         self._runs = runs
         self._shards = group.tensors.layout
-        self._starts = _find(runs, held, group)
-        self._is_all = len(runs) == 1 and runs[0].flat.shape == held.flat.shape
+        self._starts = _find(runs, flat_grads, group)
+        self._is_all = len(runs) == 1 and runs[0].flat.shape == flat_grads.flat.shape
         pairs = zip(runs, self._starts or (), strict=False)
         self.num_bytes = sum(run.flat.nbytes for run, start in pairs if start is not None)
 
-    def are_of(self, runs: Sequence[Run], held: Held, group: ParamGroup) -> bool:
+    def are_of(self, runs: Sequence[Run], flat_grads: FlatGradients, group: ParamGroup) -> bool:
         """Whether this was made for these: no shard has moved since, or was replaced."""
         return (
-            self._layout is held.layout
+            self._layout is flat_grads.layout
             and self._runs is runs
             and self._shards is group.tensors.layout
-            and self._used == held.used
+            and self._used == flat_grads.used
         )
 
     def give(self, flat: torch.Tensor) -> bool:
@@ -397,10 +397,12 @@ class Places:
         return True
 
 
-def _find(runs: Sequence[Run], held: Held, group: ParamGroup) -> list[int | None] | None:
+def _find(
+    runs: Sequence[Run], flat_grads: FlatGradients, group: ParamGroup
+) -> list[int | None] | None:
     """Return where each run begins, None if it has no gradient; None if one does not lie there."""
-    ranges = held.layout.ranges
-    offsets = {id(group.params[index].sharded): ranges[index].offset for index in held.used}
+    ranges = flat_grads.layout.ranges
+    offsets = {id(group.params[index].sharded): ranges[index].offset for index in flat_grads.used}
     starts: list[int | None] = []
     for run in runs:
         found = [offsets.pop(id(member.param), None) for member in run.members]

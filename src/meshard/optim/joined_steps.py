@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshard._comm.communicator import CommStream, Communicator, profiled
-from meshard._comm.gradient_buffer import Held
+from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.param_group import ParamGroup
 from meshard._torch.private import is_in_backward, queue_backward_callback
 from meshard.optim.flat import FlatStepper, States
@@ -79,13 +79,13 @@ class Joinable(Protocol):
     def group(self) -> ParamGroup | None:
         """Those of the unit, while its model lives."""
 
-    def take(self, held: Held, state: States) -> bool:
+    def take(self, flat_grads: FlatGradients, state: States) -> bool:
         """Have ``flat`` take these gradients, if it can."""
 
     def note_stepped(self, state: States) -> None:
         """Note that what ``flat`` had taken was stepped."""
 
-    def step_apart(self, held: Held, groups: Groups, state: States) -> None:
+    def step_apart(self, flat_grads: FlatGradients, groups: Groups, state: States) -> None:
         """Step by these gradients at once."""
 
 
@@ -109,14 +109,16 @@ class JoinedSteps:
     def __init__(self, make: MakeOptimizer, min_bytes: int) -> None:
         self.make = make
         self._min_bytes = min_bytes
-        self._waiting: list[tuple[Joinable, Held | None]] = []
+        self._waiting: list[tuple[Joinable, FlatGradients | None]] = []
         self._num_bytes = 0
         self._groups: Groups = []  # all param groups
         self._state: States = {}
         self._comm: Communicator | None = None  # of those that wait
         self._joined: dict[Joinable, _Joined] = {}  # by their first unit
 
-    def add(self, unit: Joinable, held: Held | None, groups: Groups, state: States) -> None:
+    def add(
+        self, unit: Joinable, flat_grads: FlatGradients | None, groups: Groups, state: States
+    ) -> None:
         """Step a unit, soon.
 
         Args:
@@ -130,9 +132,11 @@ class JoinedSteps:
         if self._waiting and self._comm is not group.comm:
             self.run()
         self._groups, self._state, self._comm = groups, state, group.comm
-        self._waiting.append((unit, held))
+        self._waiting.append((unit, flat_grads))
         group.stepping = unit.waiting
-        self._num_bytes += unit.flat.num_gradient_bytes if held is None else held.flat.nbytes
+        self._num_bytes += (
+            unit.flat.num_gradient_bytes if flat_grads is None else flat_grads.flat.nbytes
+        )
         if self._num_bytes >= self._min_bytes:
             self.run()
         elif len(self._waiting) == 1:
@@ -147,7 +151,11 @@ class JoinedSteps:
             self.abandon()  # whether or not some rank has asked for them before it goes on
         units, self._waiting, self._num_bytes = self._waiting, [], 0
         comm, state = self._comm, self._state
-        waiting = [(unit, held, group) for unit, held in units if (group := unit.group) is not None]
+        waiting = [
+            (unit, flat_grads, group)
+            for unit, flat_grads in units
+            if (group := unit.group) is not None
+        ]
         for _, _, group in waiting:
             group.stepping = None
         if not waiting or comm is None:
@@ -156,11 +164,11 @@ class JoinedSteps:
         stream = comm.on_stream(CommStream.OPTIMIZER) if is_beside else contextlib.nullcontext()
         together, apart = [], []
         with stream, torch.no_grad(), profiled("optimizer", waiting[0][2].label):
-            for unit, held, _ in waiting:
-                if held is None or unit.take(held, state):
+            for unit, flat_grads, _ in waiting:
+                if flat_grads is None or unit.take(flat_grads, state):
                     together.append(unit)
                 else:
-                    apart.append((unit, held))
+                    apart.append((unit, flat_grads))
             gradients = [grad for unit in together for grad in unit.flat.gradients]
             if together:
                 self._step(together)
@@ -172,8 +180,8 @@ class JoinedSteps:
             if group is not None:
                 group.stepping = QueuedStep(group, queued) if is_beside else None
                 group.note_step()
-        for unit, held in apart:
-            unit.step_apart(held, self._groups, state)
+        for unit, flat_grads in apart:
+            unit.step_apart(flat_grads, self._groups, state)
 
     def abandon(self) -> None:
         """Forget all that wait."""

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, RecordedWork, profiled
-from meshard._comm.gradient_buffer import Held
+from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.unit import Unit
 from meshard._gradients.sharded_grads import ShardedGrads
@@ -115,13 +115,13 @@ class UnitStepper:
         if unit is None or unit.group is None or unit.gradients is None:
             return
         sharded = unit.gradients.sharded
-        held = sharded.offered
+        flat_grads = sharded.offered
         is_free = self._change is None and unit.group.stepping is None
         # Refused once, the runs may fit from now on; twice, and they are of other parameters.
-        if held is not None and is_free and self._num_refused < 2 and self.flat.is_steady:
+        if flat_grads is not None and is_free and self._num_refused < 2 and self.flat.is_steady:
             sharded.offered = None
             self._drop_predicted(unit.group)
-            self._joined.add(self, held, groups, state)
+            self._joined.add(self, flat_grads, groups, state)
         else:
             self._step_by_grad(groups, state)
 
@@ -193,11 +193,13 @@ class UnitStepper:
         unit = self._unit()
         return None if unit is None else unit.group
 
-    def take(self, held: Held, state: States) -> bool:
+    def take(self, flat_grads: FlatGradients, state: States) -> bool:
         """Take gradients before there is a ``.grad``; False: there must be."""
         group = self.group
         assert group is not None
-        is_taken = self.flat.take_reduced(held, group, self._lists, state, is_seen=self.is_seen)
+        is_taken = self.flat.take_reduced(
+            flat_grads, group, self._lists, state, is_seen=self.is_seen
+        )
         self._num_refused = 0 if is_taken else self._num_refused + 1
         return is_taken
 
@@ -205,13 +207,13 @@ class UnitStepper:
         """Note that what was taken has been stepped."""
         self.flat.end_step(self._lists, state)
 
-    def step_apart(self, held: Held, groups: Groups, state: States) -> None:
+    def step_apart(self, flat_grads: FlatGradients, groups: Groups, state: States) -> None:
         """Step by gradients that could not be taken as they are."""
         unit = self._unit()
         if unit is None or unit.gradients is None:
             return
         assert isinstance(unit.gradients.sharded, ShardedGrads)
-        unit.gradients.sharded.add(held)
+        unit.gradients.sharded.add(flat_grads)
         self._step_by_grad(groups, state, may_wait=False)
 
     # --- in two halves, for a step that is put off -----------------------------------------
