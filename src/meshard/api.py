@@ -276,7 +276,9 @@ def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> 
         return UnitSettings(reshard_after_forward=False)
     if chosen == count:
         return UnitSettings(reshard_after_forward=True)
-    return UnitSettings(reshard_after_forward=chosen, keep_in=post_forward_pg(mesh_info, chosen))
+    return UnitSettings(
+        reshard_after_forward=chosen, post_forward_group=post_forward_pg(mesh_info, chosen)
+    )
 
 
 _last_default_mesh: weakref.ref[DeviceMesh] | None = None

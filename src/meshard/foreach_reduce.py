@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import KeptBuffer, Numbers
+from meshard._comm.buffers import Numbers, ReusableBuffer
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.cpu import wider
 from meshard._comm.unused_params import UnusedParamMarks
@@ -128,7 +128,7 @@ class ReduceRequest:
     label: str
     output: torch.Tensor | None = None
     sums_apart: bool = False
-    kept: KeptBuffer | None = None
+    reusable: ReusableBuffer | None = None
 
 
 class Reduced(NamedTuple):
@@ -234,15 +234,15 @@ class Reduction:
 
     def _drop_sent(self) -> None:
         self._request.buffer = self._result
-        if self._request.kept is not None:
-            self._request.kept.free()
-            self._request.kept = None
+        if self._request.reusable is not None:
+            self._request.reusable.free()
+            self._request.reusable = None
 
     def _after_scatter(self) -> None:
         request, marks = self._request, self._request.marks
         with self._comm.on_stream(CommStream.SCATTER):
             self._pending.wait()
-            if request.kept is not None:
+            if request.reusable is not None:
                 self._drop_sent()
             self._unused = marks.read(self._result)
             self._divide(self._result, self._divisors.after_scatter)
@@ -302,7 +302,7 @@ class Reduction:
     def abandon(self) -> None:
         """Wait for what was started, and queue nothing more."""
         self._pending.wait()
-        if self._request.kept is not None:
+        if self._request.reusable is not None:
             self._drop_sent()
         for end in self._ends:
             end.wait()

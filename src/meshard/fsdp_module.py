@@ -333,7 +333,7 @@ class GatherSetters:
         check_bool("reshard_after_forward", reshard_after_forward)
         for unit in reached_units(self, recurse):
             unit.settings.reshard_after_forward = reshard_after_forward
-            unit.settings.keep_in = None
+            unit.settings.post_forward_group = None
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

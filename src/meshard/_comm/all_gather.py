@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import gather_from_all
-from meshard._comm.buffers import KeptBuffer, copy_all, matching_parts
+from meshard._comm.buffers import ReusableBuffer, copy_all, matching_parts
 from meshard._comm.communicator import Borrowed, CommStream, Communicator, InFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange
 
@@ -32,7 +32,7 @@ class GatherInFlight(NamedTuple):
     source: torch.Tensor  # kept alive: the collective reads it
     pending: InFlight
     borrowed: Borrowed | None = None
-    kept: KeptBuffer | None = None  # of which ``gathered`` is
+    reusable: ReusableBuffer | None = None  # of which ``gathered`` is
 
     def rows(self) -> Rows:
         """Wait for the rows, and return them."""
@@ -46,8 +46,8 @@ class GatherInFlight(NamedTuple):
         """Have no more use for the rows."""
         if self.borrowed is not None:
             self.borrowed.give_back()
-        elif self.kept is not None:
-            self.kept.free()
+        elif self.reusable is not None:
+            self.reusable.free()
 
 
 class UnshardedMemory(Protocol):
@@ -124,7 +124,7 @@ class GatherPlan:
             for place, segment in enumerate(on_wire.segments)
             for param_range in segment.ranges[segment.num_regular :]
         ]
-        self._kept: KeptBuffer | None = None
+        self._reusable: ReusableBuffer | None = None
         self._in_place: _InPlace | None = None
 
     def _make_source(
@@ -173,12 +173,12 @@ class GatherPlan:
                 memory.allocate()
                 pending = comm.all_gather(flat, source, group=group, label=label)
                 return GatherInFlight(rows, source, pending)
-            if self._kept is None:
+            if self._reusable is None:
                 count, numel = group.size(), source.numel()
-                self._kept = KeptBuffer(source, count, numel, self.on_wire.split)
-            self._kept.take()
-            pending = comm.all_gather(self._kept.flat, source, group=group, label=label)
-            return GatherInFlight(self._kept.rows, source, pending, None, self._kept)
+                self._reusable = ReusableBuffer(source, count, numel, self.on_wire.split)
+            self._reusable.take()
+            pending = comm.all_gather(self._reusable.flat, source, group=group, label=label)
+            return GatherInFlight(self._reusable.rows, source, pending, None, self._reusable)
 
     def bind(
         self, unsharded: Sequence[torch.Tensor], memory: UnshardedMemory | None = None
@@ -217,8 +217,8 @@ class GatherPlan:
             return
         if self._in_place is not None and gathered is self._in_place.rows:
             return
-        if self._kept is not None and gathered is self._kept.rows:
-            parts = self._kept.views
+        if self._reusable is not None and gathered is self._reusable.rows:
+            parts = self._reusable.views
             if self._copies is None:
                 self._copies = self._make_copies(parts)
             if self._copies.targets:

@@ -74,7 +74,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 _TINY = 2**14  # bytes
 
 
-class KeptBuffer:
+class ReusableBuffer:
     """A buffer ``[count, n]`` that is made once, and has memory only from ``take`` to ``free``.
 
     Tensors are made once instead of in each step, which takes longer than to move their memory.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.buffers import KeptBuffer, Numbers, copy_all, matching_parts
+from meshard._comm.buffers import Numbers, ReusableBuffer, copy_all, matching_parts
 from meshard._comm.communicator import Rows
 from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange
@@ -69,7 +69,7 @@ class GradientLayout:
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
         self._numbers = Numbers()
-        self._kept: dict[torch.dtype, KeptBuffer] = {}
+        self._reusable: dict[torch.dtype, ReusableBuffer] = {}
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -81,12 +81,12 @@ class GradientLayout:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)
 
-    def kept_buffer(self, dtype: torch.dtype) -> KeptBuffer:
+    def reusable_buffer(self, dtype: torch.dtype) -> ReusableBuffer:
         """Return what ``allocate`` does, but the same in each step, for one reduction at a time."""
-        if dtype not in self._kept:
+        if dtype not in self._reusable:
             like = torch.empty(0, dtype=dtype, device=self.device)
-            self._kept[dtype] = KeptBuffer(like, self.shard_count, self.shard_numel)
-        return self._kept[dtype]
+            self._reusable[dtype] = ReusableBuffer(like, self.shard_count, self.shard_numel)
+        return self._reusable[dtype]
 
     def shards(
         self, row: torch.Tensor, shard_rank: int, used: frozenset[int]

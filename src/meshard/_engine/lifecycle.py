@@ -243,8 +243,12 @@ class Lifecycle:
             ahead = self._prefetcher.after_entry(unit, self.schedule)
         else:
             ahead = Ahead([], False)  # a recomputation: backward knows what is next
-        keeps_rows = unit.settings.keep_in is not None and torch.is_grad_enabled()
-        self._prefetcher.unshard(unit, ahead, keep=keeps_rows and unit.reshards_after_forward)
+        keeps_post_forward_shard = (
+            unit.settings.post_forward_group is not None and torch.is_grad_enabled()
+        )
+        self._prefetcher.unshard(
+            unit, ahead, keep=keeps_post_forward_shard and unit.reshards_after_forward
+        )
         group.install_unsharded(read_flags=self.phase is Phase.FORWARD)
         if group.num_trainable:
             unit.step.note_forward(with_graph=torch.is_grad_enabled())

@@ -82,7 +82,7 @@ _UNKNOWN = -1  # no version: a copy of it is stale to everybody who asks
 
 
 @dataclass(slots=True)
-class _Kept:
+class _PostForwardShard:
     """The rows of the gathered unit that this rank keeps between forward and backward."""
 
     rows: torch.Tensor
@@ -110,8 +110,8 @@ class ParamGroup:
         self.saves_memory = False  # it was resharded between forward and backward of this step
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self._in_flight: GatherInFlight | None = None
-        self._kept: _Kept | None = None
-        self._is_of_kept = False  # what is gathered
+        self._post_forward_shard: _PostForwardShard | None = None
+        self._gathers_post_forward_shard = False  # what is gathered
         self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
         self.is_unsharded_installed = False  # the module sees whole parameters
         self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
@@ -256,10 +256,10 @@ class ParamGroup:
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
         self.tensors.check_materialised()
         self.may_keep = True
-        self._is_of_kept = self._kept is not None
-        if self._kept is not None:
-            self._in_flight = self._start_gather_of_kept(self._kept)
-            self._kept = None
+        self._gathers_post_forward_shard = self._post_forward_shard is not None
+        if self._post_forward_shard is not None:
+            self._in_flight = self._gather_post_forward_shard(self._post_forward_shard)
+            self._post_forward_shard = None
         else:
             self._unsharded_version = version
             try:
@@ -269,21 +269,21 @@ class ParamGroup:
                 raise
         self.residence = Residence.GATHERING
 
-    def _start_gather_of_kept(self, kept: _Kept) -> GatherInFlight:
+    def _gather_post_forward_shard(self, shard: _PostForwardShard) -> GatherInFlight:
         with self.comm.on_stream(CommStream.GATHER):
             return start_all_gather(
-                kept.rows.view(-1),
-                kept.group.size(),
+                shard.rows.view(-1),
+                shard.group.size(),
                 comm=self.comm,
-                group=kept.group,
+                group=shard.group,
                 label=self.label,
             )
 
-    def finish_unshard(self, keep_in: dist.ProcessGroup | None = None) -> None:
+    def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Have the whole parameters, on the current stream.
 
         Args:
-            keep_in: Also keep this rank's part of them, so that the next gather can be among
+            post_forward_group: Also keep this rank's part of them, so that the next gather can be among
                 these neighbours instead of all ranks.
         """
         if self._in_flight is None:
@@ -291,16 +291,18 @@ class ParamGroup:
         if self._in_flight is None:
             return
         if not self.may_keep:
-            keep_in = None
+            post_forward_group = None
         gathered, shard_count = self._in_flight.rows(), self.spec.mesh_info.shard_count
-        if self._is_of_kept and isinstance(gathered, torch.Tensor):
+        if self._gathers_post_forward_shard and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
-        self.tensors.fill_unsharded(gathered, comes_again=keep_in is not None)
-        if keep_in is not None:
-            count = shard_count // keep_in.size()
-            first = keep_in.rank() * count
-            self._kept = _Kept(torch.stack([*gathered[first : first + count]]), keep_in)
+        self.tensors.fill_unsharded(gathered, comes_again=post_forward_group is not None)
+        if post_forward_group is not None:
+            count = shard_count // post_forward_group.size()
+            first = post_forward_group.rank() * count
+            self._post_forward_shard = _PostForwardShard(
+                torch.stack([*gathered[first : first + count]]), post_forward_group
+            )
         self._in_flight.end()
         self._in_flight = None
         self.is_leftover = False
@@ -315,7 +317,7 @@ class ParamGroup:
                 by ``.data`` or torch's foreach kernels raise no version, so a copy that nobody
                 asked to keep is not trusted.
         """
-        self._kept = None
+        self._post_forward_shard = None
         if self.residence is Residence.SHARDED:
             return
         if self.handed_out is not None:
@@ -344,7 +346,7 @@ class ParamGroup:
         if keep:
             self.saves_memory = True
         else:
-            self._kept = None
+            self._post_forward_shard = None
         if self.residence is Residence.UNSHARDED:
             self.tensors.free_unsharded()
             self.residence = Residence.SHARDED

@@ -69,7 +69,7 @@ class Prefetcher:
             unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
             # Nothing to hide this gather behind: let the next one share the wait.
             self._start(ahead)
-        unit.group.finish_unshard(unit.settings.keep_in if keep else None)
+        unit.group.finish_unshard(unit.settings.post_forward_group if keep else None)
         if not is_cold:
             self._start(ahead)
 

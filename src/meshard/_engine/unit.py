@@ -161,7 +161,9 @@ class UnitSettings:
     """What may change from step to step. Written by the setters of ``FSDPModule``."""
 
     reshard_after_forward: bool | int | None = None  # None: unless the unit is the root
-    keep_in: dist.ProcessGroup | None = None  # the neighbours, if reshard_after_forward is an int
+    post_forward_group: dist.ProcessGroup | None = (
+        None  # the neighbours, if reshard_after_forward is an int
+    )
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL

@@ -332,7 +332,7 @@ class GradientState:
             wire_dtype=wire_dtype,
             output=memory.output,
             sums_apart=memory.sums_apart,
-            kept=memory.kept,
+            reusable=memory.reusable,
             partial=partial,
             shard_group=options.shard_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if options.over_replicas else None,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import KeptBuffer
+from meshard._comm.buffers import ReusableBuffer
 from meshard._comm.communicator import CommStream, Rows
 from meshard._comm.cpu import wider
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
@@ -135,7 +135,7 @@ class WireMemory(NamedTuple):
     buffer: Rows | None  # uninitialised; None: the gradients lie somewhere already
     output: torch.Tensor | None = None  # where the sum should be; None: anywhere
     sums_apart: bool = False  # see Communicator.sums_apart
-    kept: KeptBuffer | None = None  # of which ``buffer`` is
+    reusable: ReusableBuffer | None = None  # of which ``buffer`` is
 
 
 def memory_for(
@@ -187,9 +187,9 @@ def memory_for(
     # Who hooks in may hold what it is given; and where there is one shard, the sum is what is sent.
     may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
     if may_keep and is_idle and not as_one:
-        kept = layout.kept_buffer(wire)
-        kept.take()
-        return WireMemory(kept.rows, output, kept=kept)
+        reusable = layout.reusable_buffer(wire)
+        reusable.take()
+        return WireMemory(reusable.rows, output, reusable=reusable)
     flat = comm.allocate(
         layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=shard_group
     )
