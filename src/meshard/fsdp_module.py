@@ -22,7 +22,11 @@ from meshard._comm.custom import GroupMemory
 from meshard._comm.divergence import share
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
-from meshard._engine.manual_unshard import hand_out, show_handed_out, take_back
+from meshard._engine.manual_unshard import (
+    end_manual_unshard,
+    finish_manual_unshard,
+    start_manual_unshard,
+)
 from meshard._engine.param_group import Residence
 from meshard._engine.unit import (
     CommSettings,
@@ -587,8 +591,8 @@ class UnshardHandle:
     """
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        self._handed_out = [
-            (weakref.ref(unit.group), hand_out(unit.group, joining_hook_maker(unit)))
+        self._manual_unshards = [
+            (weakref.ref(unit.group), start_manual_unshard(unit.group, joining_hook_maker(unit)))
             for unit in units
             if unit.group is not None
         ]
@@ -598,11 +602,11 @@ class UnshardHandle:
 
         Does nothing if a forward has used them meanwhile, or they were given back.
         """
-        for ref, handed_out in self._handed_out:
+        for ref, manual_unshard in self._manual_unshards:
             group = ref()
             if group is not None:
-                show_handed_out(group, handed_out)
-        self._handed_out.clear()
+                finish_manual_unshard(group, manual_unshard)
+        self._manual_unshards.clear()
 
 
 class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
@@ -640,7 +644,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_closed("moved or cast")
-                take_back(unit.group, stays=False)
+                end_manual_unshard(unit.group, stays=False)
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -681,7 +685,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in own_units(self):
             if unit.group is None:
                 continue
-            take_back(unit.group, stays=False)
+            end_manual_unshard(unit.group, stays=False)
             if unit.group.residence is not Residence.SHARDED:
                 unit.group.reshard()
             unit.group.finish_copies()  # whoever reshards by hand may edit the shards next

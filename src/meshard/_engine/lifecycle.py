@@ -21,7 +21,7 @@ import torch
 
 from meshard._comm.communicator import Communicator
 from meshard._engine.autograd_calls import num_nested
-from meshard._engine.manual_unshard import take_back
+from meshard._engine.manual_unshard import end_manual_unshard
 from meshard._engine.prefetch import Ahead, Prefetcher
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
@@ -330,9 +330,9 @@ class Lifecycle:
         unit.step.in_call = call
         if unit.group is None:
             return None
-        if unit.group.handed_out is not None:
+        if unit.group.manual_unshard is not None:
             # Before the graph of forward lets go of what another one may hold.
-            take_back(unit.group, refuse=False)
+            end_manual_unshard(unit.group, refuse=False)
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
             unit.step.awaits_gradients |= unit.group.num_trainable > 0

@@ -30,7 +30,7 @@ class Gathered(Stepped, Protocol):
 
     params: list[ShardedParam]
     tensors: UnitParams
-    handed_out: HandedOut | None
+    manual_unshard: ManualUnshard | None
     may_keep: bool
 
     @property
@@ -57,34 +57,36 @@ class Gathered(Stepped, Protocol):
         """Give them back."""
 
 
-def hand_out(group: Gathered, joining_hook: Callable[[int], GradientHook]) -> HandedOut:
+def start_manual_unshard(
+    group: Gathered, joining_hook: Callable[[int], GradientHook]
+) -> ManualUnshard:
     """Start gathering for somebody who wants to see whole parameters outside of a forward.
 
     Args:
         group: What is to be gathered.
         joining_hook: Makes the hook for gradients that come from outside of the unit's forward.
     """
-    asked = group.handed_out  # who has asked before may wait for the same
+    asked = group.manual_unshard  # who has asked before may wait for the same
     group.forget_stale(leftover=True)
     group.start_unshard()
     # A rank that waits before its forward has nothing to keep there. All decide alike, here.
     group.may_keep = False
     hook = joining_hook if group.tensors.can_leave else None
-    group.handed_out = asked or HandedOut(group.label, group.params, hook)
-    return group.handed_out
+    group.manual_unshard = asked or ManualUnshard(group.label, group.params, hook)
+    return group.manual_unshard
 
 
-def show_handed_out(group: Gathered, what: HandedOut) -> None:
-    """Show what ``hand_out`` returned, unless it has been used or given back meanwhile."""
-    if group.handed_out is what:
+def finish_manual_unshard(group: Gathered, what: ManualUnshard) -> None:
+    """Show what ``start_manual_unshard`` returned, unless it has been used or given back meanwhile."""
+    if group.manual_unshard is what:
         group.finish_unshard()
         group.install_unsharded()
         what.note_shown(group.version)
         register_manually_unsharded(group, [param.unsharded for param in group.params])
 
 
-def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> None:
-    """Look at what was done to whole parameters that ``hand_out`` gave out, if it did.
+def end_manual_unshard(group: Gathered, *, refuse: bool = True, stays: bool = True) -> None:
+    """Look at what was done to whole parameters that ``start_manual_unshard`` gave out, if it did.
 
     Args:
         group: That may have been gathered.
@@ -94,14 +96,14 @@ def take_back(group: Gathered, *, refuse: bool = True, stays: bool = True) -> No
     Raises:
         RuntimeError: ``refuse``, and something was done that cannot last.
     """
-    handed_out, group.handed_out = group.handed_out, None
-    if handed_out is None:
+    manual_unshard, group.manual_unshard = group.manual_unshard, None
+    if manual_unshard is None:
         return
-    is_retained = handed_out.is_retained
-    wrong = handed_out.take_back(group.version)
-    if is_retained and handed_out.joining_hook is not None:
+    is_retained = manual_unshard.is_retained
+    wrong = manual_unshard.end_manual_unshard(group.version)
+    if is_retained and manual_unshard.joining_hook is not None:
         # No rank may gather for this: others may have built no graph.
-        group.tensors.leave_whole(handed_out.joining_hook, stays=stays and not wrong)
+        group.tensors.leave_whole(manual_unshard.joining_hook, stays=stays and not wrong)
         register_manually_unsharded(group, [param.unsharded for param in group.params])
     if wrong and refuse:
         group.reshard()
@@ -126,13 +128,13 @@ class _Holders(NamedTuple):
     users: int  # tensors on its storage
 
 
-class HandedOut:
+class ManualUnshard:
     """Whole parameters that ``unshard()`` has asked for, and may show.
 
     Args:
         label: The unit's name.
         params: Of the unit.
-        joining_hook: See ``hand_out``; None: they cannot be left to graphs that hold them.
+        joining_hook: See ``start_manual_unshard``; None: they cannot be left to graphs that hold them.
     """
 
     def __init__(
@@ -180,7 +182,7 @@ class HandedOut:
             for param, shown in zip(self._params, self._unsharded_params, strict=True)
         ]
 
-    def take_back(self, version: int) -> str:
+    def end_manual_unshard(self, version: int) -> str:
         """Carry over flags, and undo what would outlive the copy.
 
         Args:

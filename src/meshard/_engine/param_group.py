@@ -21,7 +21,7 @@ from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, Part
 from meshard._engine.autograd_calls import explain_autograd
 from meshard._engine.averages import watch_averages
-from meshard._engine.manual_unshard import HandedOut, take_back
+from meshard._engine.manual_unshard import ManualUnshard, end_manual_unshard
 from meshard._engine.optimizer_hooks import watch_optimizers
 from meshard._params.flat_params import UnitParams
 from meshard._params.sharded_param import OwnerDicts
@@ -114,7 +114,7 @@ class ParamGroup:
         self._gathers_post_forward_shard = False  # what is gathered
         self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
         self.is_unsharded_installed = False  # the module sees whole parameters
-        self.handed_out: HandedOut | None = None  # what unshard() by hand has asked for
+        self.manual_unshard: ManualUnshard | None = None  # what unshard() by hand has asked for
         self.stepping: StepUnderWay | None = None  # until the next gather is there
         self._begin_watching()
 
@@ -320,8 +320,8 @@ class ParamGroup:
         self._post_forward_shard = None
         if self.residence is Residence.SHARDED:
             return
-        if self.handed_out is not None:
-            take_back(self)
+        if self.manual_unshard is not None:
+            end_manual_unshard(self)
         if self.stepping is not None or (leftover and self.is_leftover):
             self.reshard()
             return
@@ -340,8 +340,8 @@ class ParamGroup:
             self._in_flight = None
             self.tensors.free_unsharded()  # where it was gathered in place
             self.residence = Residence.SHARDED
-        if self.handed_out is not None:
-            take_back(self, refuse=False, stays=False)
+        if self.manual_unshard is not None:
+            end_manual_unshard(self, refuse=False, stays=False)
         self.install_sharded()
         if keep:
             self.saves_memory = True
@@ -370,5 +370,5 @@ class ParamGroup:
         if self.is_unsharded_installed:
             self._owner_dicts.install_sharded()
             self.is_unsharded_installed = False
-            if self.handed_out is not None:
-                take_back(self, refuse=False)
+            if self.manual_unshard is not None:
+                end_manual_unshard(self, refuse=False)

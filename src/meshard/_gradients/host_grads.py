@@ -105,8 +105,8 @@ class HostGrads:
     def not_shown(self) -> None:
         """See ``ShardedGrads.not_shown``: the buffers stay."""
 
-    def take_back(self) -> None:
-        """See ``ShardedGrads.take_back``: nothing is offered."""
+    def withdraw_offer(self) -> None:
+        """See ``ShardedGrads.withdraw_offer``: nothing is offered."""
 
     def settle(self) -> None:
         """Wait for all copies, and have the gradients in ``.grad``. Blocks the host."""

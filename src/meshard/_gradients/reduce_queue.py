@@ -162,7 +162,7 @@ class Reductions:
         for subscriber in tuple(unit.on_reduced):
             subscriber(unit)
         if unit.gradients is not None:
-            unit.gradients.sharded.take_back()
+            unit.gradients.sharded.withdraw_offer()
 
     def finish_of(self, unit: Unit) -> None:
         """Finish all up to the last one of ``unit``."""

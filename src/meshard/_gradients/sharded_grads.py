@@ -417,7 +417,7 @@ class ShardedGrads:
             self._kept, self._num_held = None, _MAX_HELD  # no .grad is needed
         return self.offered is not None
 
-    def take_back(self) -> None:
+    def withdraw_offer(self) -> None:
         """Add what was offered and not taken to ``.grad``."""
         if self.offered is not None:
             offered, self.offered = self.offered, None
@@ -425,11 +425,11 @@ class ShardedGrads:
 
     def settle(self) -> None:
         """Have all that was added in ``.grad``."""
-        self.take_back()
+        self.withdraw_offer()
 
     def show_early(self) -> bool:
         """As for ``HostGrads``; it is there."""
-        self.take_back()
+        self.withdraw_offer()
         return True
 
     def takes_as_is(self, new: FlatGradients) -> bool:
