@@ -643,7 +643,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         """Move or cast the sharded parameters, whole copies dropped first."""
         for unit in units_in(as_module(self)):
             if unit.group is not None:
-                unit.group.check_closed("moved or cast")
+                unit.group.check_not_summoned("moved or cast")
                 end_manual_unshard(unit.group, stays=False)
                 unit.group.reshard()
 
@@ -673,7 +673,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         units = [unit for unit in own_units(self) if unit.group is not None]
         for unit in units:
             assert unit.group is not None
-            unit.group.check_closed("gathered by unshard()")
+            unit.group.check_not_summoned("gathered by unshard()")
         handle = UnshardHandle(units)
         if async_op:
             return handle

@@ -49,7 +49,7 @@ def is_untouched(tensor: torch.Tensor) -> bool:
     return bool(untouched.any())
 
 
-class WholeUnit:
+class UnitForInit:
     """The parameters of a unit, whole, in the dtype of their shards, seen by its modules.
 
     Not what a forward sees: that may be of another dtype.
@@ -214,7 +214,7 @@ class _Initialisation:
         self._init = init
         self._device = device
         self._seen: set[nn.Module] = set()
-        self._open: dict[Unit, WholeUnit] = {}
+        self._open: dict[Unit, UnitForInit] = {}
         self._given: dict[torch.Tensor, tuple[str, torch.Tensor]] = {}  # by the meta tensor before
 
     def run(self, root: nn.Module) -> None:
@@ -254,7 +254,7 @@ class _Initialisation:
         opened = []
         for unit, name in wanted.items():
             if unit.group is not None and unit not in self._open:
-                self._open[unit] = WholeUnit(unit, name)
+                self._open[unit] = UnitForInit(unit, name)
                 opened.append(unit)
         return opened
 

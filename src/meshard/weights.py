@@ -41,14 +41,14 @@ from meshard._torch.dtensor import is_placed_like, local_of
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class SummonOptions:
     """How units are opened: the arguments of ``meshard.unsharded_params``."""
 
     writeback: bool = True
     rank0_only: bool = False
     offload_to_cpu: bool = False
 
-    def check_allows(self, inner: Opening, label: str) -> None:
+    def check_allows(self, inner: SummonOptions, label: str) -> None:
         """Raise unless what ``inner`` asks for is so while ``self`` is in force."""
         if (inner.rank0_only, inner.offload_to_cpu) != (self.rank0_only, self.offload_to_cpu):
             raise RuntimeError(
@@ -62,7 +62,7 @@ class Opening:
             )
 
 
-class OpenEvents:
+class SummonedLifecycle:
     """Stands in for the lifecycle of a unit while it is open: all that differs is here.
 
     Args:
@@ -71,9 +71,9 @@ class OpenEvents:
         has_unsharded: Whether this rank has the whole parameters.
     """
 
-    def __init__(self, root: StepEvents, opening: Opening, *, has_unsharded: bool) -> None:
+    def __init__(self, root: StepEvents, options: SummonOptions, *, has_unsharded: bool) -> None:
         self.root = root
-        self.opening = opening
+        self.options = options
         self._has_unsharded = has_unsharded
 
     def __getattr__(self, name: str) -> Any:
@@ -135,30 +135,30 @@ def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> N
     unsharded_param.grad = moved if unsharded_param.grad is None else unsharded_param.grad + moved
 
 
-class OpenUnit:
+class SummonedUnit:
     """A unit that is open, until ``close``.
 
     **Collective:** the shard group; with ``rank0_only`` that of the first replica.
 
     Args:
-        unit: At rest; see ``check_may_open``.
+        unit: At rest; see ``check_may_summon``.
         opening: What was asked for.
     """
 
-    def __init__(self, unit: Unit, opening: Opening) -> None:
+    def __init__(self, unit: Unit, options: SummonOptions) -> None:
         assert unit.group is not None
         self.unit = unit
-        self.opening = opening
-        assert isinstance(unit.group.tensors, FlatParams)  # see check_may_open
+        self.options = options
+        assert isinstance(unit.group.tensors, FlatParams)  # see check_may_summon
         self._group: ParamGroup = unit.group
         self._tensors = unit.group.tensors
         self._group.reshard()
         self._version = self._group.version
         self._unsharded = self._gather()
         self._casts, unit.casts = unit.casts, Casts(None, None)
-        events = OpenEvents(unit.lifecycle, opening, has_unsharded=bool(self._unsharded))
+        events = SummonedLifecycle(unit.lifecycle, options, has_unsharded=bool(self._unsharded))
         unit.lifecycle = cast("StepEvents", events)
-        self._group.residence = Residence.OPEN
+        self._group.residence = Residence.SUMMONED
         if self._unsharded:
             for param, unsharded in zip(self._group.params, self._unsharded, strict=True):
                 param.install(unsharded)
@@ -174,7 +174,7 @@ class OpenUnit:
         """Return the whole parameters, or nothing on ranks that are not to have them."""
         group, mesh_info = self._group, self._group.spec.mesh_info
         own = self._tensors.storage.buffer.to(group.spec.device)
-        if self.opening.rank0_only:
+        if self.options.rank0_only:
             if not _is_in_first_replica(group):
                 return []
             rows = gather_to_first(own, mesh_info.shard_group, group.label)
@@ -205,7 +205,7 @@ class OpenUnit:
             ]
 
     def _as_parameter(self, index: int, unsharded: torch.Tensor) -> nn.Parameter:
-        value = unsharded.cpu() if self.opening.offload_to_cpu else unsharded
+        value = unsharded.cpu() if self.options.offload_to_cpu else unsharded
         if not value.is_floating_point():
             return nn.Parameter(value, requires_grad=False)
         # A hook can only be put on a tensor that requires grad.
@@ -270,13 +270,13 @@ class OpenUnit:
         for param in self._group.params:
             # As everywhere, the sharded parameter's flag is the one that counts.
             flags = {value.requires_grad for value in param.installed() if value is not None}
-            if self._unsharded and not self.opening.rank0_only and len(flags) == 1:
+            if self._unsharded and not self.options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
         self._group.residence = Residence.SHARDED
         self._unsharded.clear()
         self.unit.casts = self._casts
-        if isinstance(self.unit.lifecycle, OpenEvents):  # or it got another root meanwhile
+        if isinstance(self.unit.lifecycle, SummonedLifecycle):  # or it got another root meanwhile
             self.unit.lifecycle = self.unit.lifecycle.root
 
     @torch.no_grad()
@@ -289,14 +289,14 @@ class OpenUnit:
         group, mesh_info = self._group, self._group.spec.mesh_info
         storage = self._tensors.storage
         group.finish_copies()
-        if not self.opening.rank0_only:
+        if not self.options.rank0_only:
             for param, own, value in zip(group.params, storage.locals, values, strict=True):
                 owned = param.layout.owned_rows(mesh_info.shard_rank)
                 own.copy_(value.narrow(param.layout.shard_dim, owned.start, len(owned)))
             if mesh_info.replicate_group is None:
                 return
         buffer = storage.buffer.to(group.spec.device)
-        if self.opening.rank0_only and _is_in_first_replica(group):
+        if self.options.rank0_only and _is_in_first_replica(group):
             rows = self._rows_of(values, buffer) if values else None
             scatter_from_first(buffer, rows, mesh_info.shard_group, group.label)
         if mesh_info.replicate_group is not None:
@@ -318,7 +318,7 @@ def _is_in_first_replica(group: ParamGroup) -> bool:
     return replicas is None or replicas.rank() == 0
 
 
-def check_may_open(unit: Unit, opening: Opening) -> bool:
+def check_may_summon(unit: Unit, options: SummonOptions) -> bool:
     """Return whether a unit is to be opened: not if that has been done, or it has no parameters.
 
     Raises:
@@ -327,8 +327,8 @@ def check_may_open(unit: Unit, opening: Opening) -> bool:
     """
     if unit.group is None:
         return False
-    if isinstance(unit.lifecycle, OpenEvents):
-        unit.lifecycle.opening.check_allows(opening, unit.label)
+    if isinstance(unit.lifecycle, SummonedLifecycle):
+        unit.lifecycle.options.check_allows(options, unit.label)
         return False
     if not unit.lifecycle.is_between_steps():
         raise RuntimeError(
@@ -386,30 +386,30 @@ def unsharded_params(
     tensor([[1., 0.],
             [0., 1.]])
     """
-    opening = Opening(writeback, rank0_only, offload_to_cpu)
-    opened: list[OpenUnit] = []
+    options = SummonOptions(writeback, rank0_only, offload_to_cpu)
+    summoned: list[SummonedUnit] = []
     values: list[list[torch.Tensor]] = []
     has_failed = False
     try:
-        opened += _open(_units_of(module, recurse), opening)
+        summoned += _summon(_units_of(module, recurse), options)
         try:
             yield
             if writeback:
-                values += [each.edited_values() for each in opened]
+                values += [each.edited_values() for each in summoned]
         except Exception:
             if writeback:
-                _has_any_failed(opened, here=True)
+                _has_any_failed(summoned, here=True)
             raise
-        has_failed = writeback and _has_any_failed(opened, here=False)
+        has_failed = writeback and _has_any_failed(summoned, here=False)
     finally:
-        for each in opened:
+        for each in summoned:
             each.close()
     if has_failed:
         raise RuntimeError(
             "another rank raised inside unsharded_params; nothing was written back on any rank."
         )
     if writeback:
-        for each, edited in zip(opened, values, strict=True):
+        for each, edited in zip(summoned, values, strict=True):
             each.write(edited)
             edited.clear()
 
@@ -424,31 +424,31 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     return units
 
 
-def _open(units: list[Unit], opening: Opening) -> list[OpenUnit]:
-    wanted = [unit for unit in units if check_may_open(unit, opening)]
-    opened: list[OpenUnit] = []
+def _summon(units: list[Unit], options: SummonOptions) -> list[SummonedUnit]:
+    wanted = [unit for unit in units if check_may_summon(unit, options)]
+    summoned: list[SummonedUnit] = []
     try:
         for unit in wanted:
-            opened.append(OpenUnit(unit, opening))
+            summoned.append(SummonedUnit(unit, options))
     except BaseException:
-        for each in opened:
+        for each in summoned:
             each.close()
         raise
-    return opened
+    return summoned
 
 
-def _has_any_failed(opened: list[OpenUnit], *, here: bool) -> bool:
+def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none."""
-    if not opened:
+    if not summoned:
         return here
-    mesh_infos = {id(each.spec.mesh_info): each.spec.mesh_info for each in opened}.values()
+    mesh_infos = {id(each.spec.mesh_info): each.spec.mesh_info for each in summoned}.values()
     groups = [
         g
         for mesh_info in mesh_infos
         for g in (mesh_info.shard_group, mesh_info.replicate_group)
         if g
     ]
-    failed = torch.tensor(float(here), device=opened[0].spec.device)
+    failed = torch.tensor(float(here), device=summoned[0].spec.device)
     for group in dict.fromkeys(groups):
         agree_on_max(failed, group, "(unsharded_params)")
     return bool(failed.item())

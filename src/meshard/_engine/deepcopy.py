@@ -97,7 +97,7 @@ def _check_at_rest(unit: Unit) -> None:
             "a step was interrupted."
         )
     if unit.group is not None:
-        unit.group.check_closed("copied")
+        unit.group.check_not_summoned("copied")
     if unit.gradients is not None and unit.gradients.pending:
         raise RuntimeError(
             f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "

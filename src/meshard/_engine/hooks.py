@@ -307,7 +307,7 @@ def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Take over what was assigned, so that parameters are tied again before anybody lists them."""
     for unit in units_of(module):
         group = unit.group
-        if group is not None and not group.is_unsharded_installed and not group.is_open:
+        if group is not None and not group.is_unsharded_installed and not group.is_summoned:
             group.adopt_edits()
 
 

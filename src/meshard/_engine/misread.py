@@ -29,7 +29,7 @@ _MAX_NODES = 8  # of a graph, between a parameter and what was computed from it
 _STATES = {
     "GATHERING": "being gathered ahead",
     "UNSHARDED": "whole, but kept for its own forward and backward",
-    "OPEN": "open on rank 0 only",
+    "SUMMONED": "open on rank 0 only",
 }
 _Found = dict[int, tuple[Unit, ShardedParam]]  # by id of the sharded parameter
 

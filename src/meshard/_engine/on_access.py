@@ -67,7 +67,7 @@ class _NoticedReads(dict[str, Any]):
 def _is_closed(unit: Unit) -> bool:
     """Whether the modules of ``unit`` hold shards."""
     group = unit.group
-    return group is not None and not group.is_unsharded_installed and not group.is_open
+    return group is not None and not group.is_unsharded_installed and not group.is_summoned
 
 
 @untraced

@@ -58,7 +58,7 @@ class Residence(enum.Enum):
     SHARDED = enum.auto()
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()
-    OPEN = enum.auto()  # in the modules' hands: see open_unit
+    SUMMONED = enum.auto()  # in the modules' hands: see open_unit
 
 
 class Accumulated(Protocol):
@@ -144,13 +144,13 @@ class ParamGroup:
         return self.version
 
     @property
-    def is_open(self) -> bool:
+    def is_summoned(self) -> bool:
         """Whether the modules hold whole parameters that are theirs: see ``open_unit``."""
-        return self.residence is Residence.OPEN
+        return self.residence is Residence.SUMMONED
 
-    def check_closed(self, what: str) -> None:
+    def check_not_summoned(self, what: str) -> None:
         """Raise if the group is open, so that it cannot be ``what``."""
-        if self.is_open:
+        if self.is_summoned:
             raise RuntimeError(
                 f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
                 "first."
