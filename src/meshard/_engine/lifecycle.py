@@ -91,7 +91,7 @@ class HostWaits:
             unit = ref()
             if unit is None or unit.gradients is None:
                 continue
-            if unit.group is None or unit.group.stepping is None:  # else an optimizer waits
+            if unit.group is None or unit.group.pending_step is None:  # else an optimizer waits
                 unit.gradients.settle()
 
 
@@ -155,8 +155,8 @@ def put_to_rest(units: Iterable[Unit], *, is_void: bool) -> None:
     for unit in units:
         unit.reset_step()
         if unit.group is not None:
-            if is_void and unit.group.stepping is not None:
-                unit.group.stepping.abandon()
+            if is_void and unit.group.pending_step is not None:
+                unit.group.pending_step.abandon()
             unit.group.reshard()
             unit.group.has_failed = False
         if unit.gradients is not None:

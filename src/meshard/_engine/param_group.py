@@ -27,7 +27,7 @@ from meshard._params.flat_params import UnitParams
 from meshard._params.sharded_param import OwnerDicts
 
 
-class StepUnderWay(Protocol):
+class PendingStep(Protocol):
     """The step of a group that an optimizer has begun; until its next gather is there."""
 
     def before_gather(self) -> None:
@@ -115,7 +115,7 @@ class ParamGroup:
         self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
         self.is_unsharded_installed = False  # the module sees whole parameters
         self.manual_unshard: ManualUnshard | None = None  # what unshard() by hand has asked for
-        self.stepping: StepUnderWay | None = None  # until the next gather is there
+        self.pending_step: PendingStep | None = None  # until the next gather is there
         self._begin_watching()
 
     @property
@@ -209,12 +209,12 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if accumulated is not None and self.tensors.link is not None and self.stepping is None:
+        if accumulated is not None and self.tensors.link is not None and self.pending_step is None:
             accumulated.settle()
 
     def finish_copies(self) -> None:
         """Have nothing on its way between host memory and the device, if shards live there."""
-        if self.tensors.link is not None and self.stepping is None:
+        if self.tensors.link is not None and self.pending_step is None:
             self.tensors.link.wait()
 
     def make_room(self) -> None:
@@ -232,7 +232,7 @@ class ParamGroup:
     def clear_pending(self, ids: set[int]) -> None:
         """Forget pending gradients of the sharded parameters with these ids."""
         accumulated = self.accumulated() if self.accumulated is not None else None
-        if accumulated is not None and self.stepping is None:  # else they have been taken
+        if accumulated is not None and self.pending_step is None:  # else they have been taken
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             accumulated.clear(frozenset(cleared))
 
@@ -251,8 +251,8 @@ class ParamGroup:
         """
         if self.residence is not Residence.SHARDED:
             return
-        if self.stepping is not None:
-            self.stepping.before_gather()
+        if self.pending_step is not None:
+            self.pending_step.before_gather()
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
         self.tensors.check_materialised()
         self.may_keep = True
@@ -306,7 +306,7 @@ class ParamGroup:
         self._in_flight.end()
         self._in_flight = None
         self.is_leftover = False
-        self.stepping = None
+        self.pending_step = None
         self.residence = Residence.UNSHARDED
 
     def forget_stale(self, *, leftover: bool) -> None:
@@ -322,7 +322,7 @@ class ParamGroup:
             return
         if self.manual_unshard is not None:
             end_manual_unshard(self)
-        if self.stepping is not None or (leftover and self.is_leftover):
+        if self.pending_step is not None or (leftover and self.is_leftover):
             self.reshard()
             return
         if self.adopt_edits() != self._unsharded_version:

@@ -73,7 +73,7 @@ class DeferredWindow:
 
 
 class DeferredStep:
-    """A step that is taken as soon as someone needs it: see ``StepUnderWay``.
+    """A step that is taken as soon as someone needs it: see ``PendingStep``.
 
     Args:
         group: Whose step.
@@ -114,7 +114,7 @@ class DeferredStep:
         group = self._group()
         if group is not None:
             show_shards(group)
-            group.stepping = None
+            group.pending_step = None
         self._window.abandon()
         stepper.forget()
 
@@ -131,7 +131,7 @@ class DeferredStep:
             self._state, lambda grads: scale_gradients(grads, coefficient), coefficient
         )
         group.note_step()
-        group.stepping = None
+        group.pending_step = None
         if comm_stream is not None:
             group.comm.enter_after(comm_stream, queued)
         else:

@@ -30,7 +30,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 class WaitingStep:
-    """A step that waits for those of other units: see ``StepUnderWay``.
+    """A step that waits for those of other units: see ``PendingStep``.
 
     Args:
         group: Whose step.
@@ -62,9 +62,9 @@ class WaitingStep:
         group = self._group()
         if group is None:
             return None
-        if isinstance(group.stepping, QueuedStep):
-            return group.stepping
-        group.stepping = None
+        if isinstance(group.pending_step, QueuedStep):
+            return group.pending_step
+        group.pending_step = None
         return None
 
 
@@ -133,7 +133,7 @@ class JoinedSteps:
             self.run()
         self._groups, self._state, self._comm = groups, state, group.comm
         self._waiting.append((unit, flat_grads))
-        group.stepping = unit.waiting
+        group.pending_step = unit.waiting
         self._num_bytes += (
             unit.flat.num_gradient_bytes if flat_grads is None else flat_grads.flat.nbytes
         )
@@ -157,7 +157,7 @@ class JoinedSteps:
             if (group := unit.group) is not None
         ]
         for _, _, group in waiting:
-            group.stepping = None
+            group.pending_step = None
         if not waiting or comm is None:
             return
         is_beside = not comm.waits_block_host
@@ -178,7 +178,7 @@ class JoinedSteps:
         for unit in together:
             group = unit.group
             if group is not None:
-                group.stepping = QueuedStep(group, queued) if is_beside else None
+                group.pending_step = QueuedStep(group, queued) if is_beside else None
                 group.note_step()
         for unit, flat_grads in apart:
             unit.step_apart(flat_grads, self._groups, state)
@@ -188,7 +188,7 @@ class JoinedSteps:
         units, self._waiting, self._num_bytes = self._waiting, [], 0
         for unit, _ in units:
             if unit.group is not None:
-                unit.group.stepping = None
+                unit.group.pending_step = None
             unit.flat.forget_runs()
 
     def forget(self) -> None:

@@ -38,7 +38,7 @@ class HostWorker:
             with in_step(), torch.no_grad():
                 step()
 
-        group.stepping = HostStep(group, self._pool.submit(wait_and_step))
+        group.pending_step = HostStep(group, self._pool.submit(wait_and_step))
 
 
 class HostStep(AwaitedStep):

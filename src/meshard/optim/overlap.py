@@ -343,7 +343,7 @@ class OverlappedOptimizer(Optimizer):
         self._window.add(grads)
         unit = stepper.unit
         assert unit is not None and unit.group is not None
-        unit.group.stepping = DeferredStep(
+        unit.group.pending_step = DeferredStep(
             unit.group, stepper, self._state, self._window, self._close
         )
 

@@ -34,8 +34,8 @@ def finish_step(ref: weakref.ref[ParamGroup]) -> bool:
     if getattr(_thread, "is_stepping", False):
         return False
     group = ref()
-    if group is not None and group.stepping is not None:
-        group.stepping.finish()
+    if group is not None and group.pending_step is not None:
+        group.pending_step.finish()
     return True
 
 
@@ -53,7 +53,7 @@ def in_step() -> Iterator[None]:
 
 
 class AwaitedStep:
-    """A step under way that the host waits for: see ``StepUnderWay``.
+    """A step under way that the host waits for: see ``PendingStep``.
 
     Its shards are hidden until somebody asks for one, or the unit is about to be gathered.
 
@@ -78,7 +78,7 @@ class AwaitedStep:
         group = self._group()
         if group is not None:
             show_shards(group)
-            group.stepping = None
+            group.pending_step = None
         self._wait()
 
     def abandon(self) -> None:
@@ -86,7 +86,7 @@ class AwaitedStep:
 
 
 class QueuedStep:
-    """A step that is queued on a device: see ``StepUnderWay``.
+    """A step that is queued on a device: see ``PendingStep``.
 
     Args:
         group: Whose step.

@@ -116,7 +116,7 @@ class UnitStepper:
             return
         sharded = unit.gradients.sharded
         flat_grads = sharded.offered
-        is_free = self._change is None and unit.group.stepping is None
+        is_free = self._change is None and unit.group.pending_step is None
         # Refused once, the runs may fit from now on; twice, and they are of other parameters.
         if flat_grads is not None and is_free and self._num_refused < 2 and self.flat.is_steady:
             sharded.offered = None
@@ -144,7 +144,7 @@ class UnitStepper:
             if is_beside:
                 comm.retire(_locals(param.grad for param in self.params))
                 if not is_joined:
-                    group.stepping = QueuedStep(group, comm.record())
+                    group.pending_step = QueuedStep(group, comm.record())
         self._drop_gradients()
         if is_joined:
             self._joined.add(self, None, groups, state)
@@ -183,7 +183,7 @@ class UnitStepper:
             self.flat.run(self._taken, state, is_seen=False, by=steps.step)
             queued = comm.record()
         link.end_step(queued)
-        group.stepping = ReturningStep(group, queued)
+        group.pending_step = ReturningStep(group, queued)
 
     # --- together with other units: see ``Joinable`` ---------------------------------------
 
@@ -284,13 +284,13 @@ class UnitStepper:
     def finish(self) -> None:
         """Order what the caller does next after the last step."""
         unit = self._unit()
-        if unit is not None and unit.group is not None and unit.group.stepping is not None:
-            unit.group.stepping.finish()
+        if unit is not None and unit.group is not None and unit.group.pending_step is not None:
+            unit.group.pending_step.finish()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop gradients, unless a step that is under way has taken them."""
         unit = self._unit()
-        if unit is None or unit.group is None or unit.group.stepping is not None:
+        if unit is None or unit.group is None or unit.group.pending_step is not None:
             return
         unit.group.finish_copies()
         if self.has_gradients:
