@@ -21,7 +21,7 @@ from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_extended
 from meshard._torch.dtensor import local_of, move_local
-from meshard.optim.flat import forget_runs
+from meshard.optim.flat import forget_slices
 
 _has_warned = False
 
@@ -161,7 +161,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, away: bool) -> None
         )
     for unit in units:
         _check_rests(unit, "offload" if away else "onload")
-    forget_runs()
+    forget_slices()
     sources: list[torch.Tensor] = []  # of copies that may still be on their way
     for unit in units:
         group, gradients = unit.group, unit.gradients

@@ -21,7 +21,7 @@ SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientS
 CHECK = CPUOffloadPolicy(pin_memory=False)
 
 
-class Run:
+class FlatSlice:
     """A model on a fake device, with its shards in what the device takes for pinned memory."""
 
     def __init__(self, monkeypatch, mesh_shape=(4,), build=make_model, **kwargs):
@@ -58,13 +58,13 @@ MESHES = [(4,), (2, 2), (1,)]
 def run_on(monkeypatch, request):
     size = torch.Size(request.param).numel()
     with fake_group(size):
-        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
+        yield lambda **kwargs: FlatSlice(monkeypatch, request.param, **kwargs)
 
 
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
-        yield Run(monkeypatch, (2, 2))
+        yield FlatSlice(monkeypatch, (2, 2))
 
 
 @covering(

@@ -26,7 +26,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import units_in
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of
-from meshard.optim.flat_slices import Groups, Member, Places, Run, Snapshot, State
+from meshard.optim.flat_slices import FlatSlice, Groups, Member, Places, Snapshot, State
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -48,10 +48,10 @@ States = MutableMapping[torch.Tensor, State]
 _alive: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
 
 
-def forget_runs() -> None:
+def forget_slices() -> None:
     """Have no flat shard held by an optimizer: their memory is about to move."""
     for stepper in tuple(_alive):
-        stepper.forget_runs()
+        stepper.forget_slices()
 
 
 class FlatStepper:
@@ -73,16 +73,16 @@ class FlatStepper:
         self.before_forgetting: Callable[[], object] | None = None
         self.on_replaced: Callable[[list[torch.Tensor]], None] | None = None  # given old state
         self.num_gradient_bytes = 0  # of the runs that have taken a gradient
-        self.forget_runs()
+        self.forget_slices()
         _alive.add(self)
 
-    def forget_runs(self) -> None:
+    def forget_slices(self) -> None:
         """Look at everything anew in the next step, and hold no flat shard until then."""
         if self.before_forgetting is not None:
             self.before_forgetting()
             self.catch_up()
         self._inner: Optimizer | None = None
-        self.runs: list[Run] = []
+        self.slices: list[FlatSlice] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
         self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
         self._left: Snapshot | None = None  # by the last step
@@ -108,7 +108,9 @@ class FlatStepper:
     @property
     def gradients(self) -> list[torch.Tensor]:
         """What was taken, of runs."""
-        return [run.flat.grad for run in self.runs if run.flat.grad is not None]
+        return [
+            flat_slice.flat.grad for flat_slice in self.slices if flat_slice.flat.grad is not None
+        ]
 
     def take(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
@@ -150,8 +152,8 @@ class FlatStepper:
         if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
             return False
         places = self._places
-        if places is None or not places.are_of(self.runs, flat_grads, group):
-            places = self._places = Places(self.runs, flat_grads, group)
+        if places is None or not places.are_of(self.slices, flat_grads, group):
+            places = self._places = Places(self.slices, flat_grads, group)
         self.num_gradient_bytes = places.num_bytes
         return places.give(flat_grads.flat)
 
@@ -192,8 +194,8 @@ class FlatStepper:
         """
         inner, left = self._inner, self._before
         assert inner is not None
-        for run in self.runs:
-            run.flat.grad = None  # or it would keep the memory after zero_grad
+        for flat_slice in self.slices:
+            flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
         if left is not None and left.was_stepped_in_place():
             self._is_behind = True
         else:
@@ -209,14 +211,14 @@ class FlatStepper:
 
     def _show(self, inner: Optimizer, groups: Groups, state: States) -> Snapshot:
         """Have in ``state`` what the runs have."""
-        for run in self.runs:
-            own = inner.state.get(run.flat)
+        for flat_slice in self.slices:
+            own = inner.state.get(flat_slice.flat)
             if own:
-                run.show(own, state)
+                flat_slice.show(own, state)
         for _, param in self._loose:
             if param in inner.state:
                 state[param] = inner.state[param]
-        return Snapshot(groups, state, self.runs, inner.state)
+        return Snapshot(groups, state, self.slices, inner.state)
 
     # --- which runs there are --------------------------------------------------------------
 
@@ -224,17 +226,19 @@ class FlatStepper:
         """Have runs for what the param groups hold now, each with a gradient or without."""
         left = self._left
         if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
-            self.forget_runs()
+            self.forget_slices()
             self._plan(groups)
         # All of them, and not only up to the first that lacks some.
-        if sum([run.take_gradient() for run in self.runs]) == len(self.runs):
+        if sum([flat_slice.take_gradient() for flat_slice in self.slices]) == len(self.slices):
             return
         self.catch_up()  # the new runs begin with what the members have
         # Never joined again: who is stepped less often has another history.
-        self.runs = [each for run in self.runs for each in run.split_by_gradient()]
+        self.slices = [
+            each for flat_slice in self.slices for each in flat_slice.split_by_gradient()
+        ]
         self._inner = None
-        for run in self.runs:
-            run.take_gradient()
+        for flat_slice in self.slices:
+            flat_slice.take_gradient()
 
     def _plan(self, groups: Groups) -> None:
         found: dict[ParamGroup, dict[int, int]] = {}  # the param group of each sharded parameter
@@ -250,21 +254,25 @@ class FlatStepper:
         for owner, numbers in found.items():
             tensors = owner.tensors
             assert isinstance(tensors, FlatParams)
-            self.runs += _runs_of(tensors, numbers)
+            self.slices += _slices_of(tensors, numbers)
 
     def _made(self, groups: Groups, state: States) -> Optimizer:
         """Return the optimizer of the runs."""
         if self._inner is not None:
             return self._inner
-        self.runs = [
-            each for run in self.runs for each in run.split_by_history(_states_of(run, state))
+        self.slices = [
+            each
+            for flat_slice in self.slices
+            for each in flat_slice.split_by_history(_states_of(flat_slice, state))
         ]
         self._left = None
         made: list[dict[str, Any]] = []
         self._numbers = []
         for number, group in enumerate(groups):
             loose = [param for other, param in self._loose if other == number]
-            flat: list[torch.Tensor] = [run.flat for run in self.runs if run.number == number]
+            flat: list[torch.Tensor] = [
+                flat_slice.flat for flat_slice in self.slices if flat_slice.number == number
+            ]
             flat += [param for param in loose if not isinstance(param, DTensor)]
             # torch's foreach kernels do not take the two kinds together.
             sharded = [param for param in loose if isinstance(param, DTensor)]
@@ -277,14 +285,14 @@ class FlatStepper:
         # Of torch's own, without what cares for graphs of the step, either.
         unwrap = inspect.unwrap if self._is_pointwise else _without_hooks
         self._step: Callable[[Optimizer], object] = unwrap(step)
-        for run in self.runs:
-            states = _states_of(run, state)
+        for flat_slice in self.slices:
+            states = _states_of(flat_slice, state)
             if self.on_replaced is not None:
                 self.on_replaced(list(_tensors_in(states)))
-            own = run.pull(states)
+            own = flat_slice.pull(states)
             if own:
-                self._inner.state[run.flat] = own
-            run.take_gradient()
+                self._inner.state[flat_slice.flat] = own
+            flat_slice.take_gradient()
         for _, param in self._loose:
             known = state.get(param)
             if known:
@@ -307,8 +315,8 @@ class FlatStepper:
             yield portion
 
 
-def _states_of(run: Run, state: Mapping[torch.Tensor, State]) -> list[State]:
-    return [state.get(member.param, {}) for member in run.members]
+def _states_of(flat_slice: FlatSlice, state: Mapping[torch.Tensor, State]) -> list[State]:
+    return [state.get(member.param, {}) for member in flat_slice.members]
 
 
 def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
@@ -323,9 +331,9 @@ def _without_hooks(step: Any) -> Any:
     return getattr(step, "__wrapped__", step)
 
 
-def _runs_of(tensors: FlatParams, numbers: dict[int, int]) -> list[Run]:
+def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
     """Return the longest runs of a unit whose members are in one param group each."""
-    runs: list[Run] = []
+    slices: list[FlatSlice] = []
     storage = tensors.storage
     for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
         ours = [numbers.get(param_range.index) for param_range in segment.ranges]
@@ -343,9 +351,9 @@ def _runs_of(tensors: FlatParams, numbers: dict[int, int]) -> list[Run]:
                     )
                     for param_range in ranges
                 ]
-                runs.append(Run(flat, members, number))
+                slices.append(FlatSlice(flat, members, number))
             first = place + 1
-    return runs
+    return slices
 
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]

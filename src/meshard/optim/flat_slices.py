@@ -42,7 +42,7 @@ class Member(NamedTuple):
     numel: int  # of its shard, without padding
 
 
-class Run:
+class FlatSlice:
     """A range of a unit's flat shard, with one state for all of it.
 
     Args:
@@ -86,7 +86,7 @@ class Run:
         self.flat.grad = self._joined(locals_) if view is None else view
         return True
 
-    def split_by_gradient(self) -> list[Run]:
+    def split_by_gradient(self) -> list[FlatSlice]:
         """Return runs over the same memory in which all members have a gradient, or none has."""
         return self.split([member.param.grad is not None for member in self.members])
 
@@ -133,7 +133,7 @@ class Run:
 
     # --- state -----------------------------------------------------------------------------
 
-    def split_by_history(self, states: Sequence[State]) -> list[Run]:
+    def split_by_history(self, states: Sequence[State]) -> list[FlatSlice]:
         """Return runs over the same memory whose members have been stepped alike."""
         return self.split([_history(state) for state in states])
 
@@ -179,14 +179,14 @@ class Run:
             else:
                 each[key] = wrap_like(member.param, local)
 
-    def split(self, keys: Sequence[object]) -> list[Run]:
+    def split(self, keys: Sequence[object]) -> list[FlatSlice]:
         """Return runs over the same memory, one for each range of members with equal ``keys``."""
-        runs, first = [], 0
+        slices, first = [], 0
         for place in range(1, len(self.members) + 1):
             if place == len(self.members) or keys[place] != keys[first]:
-                runs.append(Run(self._segment, self.members[first:place], self.number))
+                slices.append(FlatSlice(self._segment, self.members[first:place], self.number))
                 first = place
-        return runs
+        return slices
 
 
 def _history(state: State) -> tuple[object, ...]:
@@ -214,24 +214,24 @@ class Counters:
     An ordinary optimizer adds 1 to each of them; here they follow those of the runs.
 
     Args:
-        of_runs: One number per run, on one device.
+        of_slices: One number per run, on one device.
         runs: As many.
     """
 
-    def __init__(self, of_runs: Sequence[torch.Tensor], runs: Sequence[Run]) -> None:
-        self._of_runs = torch.stack(list(of_runs))
-        self.of_runs = list(self._of_runs.unbind())
-        device = self._of_runs.device
-        sizes = torch.tensor([len(run.members) for run in runs], device=device)
-        self._places = torch.arange(len(runs), device=device).repeat_interleave(sizes)
-        self._expected = self._of_runs.index_select(0, self._places)
+    def __init__(self, of_slices: Sequence[torch.Tensor], slices: Sequence[FlatSlice]) -> None:
+        self._of_slices = torch.stack(list(of_slices))
+        self.of_slices = list(self._of_slices.unbind())
+        device = self._of_slices.device
+        sizes = torch.tensor([len(flat_slice.members) for flat_slice in slices], device=device)
+        self._places = torch.arange(len(slices), device=device).repeat_interleave(sizes)
+        self._expected = self._of_slices.index_select(0, self._places)
         self._values = self._expected.clone()
         self.of_members = [with_own_storage(each) for each in self._values.unbind()]
         self._version: int = sum(map(_VERSION, self.of_members))
 
     def follow(self) -> None:
         """Give every member the number that its run has now."""
-        self._expected = self._of_runs.index_select(0, self._places)
+        self._expected = self._of_slices.index_select(0, self._places)
         self._values.copy_(self._expected)
 
     def is_edited(self) -> bool:
@@ -265,17 +265,17 @@ class Snapshot:
         self,
         groups: Groups,
         state: Mapping[torch.Tensor, State],
-        runs: Sequence[Run],
+        slices: Sequence[FlatSlice],
         inner: Mapping[torch.Tensor, State],
     ) -> None:
         self._groups = [list(group["params"]) for group in groups]
         self._states = list(map(state.get, chain.from_iterable(self._groups)))
-        self._sharded = [member.param for run in runs for member in run.members]
+        self._sharded = [member.param for flat_slice in slices for member in flat_slice.members]
         self._locals = list(locals_of(self._sharded))
         self._inner = inner
-        self._counters = _count(runs, inner)
+        self._counters = _count(slices, inner)
         self._inner_values = self._values_inside()
-        self._entries = _entries_of(runs, inner)
+        self._entries = _entries_of(slices, inner)
         views = [value for each in self._entries for value in each.values]
         self._views = [view for view in views if isinstance(view, torch.Tensor) and view.dim()]
         self._shown = [local_of(view) for view in self._views]
@@ -320,33 +320,33 @@ def _are_as_shown(entries: _Entries) -> bool:
         return False
 
 
-def _states_of(runs: Iterable[Run]) -> list[State]:
-    return [state for run in runs for state in run.states]
+def _states_of(slices: Iterable[FlatSlice]) -> list[State]:
+    return [state for flat_slice in slices for state in flat_slice.states]
 
 
-def _count(runs: Sequence[Run], inner: Mapping[torch.Tensor, State]) -> list[Counters]:
-    """Show every member of ``runs`` counters of its own."""
-    alike: dict[tuple[str, torch.device, torch.dtype], list[Run]] = {}
-    for run in runs:
-        for key, value in inner.get(run.flat, {}).items():
+def _count(slices: Sequence[FlatSlice], inner: Mapping[torch.Tensor, State]) -> list[Counters]:
+    """Show every member of ``slices`` counters of its own."""
+    alike: dict[tuple[str, torch.device, torch.dtype], list[FlatSlice]] = {}
+    for flat_slice in slices:
+        for key, value in inner.get(flat_slice.flat, {}).items():
             if isinstance(value, torch.Tensor) and value.dim() == 0:
-                alike.setdefault((key, value.device, value.dtype), []).append(run)
+                alike.setdefault((key, value.device, value.dtype), []).append(flat_slice)
     made = []
     for (key, _, _), counted in alike.items():
-        counters = Counters([inner[run.flat][key] for run in counted], counted)
-        for run, value in zip(counted, counters.of_runs, strict=True):
-            inner[run.flat][key] = value
+        counters = Counters([inner[flat_slice.flat][key] for flat_slice in counted], counted)
+        for flat_slice, value in zip(counted, counters.of_slices, strict=True):
+            inner[flat_slice.flat][key] = value
         for state, value in zip(_states_of(counted), counters.of_members, strict=True):
             state[key] = value
         made.append(counters)
     return made
 
 
-def _entries_of(runs: Sequence[Run], inner: Mapping[torch.Tensor, State]) -> list[_Entries]:
-    having: dict[str, list[Run]] = {}
-    for run in runs:
-        for key in inner.get(run.flat, {}):
-            having.setdefault(key, []).append(run)
+def _entries_of(slices: Sequence[FlatSlice], inner: Mapping[torch.Tensor, State]) -> list[_Entries]:
+    having: dict[str, list[FlatSlice]] = {}
+    for flat_slice in slices:
+        for key in inner.get(flat_slice.flat, {}):
+            having.setdefault(key, []).append(flat_slice)
     entries = []
     for key, each in having.items():
         states = _states_of(each)
@@ -363,20 +363,26 @@ class Places:
         group: Of the unit that they are of.
     """
 
-    def __init__(self, runs: Sequence[Run], flat_grads: FlatGradients, group: ParamGroup) -> None:
+    def __init__(
+        self, slices: Sequence[FlatSlice], flat_grads: FlatGradients, group: ParamGroup
+    ) -> None:
         self._layout, self._used = flat_grads.layout, flat_grads.used
-        self._runs = runs
+        self._slices = slices
         self._shards = group.tensors.layout
-        self._starts = _find(runs, flat_grads, group)
-        self._is_all = len(runs) == 1 and runs[0].flat.shape == flat_grads.flat.shape
-        pairs = zip(runs, self._starts or (), strict=False)
-        self.num_bytes = sum(run.flat.nbytes for run, start in pairs if start is not None)
+        self._starts = _find(slices, flat_grads, group)
+        self._is_all = len(slices) == 1 and slices[0].flat.shape == flat_grads.flat.shape
+        pairs = zip(slices, self._starts or (), strict=False)
+        self.num_bytes = sum(
+            flat_slice.flat.nbytes for flat_slice, start in pairs if start is not None
+        )
 
-    def are_of(self, runs: Sequence[Run], flat_grads: FlatGradients, group: ParamGroup) -> bool:
+    def are_of(
+        self, slices: Sequence[FlatSlice], flat_grads: FlatGradients, group: ParamGroup
+    ) -> bool:
         """Whether this was made for these: no shard has moved since, or was replaced."""
         return (
             self._layout is flat_grads.layout
-            and self._runs is runs
+            and self._slices is slices
             and self._shards is group.tensors.layout
             and self._used == flat_grads.used
         )
@@ -389,28 +395,32 @@ class Places:
         """
         if self._starts is None:
             return False
-        for run, start in zip(self._runs, self._starts, strict=True):
+        for flat_slice, start in zip(self._slices, self._starts, strict=True):
             if start is None:
-                run.flat.grad = None
+                flat_slice.flat.grad = None
             else:
-                run.flat.grad = flat if self._is_all else flat.narrow(0, start, run.flat.numel())
+                flat_slice.flat.grad = (
+                    flat if self._is_all else flat.narrow(0, start, flat_slice.flat.numel())
+                )
         return True
 
 
 def _find(
-    runs: Sequence[Run], flat_grads: FlatGradients, group: ParamGroup
+    slices: Sequence[FlatSlice], flat_grads: FlatGradients, group: ParamGroup
 ) -> list[int | None] | None:
     """Return where each run begins, None if it has no gradient; None if one does not lie there."""
     ranges = flat_grads.layout.ranges
     offsets = {id(group.params[index].sharded): ranges[index].offset for index in flat_grads.used}
     starts: list[int | None] = []
-    for run in runs:
-        found = [offsets.pop(id(member.param), None) for member in run.members]
+    for flat_slice in slices:
+        found = [offsets.pop(id(member.param), None) for member in flat_slice.members]
         first = found[0]
         if first is None:
             if any(offset is not None for offset in found):
                 return None
-        elif found != [member.offset - run.members[0].offset + first for member in run.members]:
+        elif found != [
+            member.offset - flat_slice.members[0].offset + first for member in flat_slice.members
+        ]:
             return None
         starts.append(first)
     return None if offsets else starts

@@ -189,7 +189,7 @@ class JoinedSteps:
         for unit, _ in units:
             if unit.group is not None:
                 unit.group.pending_step = None
-            unit.flat.forget_runs()
+            unit.flat.forget_slices()
 
     def forget(self) -> None:
         """Hold no flat shard: their memory is about to move."""
@@ -220,7 +220,7 @@ class JoinedSteps:
             unsharded = self.make([{**self._groups[n], "params": params[n]} for n in numbers])
             unsharded.state = defaultdict(dict)
             for part in parts:
-                for run in chain.from_iterable(own["params"] for own in part.param_groups):
-                    unsharded.state[run] = part.state[run]
+                for flat_slice in chain.from_iterable(own["params"] for own in part.param_groups):
+                    unsharded.state[flat_slice] = part.state[flat_slice]
         step: Any = type(unsharded).step
         return _Joined(parts, unsharded, inspect.unwrap(step), numbers)

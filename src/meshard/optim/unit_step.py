@@ -277,7 +277,7 @@ class UnitStepper:
     def forget(self) -> None:
         """Drop what ``put_aside`` has taken."""
         self._grads = []
-        self.flat.forget_runs()
+        self.flat.forget_slices()
 
     # --- around ----------------------------------------------------------------------------
 
