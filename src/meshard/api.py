@@ -132,8 +132,10 @@ def fully_shard(
     device = device_of(mesh_info.mesh)
     check_parameters(found, device)
     groups = by_mesh(shard_specs, mesh_info)
-    extended = [each.fqn for each, at in zip(found, shard_specs, strict=True) if at.is_extended]
-    host = host_for(offload_policy, device, extended)
+    subclass_fqns = [
+        each.fqn for each, at in zip(found, shard_specs, strict=True) if at.is_subclass
+    ]
+    host = host_for(offload_policy, device, subclass_fqns)
     if is_debugging():
         _check_values(modules, found, groups, device)
     settings = [_settings(reshard_after_forward, group.mesh_info) for group in groups]

@@ -13,7 +13,7 @@ from meshard._comm.communicator import CommEvent, add_observer, remove_observer
 from meshard._engine.unit import Unit, units_in
 from meshard._gradients.accumulator import GradientState
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.subclass_params import ExtendedTensors
+from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync
 
 _WASTEFUL = 1.25  # padded bytes over bytes of parameters, from which on a line says so
@@ -160,7 +160,7 @@ def _policies(unit: Unit) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
-    if isinstance(tensors, ExtendedTensors):
+    if isinstance(tensors, SubclassParams):
         yield "extended"
     frozen = sum(not param.sharded.requires_grad for param in unit.group.params)
     if frozen:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from meshard._engine.unit import Unit, units_in
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.storage import MemoryLocation
-from meshard._params.subclass_params import check_not_extended
+from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import local_of, move_local
 from meshard.optim.flat import forget_slices
 
@@ -27,7 +27,7 @@ _has_warned = False
 
 
 def host_for(
-    policy: TorchOffloadPolicy, device: torch.device, extended: Sequence[str] = ()
+    policy: TorchOffloadPolicy, device: torch.device, subclass_fqns: Sequence[str] = ()
 ) -> MemoryLocation | None:
     """Return the host memory in which a policy wants shards; None: they stay on ``device``.
 
@@ -46,9 +46,9 @@ def host_for(
         return None
     if not isinstance(policy.pin_memory, bool):
         raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
-    if extended:
+    if subclass_fqns:
         raise NotImplementedError(
-            f"CPUOffloadPolicy for parameter {extended[0]!r} is not built yet, because it has "
+            f"CPUOffloadPolicy for parameter {subclass_fqns[0]!r} is not built yet, because it has "
             "fsdp_pre_all_gather; leave offload_policy out for its module."
         )
     step_device = torch.device(getattr(policy, "step_device", "cpu"))
@@ -188,7 +188,7 @@ def _check_rests(unit: Unit, what: str) -> None:
             "call it between steps."
         )
     if unit.group is not None:
-        check_not_extended(unit.group.tensors, f"meshard.{what}")
+        check_not_subclass(unit.group.tensors, f"meshard.{what}")
         unit.group.check_may_step()
 
 

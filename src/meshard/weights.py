@@ -36,7 +36,7 @@ from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
 from meshard._params.flat_params import FlatParams, GradientHook, GroupSpec
 from meshard._params.sharded_param import ShardedParam
-from meshard._params.subclass_params import check_not_extended
+from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import is_placed_like, local_of
 
 
@@ -336,7 +336,7 @@ def check_may_summon(unit: Unit, options: SummonOptions) -> bool:
             "root runs. Before or around the forward it can; to read a weight inside a parent's "
             "forward, pass unshard_on_access=True to fully_shard."
         )
-    check_not_extended(unit.group.tensors, "meshard.unsharded_params")
+    check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.adopt_edits()
     unit.group.tensors.check_materialised()
     return True

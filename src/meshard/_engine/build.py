@@ -39,7 +39,7 @@ from meshard._mesh.placement import (
 from meshard._params.flat_params import FlatParams, GroupSpec, UnitParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
-from meshard._params.subclass_params import ExtendedTensors, check_extension
+from meshard._params.subclass_params import SubclassParams, check_gather_methods
 from meshard._shared_memory.factory import make_communicator
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import queue_backward_callback
@@ -55,12 +55,12 @@ class ShardSpec(NamedTuple):
     mesh_info: MeshInfo
     layout: ParamLayout  # of what this rank holds of it
     dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
-    is_extended: bool = False  # it says itself what is gathered of it: see extension
+    is_subclass: bool = False  # it says itself what is gathered of it: see extension
 
     def own_part(self, param: nn.Parameter) -> torch.Tensor:
         """Return what this rank will own of ``param``: a view, of an extended one a copy."""
         unsharded = param.detach() if self.dtensor_placement is None else local_of(param.detach())
-        if self.is_extended:
+        if self.is_subclass:
             return _own_copy(unsharded, self.mesh_info)
         rows = self.layout.owned_rows(self.mesh_info.shard_rank)
         return unsharded.narrow(self.layout.shard_dim, rows.start, len(rows))
@@ -122,10 +122,10 @@ class ShardSpecResolver:
                 self._unsharded[id(mesh_info)] = mesh_info.replicating_all()
             mesh_info, chosen = self._unsharded[id(mesh_info)], None
         shard_dim = _shard_dim(fqn, param, chosen)
-        is_extended = _check_extended(fqn, param, shard_dim, mesh_info)
+        is_subclass = _check_subclass(fqn, param, shard_dim, mesh_info)
         if not isinstance(param, DTensor):
             layout = ParamLayout(param.shape, shard_dim, mesh_info.shard_count)
-            return ShardSpec(mesh_info, layout, None, is_extended)
+            return ShardSpec(mesh_info, layout, None, is_subclass)
         placed_tensor = PlacedTensor(param.device_mesh, param.placements, param.shape)
         try:
             check_composable(placed_tensor, mesh_info)
@@ -133,7 +133,7 @@ class ShardSpecResolver:
         except ValueError as error:
             raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local_of(param).shape, shard_dim, mesh_info.shard_count)
-        return ShardSpec(mesh_info, layout, dtensor_placement, is_extended)
+        return ShardSpec(mesh_info, layout, dtensor_placement, is_subclass)
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
@@ -157,21 +157,21 @@ class ShardSpecResolver:
         return self._mesh_info[mesh], chosen.placement
 
 
-def _check_extended(fqn: str, param: nn.Parameter, shard_dim: int, mesh_info: MeshInfo) -> bool:
+def _check_subclass(fqn: str, param: nn.Parameter, shard_dim: int, mesh_info: MeshInfo) -> bool:
     """Return whether a parameter says itself what is gathered of it."""
     local = local_of(param) if isinstance(param, DTensor) else param
-    is_extended = check_extension(fqn, local)
-    if is_extended and mesh_info.shard_axis is None:
+    is_subclass = check_gather_methods(fqn, local)
+    if is_subclass and mesh_info.shard_axis is None:
         raise NotImplementedError(
             f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, and there is "
             "no axis to shard it over; leave it out (ignored_params), or name a shard axis."
         )
-    if is_extended and shard_dim:
+    if is_subclass and shard_dim:
         raise NotImplementedError(
             f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, which can be "
             f"sharded on dim 0 only; shard_placement_fn chose dim {shard_dim}."
         )
-    return is_extended
+    return is_subclass
 
 
 def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
@@ -197,7 +197,7 @@ class ParamsOnMesh(NamedTuple):
 
     mesh_info: MeshInfo
     places: list[int]  # among all that were placed
-    is_extended: bool  # all, or none
+    is_subclass: bool  # all, or none
 
 
 def by_mesh(shard_specs: list[ShardSpec], first: MeshInfo) -> list[ParamsOnMesh]:
@@ -207,9 +207,9 @@ def by_mesh(shard_specs: list[ShardSpec], first: MeshInfo) -> list[ParamsOnMesh]
     """
     plain = ParamsOnMesh(first, [], False)
     groups = {(id(first), False): plain}
-    for place, (mesh_info, _, _, is_extended) in enumerate(shard_specs):
-        new = ParamsOnMesh(mesh_info, [], is_extended)
-        groups.setdefault((id(mesh_info), is_extended), new).places.append(place)
+    for place, (mesh_info, _, _, is_subclass) in enumerate(shard_specs):
+        new = ParamsOnMesh(mesh_info, [], is_subclass)
+        groups.setdefault((id(mesh_info), is_subclass), new).places.append(place)
     return [group for group in groups.values() if group.places] or [plain]
 
 
@@ -385,8 +385,8 @@ def _make_unsharded_params(
         shards.append(shard_spec.own_part(param))
     flags = [entry.param.requires_grad for entry in found]
     gradient_hook = gradient_hook_maker(unit)
-    if shard_specs[0].is_extended:
-        return ExtendedTensors(
+    if shard_specs[0].is_subclass:
+        return SubclassParams(
             params, shards, flags, spec=spec, mp_policy=policy, gradient_hook=gradient_hook
         )
     return FlatParams(

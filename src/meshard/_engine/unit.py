@@ -31,7 +31,7 @@ from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedu
 from meshard._gradients.accumulator import GradientState
 from meshard._gradients.reduce_plan import TensorHook
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.subclass_params import ExtendedTensors
+from meshard._params.subclass_params import SubclassParams
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 
 
@@ -360,7 +360,7 @@ def link_siblings(units: list[Unit]) -> Unit:
     for unit in units[1:]:
         assert unit.group is not None
         unit.mesh_name = _name(unit.group.spec.mesh_info)
-        if isinstance(unit.group.tensors, ExtendedTensors):
+        if isinstance(unit.group.tensors, SubclassParams):
             unit.mesh_name += " (extended)"
     return nest(units)
 

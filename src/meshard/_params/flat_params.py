@@ -373,7 +373,7 @@ def _hook(
 
 
 class UnitParams(Protocol):
-    """The two faces of a group's parameters: ``FlatParams`` or ``ExtendedTensors``."""
+    """The two faces of a group's parameters: ``FlatParams`` or ``SubclassParams``."""
 
     params: list[ShardedParam]
     spec: GroupSpec

@@ -44,12 +44,12 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _SHORT, _LONG = 1, 5  # arguments of the two signatures of fsdp_pre_all_gather
 
 
-def is_extension(tensor: torch.Tensor) -> bool:
+def has_gather_methods(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` has both methods."""
     return hasattr(tensor, PRE) and hasattr(tensor, POST)
 
 
-def check_extension(fqn: str, tensor: torch.Tensor) -> bool:
+def check_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
     """Return whether ``tensor``, of parameter ``fqn``, has both methods.
 
     Raises:
@@ -77,7 +77,7 @@ def _num_arguments(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class GatherContext:
     """What ``fsdp_pre_all_gather`` is told, beside the shard."""
 
     mesh: DeviceMesh  # the shard axis
@@ -98,10 +98,10 @@ def takes_mesh_only(tensor: torch.Tensor) -> bool:
     return _num_arguments(tensor) == _SHORT
 
 
-def ask_for_inputs(
+def call_pre_all_gather(
     name: str,
     shard: torch.Tensor,
-    around: Surroundings,
+    context: GatherContext,
     *,
     module: nn.Module | None,
     mesh_only: bool,
@@ -121,10 +121,10 @@ def ask_for_inputs(
     """
     pre: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
     if mesh_only:
-        returned = pre(around.mesh)
+        returned = pre(context.mesh)
     else:
         returned = pre(
-            around.mesh, around.outer_size, around.outer_stride, module, around.mp_policy
+            context.mesh, context.outer_size, context.outer_stride, module, context.mp_policy
         )
     if isinstance(returned, tuple) and len(returned) == 2:
         tensors, metadata = returned
@@ -161,7 +161,7 @@ def _described(value: object) -> str:
     return type(value).__name__
 
 
-class ExtendedFace:
+class SubclassParam:
     """The whole face of one parameter, and the memory under it.
 
     Args:
@@ -175,14 +175,14 @@ class ExtendedFace:
         self,
         param: ShardedParam,
         shard: torch.Tensor,
-        around: Surroundings,
+        context: GatherContext,
         param_dtype: torch.dtype,
     ) -> None:
         self.dtype = param_dtype  # of the whole parameter, and of its gradient
         self.num_inputs = 0  # tensors that are gathered
         self._param = param
         self._shard = shard
-        self._around = around
+        self._context = context
         self._param_dtype = param_dtype
         self._mesh_only = takes_mesh_only(shard)
         self._metadata: Any = None
@@ -195,10 +195,10 @@ class ExtendedFace:
 
     def make_inputs(self, unit: str) -> tuple[torch.Tensor, ...]:
         """Return what is to be gathered, anew."""
-        inputs, self._metadata = ask_for_inputs(
+        inputs, self._metadata = call_pre_all_gather(
             self._name(unit),
             self._shard,
-            self._around,
+            self._context,
             module=self._param.owners[0][0](),
             mesh_only=self._mesh_only,
         )
@@ -256,7 +256,7 @@ class ExtendedFace:
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
             # Padding is behind the rows of the last rank that owns any. Not narrow: this is what
             # torch's fully_shard asks of tensor subclasses.
-            unsharded = unsharded.as_strided(layout.shape, self._around.outer_stride, 0)
+            unsharded = unsharded.as_strided(layout.shape, self._context.outer_stride, 0)
         if type(unsharded) is torch.Tensor:
             taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([unsharded]))}
             self._has_own_memory = all(
@@ -299,7 +299,7 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
     return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
-class ExtendedTensors:
+class SubclassParams:
     """The two faces of parameters that are tensor subclasses with methods for their gather.
 
     Args:
@@ -340,7 +340,7 @@ class ExtendedTensors:
     def _adopt_shards(self) -> None:
         self.locals = [local_of(param.sharded) for param in self.params]
         self._unsharded_params = [
-            ExtendedFace(param, local, self._around(param), self._param_dtype(local))
+            SubclassParam(param, local, self._context(param), self._param_dtype(local))
             for param, local in zip(self.params, self.locals, strict=True)
         ]
         self._gather = None
@@ -350,9 +350,9 @@ class ExtendedTensors:
         chosen = self._mp_policy.param_dtype
         return chosen if chosen and local.dtype.is_floating_point else local.dtype
 
-    def _around(self, param: ShardedParam) -> Surroundings:
+    def _context(self, param: ShardedParam) -> GatherContext:
         shape = param.layout.shape
-        return Surroundings(
+        return GatherContext(
             mesh=self._shard_mesh,
             outer_size=shape,
             outer_stride=torch.empty(shape, device="meta").stride(),
@@ -481,7 +481,7 @@ class ExtendedTensors:
         device = self.spec.device
         for param in self.params:
             local, name = local_of(param.sharded), f"{param.fqn!r} of unit {self.label!r}"
-            if not is_extension(local):
+            if not has_gather_methods(local):
                 raise RuntimeError(
                     f"parameter {name} was replaced by one whose shard is a plain tensor, without "
                     "the fsdp_pre_all_gather that it had; assign a tensor of the class that it "
@@ -500,7 +500,7 @@ class ExtendedTensors:
 
     def for_copy(
         self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
-    ) -> ExtendedTensors:
+    ) -> SubclassParams:
         """See ``UnitParams.for_copy``."""
         copied = copy.copy(self)
         copied.params = params
@@ -517,14 +517,14 @@ class ExtendedTensors:
         check_not_meta(self.params, self.label, self.spec.device)
 
 
-def check_not_extended(tensors: object, what: str) -> None:
+def check_not_subclass(tensors: object, what: str) -> None:
     """Raise if the parameters of a group say themselves what is gathered of them.
 
     Args:
         tensors: Of a group.
         what: Cannot be done with it.
     """
-    if isinstance(tensors, ExtendedTensors):
+    if isinstance(tensors, SubclassParams):
         raise NotImplementedError(
             f"{what} is not built yet for parameter {tensors.params[0].fqn!r} of unit "
             f"{tensors.label!r}, because it has fsdp_pre_all_gather."
