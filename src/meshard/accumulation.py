@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_from_all
 from meshard._engine.unit import Unit, units_in
-from meshard._params.replicated_params import PlainTensors
+from meshard._params.replicated_params import ReplicatedParams
 from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")
@@ -265,7 +265,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
 
 
 def _is_replicated(unit: Unit) -> bool:
-    return unit.group is None or isinstance(unit.group.tensors, PlainTensors)
+    return unit.group is None or isinstance(unit.group.tensors, ReplicatedParams)
 
 
 def _uneven_batches(

@@ -28,10 +28,10 @@ from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.accumulator import GradientState
-from meshard._gradients.replicated_grads import PlainGrads, Replaced
+from meshard._gradients.replicated_grads import Replaced, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.flat_params import GroupSpec
-from meshard._params.replicated_params import PlainParam, PlainTensors
+from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._torch.private import untraced
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
@@ -107,7 +107,7 @@ class Buckets:
     def __init__(
         self,
         units: list[Unit],
-        params: list[PlainParam],
+        params: list[ReplicatedParam],
         *,
         spec: GroupSpec,
         policy: MixedPrecisionPolicy,
@@ -139,9 +139,9 @@ class Buckets:
             else:
                 unit.group = unit.gradients = None
 
-    def _give(self, unit: Unit, params: list[PlainParam]) -> None:
+    def _give(self, unit: Unit, params: list[ReplicatedParam]) -> None:
         lifecycle = getattr(unit, "lifecycle", None)
-        tensors = PlainTensors(
+        tensors = ReplicatedParams(
             params,
             spec=self._spec,
             param_dtype=self._policy.param_dtype,
@@ -161,7 +161,7 @@ class Buckets:
 
     def _tell(self, gradients: GradientState) -> None:
         """Let a bucket know what holds for all."""
-        assert isinstance(gradients.sharded, PlainGrads)
+        assert isinstance(gradients.sharded, ReplicatedGrads)
         gradients.sharded.are_views = self._are_views
         gradients.sharded.replaced = self.replaced
 
@@ -179,8 +179,8 @@ class Buckets:
         """Have a unit's parameters, and their gradients, belong to nobody."""
         if unit.group is None or unit.gradients is None:
             return
-        assert isinstance(unit.group.tensors, PlainTensors)
-        assert isinstance(unit.gradients.sharded, PlainGrads)
+        assert isinstance(unit.group.tensors, ReplicatedParams)
+        assert isinstance(unit.gradients.sharded, ReplicatedGrads)
         unit.gradients.sharded.give_away()
         unit.group.tensors.let_go()
 
@@ -280,7 +280,9 @@ class ReplicateModule(GradientSetters):
                 unit.group.reshard()
                 unit.group.tensors.take_replacements()
                 unit.group.tensors.rebuild()
-                if unit.gradients is not None and isinstance(unit.gradients.sharded, PlainGrads):
+                if unit.gradients is not None and isinstance(
+                    unit.gradients.sharded, ReplicatedGrads
+                ):
                     unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result
 
@@ -373,7 +375,7 @@ def replicate(
     cap = int(bucket_cap_mb * 2**20)
     num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
     units = _make_units(module, max(1, num_buckets), policy)
-    params = [PlainParam(fqn, owners, param) for fqn, param, owners in found]
+    params = [ReplicatedParam(fqn, owners, param) for fqn, param, owners in found]
     buckets = Buckets(
         units,
         params,

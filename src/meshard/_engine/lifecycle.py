@@ -27,7 +27,7 @@ from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import Reductions
-from meshard._gradients.replicated_grads import PlainGrads
+from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.private import untraced
 from meshard.policies import GradientSync
 
@@ -105,7 +105,7 @@ class HiddenGrads:
         """Look after those of ``units`` that keep their parameters whole, from now on."""
         self._units = [weakref.ref(unit) for unit in units if _grads_of(unit) is not None]
 
-    def _all(self) -> Iterator[tuple[Unit, PlainGrads]]:
+    def _all(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
         for ref in self._units:
             unit = ref()
             grads = None if unit is None else _grads_of(unit)
@@ -127,9 +127,9 @@ class HiddenGrads:
             grads.show()
 
 
-def _grads_of(unit: Unit) -> PlainGrads | None:
+def _grads_of(unit: Unit) -> ReplicatedGrads | None:
     grads = None if unit.gradients is None else unit.gradients.sharded
-    return grads if isinstance(grads, PlainGrads) else None
+    return grads if isinstance(grads, ReplicatedGrads) else None
 
 
 def mark_units_failed(units: Iterable[Unit]) -> None:

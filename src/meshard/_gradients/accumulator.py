@@ -31,9 +31,9 @@ from meshard._gradients.reduce_plan import (
     WireMemory,
     memory_for,
 )
-from meshard._gradients.replicated_grads import PlainGrads
+from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._params.replicated_params import PlainTensors
+from meshard._params.replicated_params import ReplicatedParams
 from meshard.foreach_reduce import ReduceRequest, Reduction
 
 
@@ -144,8 +144,8 @@ class GradientState:
         self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
         if link is not None and host is not None:
             self.sharded = HostGrads(group, link, host)
-        elif isinstance(group.tensors, PlainTensors):
-            self.sharded = PlainGrads(group)
+        elif isinstance(group.tensors, ReplicatedParams):
+            self.sharded = ReplicatedGrads(group)
 
     def for_copy(self, group: ParamGroup) -> GradientState:
         """Return the state of a copy of the group, with nothing accumulated beside ``.grad``."""
@@ -224,13 +224,13 @@ class GradientState:
 
     def drop_arrived(self) -> None:
         """Forget whole gradients that have arrived but were not taken."""
-        if isinstance(self.sharded, PlainGrads) and not self.sharded.is_hidden:
+        if isinstance(self.sharded, ReplicatedGrads) and not self.sharded.is_hidden:
             return  # what is there is what has been reduced
         for param in self._group.params:
             param.unsharded.grad = None
 
     def _take(self) -> _Arrived:
-        if isinstance(self.sharded, PlainGrads) and not self.sharded.is_hidden:
+        if isinstance(self.sharded, ReplicatedGrads) and not self.sharded.is_hidden:
             return _Arrived([None] * len(self._group.params), frozenset())  # see drop_arrived
         gradients: list[torch.Tensor | None] = []
         missing = []
@@ -269,7 +269,9 @@ class GradientState:
     def _bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for whole gradients: that of every step, if it is kept and free."""
         bucket = None
-        if isinstance(self.sharded, PlainGrads) and not (self.num_in_flight or self.is_pending):
+        if isinstance(self.sharded, ReplicatedGrads) and not (
+            self.num_in_flight or self.is_pending
+        ):
             bucket = self.sharded.free_bucket(layout, dtype)
         return layout.allocate(dtype) if bucket is None else bucket
 

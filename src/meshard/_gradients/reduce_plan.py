@@ -14,7 +14,7 @@ from meshard._comm.cpu import wider
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.replicated_grads import PlainGrads
+from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._mesh.layout import FlatLayout
 
@@ -165,7 +165,7 @@ def memory_for(
     """
     mesh_info, comm = group.spec.mesh_info, group.comm
     as_one = bool(options.arrived or options.before)  # hooks are given one tensor
-    if isinstance(grads, PlainGrads):
+    if isinstance(grads, ReplicatedGrads):
         bucket = grads.free_bucket(layout, wire) if is_idle and not is_pending else None
         across = mesh_info.replicate_group if options.over_replicas else None
         may_sum_apart = not is_laid_out and not as_one and wire == total and layout.numel

@@ -17,7 +17,7 @@ from meshard._comm.divergence import CheckedCommunicator, compare_text
 from meshard._engine.unit import ReduceHook, Unit
 from meshard._gradients.accumulator import ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceOptions
-from meshard._gradients.replicated_grads import PlainGrads
+from meshard._gradients.replicated_grads import ReplicatedGrads
 
 
 class _Queued(NamedTuple):
@@ -85,7 +85,7 @@ class Reductions:
         """
         if unit.gradients is None:
             return
-        if not over_replicas and isinstance(unit.gradients.sharded, PlainGrads):
+        if not over_replicas and isinstance(unit.gradients.sharded, ReplicatedGrads):
             # There is one shard, so nothing to send. Added up in the bucket, it takes no memory.
             self.accumulate(unit)
             return

@@ -15,7 +15,7 @@ import torch
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.sharded_grads import ShardedGrads, mark_as_ours
-from meshard._params.replicated_params import PlainParam
+from meshard._params.replicated_params import ReplicatedParam
 from meshard._params.storage import MemoryLocation
 
 
@@ -26,7 +26,7 @@ class Replaced:
         self.count = 0
 
 
-class PlainGrads(ShardedGrads):
+class ReplicatedGrads(ShardedGrads):
     """The ``.grad`` of the parameters of one bucket.
 
     Args:
@@ -46,7 +46,7 @@ class PlainGrads(ShardedGrads):
 
     def be_like(self, other: object) -> None:
         """See ``ShardedGrads.be_like``."""
-        if isinstance(other, PlainGrads):
+        if isinstance(other, ReplicatedGrads):
             self.are_views = other.are_views
 
     # --- the bucket --------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class PlainGrads(ShardedGrads):
             gradient = self._strangers.get(index)
             if gradient is not None and index in taken:
                 param = self._group.params[index]
-                assert isinstance(param, PlainParam)
+                assert isinstance(param, ReplicatedParam)
                 local.add_(param.own_part_of(gradient))
                 del self._strangers[index]
         self._note_taken(taken)
@@ -230,7 +230,7 @@ class PlainGrads(ShardedGrads):
 
     def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Refuse: a replicated module is not offloaded."""
-        raise NotImplementedError  # PlainTensors.move comes first, and says what to do instead
+        raise NotImplementedError  # ReplicatedParams.move comes first, and says what to do instead
 
     def _is_ours(self, index: int) -> bool:
         if super()._is_ours(index):
@@ -247,7 +247,7 @@ class PlainGrads(ShardedGrads):
         if self._shown is None or index not in self._shown.used or not self.are_views:
             return None
         param, flat = self._group.params[index], self._only(self._shown, index)
-        assert isinstance(param, PlainParam)
+        assert isinstance(param, ReplicatedParam)
         return None if flat is None else param.shaped(flat)
 
     def _grad(self, index: int) -> torch.Tensor | None:
@@ -255,7 +255,7 @@ class PlainGrads(ShardedGrads):
 
     def _set(self, index: int, local: torch.Tensor) -> int:
         param = self._group.params[index]
-        assert isinstance(param, PlainParam)
+        assert isinstance(param, ReplicatedParam)
         shaped = param.shaped(local)
         if shaped.dtype != param.sharded.dtype:
             shaped = shaped.to(param.sharded.dtype)
@@ -271,7 +271,7 @@ class PlainGrads(ShardedGrads):
             return
         own = self._only(self._shown, index)
         param = self._group.params[index]
-        assert isinstance(param, PlainParam)
+        assert isinstance(param, ReplicatedParam)
         if own is not None:
             self._take_edit(param.own_part_of(gradient), own)
 

@@ -31,7 +31,7 @@ from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
 from meshard._torch.dtensor import make_dtensor
 
 
-class PlainParam(ShardedParam):
+class ReplicatedParam(ShardedParam):
     """A parameter of a replicated module: both faces are the parameter itself.
 
     Unless the module computes in another dtype: then the face in use is a copy in that one.
@@ -90,9 +90,9 @@ class PlainParam(ShardedParam):
             unsharded, mesh_info.mesh, mesh_info.partial_placements(0), unsharded.shape
         )
 
-    def for_copy(self, memo: dict[int, Any]) -> PlainParam:
+    def for_copy(self, memo: dict[int, Any]) -> ReplicatedParam:
         """Return a parameter without owners, with a deep copy of the parameter."""
-        copied = PlainParam(self.fqn, [], copy.deepcopy(self.sharded, memo))
+        copied = ReplicatedParam(self.fqn, [], copy.deepcopy(self.sharded, memo))
         memo[id(self.unsharded)] = copied.sharded
         return copied
 
@@ -123,7 +123,7 @@ def _after_accumulation(hook: GradientHook, *_: object) -> None:
     hook(_NOTHING)
 
 
-class PlainTensors:
+class ReplicatedParams:
     """The parameters of one bucket, which are ordinary tensors.
 
     Args:
@@ -135,7 +135,7 @@ class PlainTensors:
 
     def __init__(
         self,
-        params: Sequence[PlainParam],
+        params: Sequence[ReplicatedParam],
         *,
         spec: GroupSpec,
         param_dtype: torch.dtype | None,
@@ -187,7 +187,7 @@ class PlainTensors:
             self._copies.allocate()  # for the views to be made
             for index in cast:
                 param = self.params[index]
-                assert isinstance(param, PlainParam)
+                assert isinstance(param, ReplicatedParam)
                 view = param.shaped(self._copies.views[index])
                 flag = param.sharded.requires_grad
                 param.unsharded = torch.nn.Parameter(view.data, requires_grad=flag)
@@ -315,7 +315,7 @@ class PlainTensors:
 
     def for_copy(
         self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
-    ) -> PlainTensors:
+    ) -> ReplicatedParams:
         """See ``UnitParams.for_copy``."""
         copied = copy.copy(self)
         copied.params = params

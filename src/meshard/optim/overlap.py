@@ -22,7 +22,7 @@ from meshard._engine.optimizer_hooks import (
     owner_of,
 )
 from meshard._engine.unit import Unit, units_in
-from meshard._params.replicated_params import PlainTensors
+from meshard._params.replicated_params import ReplicatedParams
 from meshard.clipping import check_limit, unit_clip
 from meshard.optim.deferred_clip import DeferredStep, DeferredWindow
 from meshard.optim.flat import POINTWISE, FlatStepper, Params
@@ -496,7 +496,7 @@ def overlap_optimizer(
 
 
 def _is_replicated(unit: Unit) -> bool:
-    return unit.group is not None and isinstance(unit.group.tensors, PlainTensors)
+    return unit.group is not None and isinstance(unit.group.tensors, ReplicatedParams)
 
 
 def _check_deferred(clip: str | None, max_norm: float | None) -> None:
