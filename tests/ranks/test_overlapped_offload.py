@@ -9,7 +9,7 @@ import torch
 
 import meshard
 from meshard import CPUOffloadPolicy, overlap_optimizer
-from meshard._comm.host_copies import HostLink
+from meshard._comm.host_copies import HostCopies
 from meshard._gradients.host_grads import HostBuffers
 from tests.ranks.test_deferred_steps import DEFERRED, clipped, deferred
 from tests.ranks.test_flat_optimizer import MANY
@@ -74,7 +74,7 @@ def gated():
     window(model, 0)
     before = full_state(model)
     gate, links, names = threading.Event(), [], []
-    wait, run = HostLink.wait, meshard.optim.flat.FlatStepper.run
+    wait, run = HostCopies.wait, meshard.optim.flat.FlatStepper.run
 
     def note_wait(self):
         if threading.current_thread().name.startswith("meshard optimizer"):
@@ -86,7 +86,7 @@ def gated():
         names.append(threading.current_thread().name)
         run(self, *args)
 
-    HostLink.wait, meshard.optim.flat.FlatStepper.run = note_wait, gated_run
+    HostCopies.wait, meshard.optim.flat.FlatStepper.run = note_wait, gated_run
     try:
         window(model, 1)
         assert grads(model) == []
@@ -103,7 +103,7 @@ def gated():
         assert not torch.equal(after["first.weight"], before["first.weight"])
     finally:
         gate.set()
-        HostLink.wait, meshard.optim.flat.FlatStepper.run = wait, run
+        HostCopies.wait, meshard.optim.flat.FlatStepper.run = wait, run
 
 
 def test_backward_does_not_wait_for_a_step(run_ranks):

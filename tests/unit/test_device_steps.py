@@ -10,7 +10,7 @@ import meshard
 import meshard._engine.build
 from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
-from meshard._comm.host_copies import HostLink
+from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
 from tests.support.fake import fake_group
@@ -94,7 +94,7 @@ def test_the_host_does_not_wait_in_backward(run):
 
 
 def test_a_step_that_does_not_wait_for_the_gradient_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(HostLink, "begin_step", lambda self: None)
+    monkeypatch.setattr(HostCopies, "begin_step", lambda self: None)
     with run.recorder:
         for _ in range(2):
             run.window()

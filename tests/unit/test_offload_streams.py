@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 import meshard._engine.build
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
-from meshard._comm.host_copies import HostLink
+from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
 from tests.support.covering import covering
@@ -87,7 +87,7 @@ def test_training_has_no_race(run_on, is_mixed, is_last, set_to_none):
 
 def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
     waits = []
-    wait = HostLink.wait
+    wait = HostCopies.wait
     phases = run.model._meshard_unit.lifecycle
 
     def look(self):
@@ -98,7 +98,7 @@ def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
         run.window("F")
         run.step()
         before = run.device.num_host_waits
-        monkeypatch.setattr(HostLink, "wait", look)
+        monkeypatch.setattr(HostCopies, "wait", look)
         run.window("FRF", is_last=False)
     assert waits == [0] * 4  # one per unit, once, when everything has been queued
     assert run.device.num_host_waits - before <= 8
@@ -132,14 +132,14 @@ def scratch(run):
 
 def test_the_device_keeps_one_gradient_on_its_way_and_none_after(monkeypatch, run):
     held = []
-    store = HostLink.store
+    store = HostCopies.store
 
     def look(self, host, source, comm):
         queued = store(self, host, source, comm)
         held.append((scratch(run), source.nbytes))
         return queued
 
-    monkeypatch.setattr(HostLink, "store", look)
+    monkeypatch.setattr(HostCopies, "store", look)
     run.window("F")
     assert len(held) == 4
     # The copy before goes as soon as the next one is queued.
@@ -240,7 +240,7 @@ def test_a_backward_that_fails_leaves_nothing_on_its_way(run):
 
 
 def test_a_host_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(HostLink, "wait", lambda self: None)
+    monkeypatch.setattr(HostCopies, "wait", lambda self: None)
     with run.recorder:
         run.window("F")
         run.step()
@@ -263,7 +263,7 @@ def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
 
 
 def test_a_copy_that_does_not_wait_for_the_reduction_is_found_out(monkeypatch, run):
-    store = HostLink.store
+    store = HostCopies.store
 
     def too_early(self, host, source, comm):
         compute, fresh = run.device.compute, run.device.Stream()
@@ -273,7 +273,7 @@ def test_a_copy_that_does_not_wait_for_the_reduction_is_found_out(monkeypatch, r
         finally:
             run.device._current.stream = compute
 
-    monkeypatch.setattr(HostLink, "store", too_early)
+    monkeypatch.setattr(HostCopies, "store", too_early)
     with run.recorder:
         run.window("FF")
     assert run.device.races

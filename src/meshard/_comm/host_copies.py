@@ -20,7 +20,7 @@ import torch
 from meshard._comm.communicator import CommStream, Communicator, RecordedWork
 
 
-class HostLink:
+class HostCopies:
     """The copies of one unit.
 
     Args:

@@ -82,7 +82,7 @@ class HostWaits:
         self._units = [
             weakref.ref(unit)
             for unit in units
-            if unit.group is not None and unit.group.tensors.link is not None
+            if unit.group is not None and unit.group.tensors.host_copies is not None
         ]
 
     def settle(self) -> None:

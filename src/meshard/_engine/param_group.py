@@ -209,13 +209,17 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if accumulated is not None and self.tensors.link is not None and self.pending_step is None:
+        if (
+            accumulated is not None
+            and self.tensors.host_copies is not None
+            and self.pending_step is None
+        ):
             accumulated.settle()
 
     def finish_copies(self) -> None:
         """Have nothing on its way between host memory and the device, if shards live there."""
-        if self.tensors.link is not None and self.pending_step is None:
-            self.tensors.link.wait()
+        if self.tensors.host_copies is not None and self.pending_step is None:
+            self.tensors.host_copies.wait()
 
     def make_room(self) -> None:
         """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""

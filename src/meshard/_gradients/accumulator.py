@@ -140,10 +140,10 @@ class GradientState:
         self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
         self._window = Window()
-        link, host = group.tensors.link, group.spec.host
+        host_copies, host = group.tensors.host_copies, group.spec.host
         self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
-        if link is not None and host is not None:
-            self.sharded = HostGrads(group, link, host)
+        if host_copies is not None and host is not None:
+            self.sharded = HostGrads(group, host_copies, host)
         elif isinstance(group.tensors, ReplicatedParams):
             self.sharded = ReplicatedGrads(group)
 

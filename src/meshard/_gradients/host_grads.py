@@ -11,7 +11,7 @@ import torch
 
 from meshard._comm.communicator import RecordedWork
 from meshard._comm.gradient_buffer import FlatGradients
-from meshard._comm.host_copies import HostLink
+from meshard._comm.host_copies import HostCopies
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.storage import MemoryLocation
@@ -58,9 +58,11 @@ class HostGrads:
         home: What memory they live in.
     """
 
-    def __init__(self, group: ParamGroup, link: HostLink, location: MemoryLocation) -> None:
+    def __init__(
+        self, group: ParamGroup, host_copies: HostCopies, location: MemoryLocation
+    ) -> None:
         self._group = group
-        self._link = link
+        self._host_copies = host_copies
         self.offered: FlatGradients | None = None  # see ``offer``
         self._buffers = HostBuffers(location)
         self._shown = ShardedGrads(group)
@@ -76,7 +78,7 @@ class HostGrads:
     def add(self, new: FlatGradients) -> RecordedWork:
         """Add reduced gradients to ``.grad``, once ``settle`` has been called.
 
-        **Stream:** as ``HostLink.store``. **Lifetime:** what is returned holds ``new``.
+        **Stream:** as ``HostCopies.store``. **Lifetime:** what is returned holds ``new``.
         """
         comm = self._group.comm
         if self._arriving is not None:
@@ -85,18 +87,18 @@ class HostGrads:
             is_alike = arriving.layout is new.layout and arriving.flat.dtype == new.flat.dtype
             if self._is_first and is_alike and not self._shown.has_hooks(new):
                 self._arriving = arriving._replace(used=arriving.used | new.used)
-                return self._link.add(arriving.flat, new.flat, comm)
+                return self._host_copies.add(arriving.flat, new.flat, comm)
             self.settle()
         open_sum = self._shown.open_sum(new)
         if open_sum is not None:
             self._growing |= new.used
-            return self._link.add(open_sum, new.flat, comm)
+            return self._host_copies.add(open_sum, new.flat, comm)
         if self._growing:
             self.settle()
         self._is_first = all(param.sharded.grad is None for param in self._group.params)
         host = self._buffers.take(new.flat, but=self._shown.flat)
         self._arriving = new._replace(flat=host)
-        return self._link.store(host, new.flat, comm)
+        return self._host_copies.store(host, new.flat, comm)
 
     def offer(self, new: FlatGradients) -> bool:
         """See ``ShardedGrads.offer``: it has to be moved first."""
@@ -110,7 +112,7 @@ class HostGrads:
 
     def settle(self) -> None:
         """Wait for all copies, and have the gradients in ``.grad``. Blocks the host."""
-        self._link.wait()
+        self._host_copies.wait()
         if self._growing:
             grown, self._growing = self._growing, frozenset()
             self._shown.has_grown(grown)
@@ -119,7 +121,7 @@ class HostGrads:
             self._shown.add(arrived)
 
     def show_early(self) -> bool:
-        """Let ``.grad`` show memory whose values are there after ``HostLink.wait`` only.
+        """Let ``.grad`` show memory whose values are there after ``HostCopies.wait`` only.
 
         Return whether that could be done; ``settle`` always can.
         """
@@ -135,7 +137,7 @@ class HostGrads:
 
     def forget(self, indices: frozenset[int]) -> None:
         """Drop what is on its way for some parameters; their ``.grad`` has been cleared."""
-        self._link.wait()
+        self._host_copies.wait()
         if self._arriving is not None and self._arriving.used & indices:
             self._arriving.erase(indices)
             left = self._arriving.used - indices
@@ -151,6 +153,6 @@ class HostGrads:
 
     def clear(self) -> None:
         """Drop every ``.grad``, and what is on its way."""
-        self._link.wait()
+        self._host_copies.wait()
         self._arriving, self._growing = None, frozenset()
         self._shown.clear()

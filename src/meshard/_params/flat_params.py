@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshard._comm.all_gather import GatherInFlight, GatherPlan
 from meshard._comm.communicator import Communicator, Rows
-from meshard._comm.host_copies import HostLink
+from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import (
@@ -148,7 +148,7 @@ class FlatParams:
         self.params = params
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
-        self.link = HostLink(spec.device) if spec.host is not None else None
+        self.host_copies = HostCopies(spec.device) if spec.host is not None else None
         self._own_location = self._location = spec.location
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
@@ -221,8 +221,8 @@ class FlatParams:
         self._is_partly_meta = len({local.is_meta for local in locals_}) > 1
         if self._is_partly_meta:
             return
-        if self.link is not None:
-            self.link.wait()  # the old buffer may still be read
+        if self.host_copies is not None:
+            self.host_copies.wait()  # the old buffer may still be read
         self._make_storage(locals_)
         for param, own in zip(self.params, self.storage.locals, strict=True):
             set_local(param.sharded, own)
@@ -238,7 +238,7 @@ class FlatParams:
         copied = copy.copy(self)
         copied.params = params
         copied._gradient_hook = gradient_hook
-        copied.link = None if self.link is None else HostLink(self.spec.device)
+        copied.host_copies = None if self.host_copies is None else HostCopies(self.spec.device)
         copied.rebuild()
         return copied
 
@@ -247,7 +247,7 @@ class FlatParams:
         location = self._location.device.type
         if self.is_offloaded:
             return f"meshard.offload has put it on {location!r} until meshard.onload(module)"
-        if self.link is not None:
+        if self.host_copies is not None:
             return f"its CPUOffloadPolicy keeps it on {location!r}, as in to_empty(device={location!r})"
         return f"its mesh is on {location!r} (meshard.offload moves a whole model to the host and back)"
 
@@ -281,8 +281,8 @@ class FlatParams:
     def start_gather(self, comm: Communicator) -> GatherInFlight:
         """See ``UnitParams.start_gather``."""
         buffer, segments = self.storage.buffer, self.storage.segments
-        if self.link is not None:
-            buffer = self.link.fetch(buffer, comm)
+        if self.host_copies is not None:
+            buffer = self.host_copies.fetch(buffer, comm)
             segments = self.storage.layout.split(buffer)
         return self.plan.start(
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
@@ -380,7 +380,7 @@ class UnitParams(Protocol):
     label: str
 
     @property
-    def link(self) -> HostLink | None:
+    def host_copies(self) -> HostCopies | None:
         """How shards travel that live in host memory."""
 
     @property

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import GatherInFlight
 from meshard._comm.communicator import DONE, Communicator, Rows
-from meshard._comm.host_copies import HostLink
+from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.flat_params import GradientHook, GroupSpec
@@ -213,8 +213,8 @@ class ReplicatedParams:
     # --- what is the same for all that is kept whole ----------------------------------------
 
     @property
-    def link(self) -> HostLink | None:
-        """See ``UnitParams.link``: shards are not in host memory."""
+    def host_copies(self) -> HostCopies | None:
+        """See ``UnitParams.host_copies``: shards are not in host memory."""
         return None
 
     @property

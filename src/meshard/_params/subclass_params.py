@@ -325,7 +325,7 @@ class SubclassParams:
         self.params = params
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
-        self.link = None  # shards are not in host memory
+        self.host_copies = None  # shards are not in host memory
         self.is_offloaded = False
         self._mp_policy = mp_policy
         self._shard_mesh = shard_mesh_of(spec.mesh_info)

@@ -30,11 +30,11 @@ class HostWorker:
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
-        link = group.tensors.link
-        assert link is not None
+        host_copies = group.tensors.host_copies
+        assert host_copies is not None
 
         def wait_and_step() -> None:
-            link.wait()
+            host_copies.wait()
             with in_step(), torch.no_grad():
                 step()
 

@@ -102,7 +102,9 @@ class UnitStepper:
         if unit is None or unit.group is None or unit.gradients is None:
             return False
         # On their way from the device, or offered: not in .grad yet.
-        return unit.group.tensors.link is not None or unit.gradients.sharded.offered is not None
+        return (
+            unit.group.tensors.host_copies is not None or unit.gradients.sharded.offered is not None
+        )
 
     def step(self, groups: Groups, state: States) -> None:
         """Step by ``.grad``, if there is any, and drop it.
@@ -130,7 +132,7 @@ class UnitStepper:
         if group is None:
             return
         comm = group.comm
-        if group.tensors.link is not None:
+        if group.tensors.host_copies is not None:
             self._step_on_host(group, groups, state)
             return
         # Whoever holds a plain tensor reads it, and nothing could wait for the step then.
@@ -172,17 +174,17 @@ class UnitStepper:
         group.note_step()
 
     def _step_on_device(self, group: ParamGroup, state: States, steps: DeviceSteps) -> None:
-        comm, link = group.comm, group.tensors.link
-        assert link is not None
+        comm, host_copies = group.comm, group.tensors.host_copies
+        assert host_copies is not None
         with (
             comm.on_stream(CommStream.OPTIMIZER),
             torch.no_grad(),
             profiled("optimizer", group.label),
         ):
-            link.begin_step()
+            host_copies.begin_step()
             self.flat.run(self._taken, state, is_seen=False, by=steps.step)
             queued = comm.record()
-        link.end_step(queued)
+        host_copies.end_step(queued)
         group.pending_step = ReturningStep(group, queued)
 
     # --- together with other units: see ``Joinable`` ---------------------------------------
