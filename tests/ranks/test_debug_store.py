@@ -50,7 +50,7 @@ def most_requests():
         for _ in range(20):
             dist.barrier()
             counts.clear()
-            divergence.compare_text("something", dist.group.WORLD)
+            divergence.check_fingerprint("something", dist.group.WORLD)
             most = max(most, len(counts))
     finally:
         divergence._store_of = original
@@ -89,7 +89,7 @@ def _meet_in_store_of_rank_0(rank, port, how, replies):
     if rank == 1:
         time.sleep(1 if how == "differ" else 5)
     try:
-        divergence.compare_text(
+        divergence.check_fingerprint(
             f"what rank {rank if how == 'differ' else 0} does", dist.group.WORLD
         )
     except RuntimeError as error:

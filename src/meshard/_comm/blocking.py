@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import BaseCommunicator, CommEvent, tell
-from meshard._comm.divergence import compare_notes, is_debugging
+from meshard._comm.divergence import check_collective, is_debugging
 from meshard._torch.versions import all_gather_single
 
 _ISSUER = BaseCommunicator()
@@ -67,7 +67,7 @@ def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[
 
 def _announce_setup(op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
     if is_debugging():
-        compare_notes(op, label, payload, group)
+        check_collective(op, label, payload, group)
     _ISSUER.observe(op, payload, group, label)
 
 
@@ -101,7 +101,7 @@ def agree_on_max(
 
 def _announce_scalar(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
     if is_debugging():
-        compare_notes(op, label, payload, group)
+        check_collective(op, label, payload, group)
     tell(CommEvent(op, label, group.size(), payload.nbytes, payload.dtype))
 
 
@@ -139,5 +139,5 @@ def scatter_from_first(
 
 def _announce_rooted(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
     if is_debugging():
-        compare_notes(op, label, payload, group)
+        check_collective(op, label, payload, group)
     tell(CommEvent(op, label, group.size(), group.size() * payload.nbytes, payload.dtype))

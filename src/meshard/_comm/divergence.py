@@ -71,12 +71,12 @@ def is_debugging() -> bool:
     return os.environ.get("MESHARD_DEBUG", "0") not in ("", "0")
 
 
-def compare_notes(
+def check_collective(
     op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup, root: int | None = None
 ) -> None:
     """Raise unless all ranks of ``group`` are about to issue the same collective.
 
-    **Collective:** as ``compare_text``.
+    **Collective:** as ``check_fingerprint``.
 
     Args:
         op: Name of the collective.
@@ -86,15 +86,15 @@ def compare_notes(
         root: Tells apart models whose units have the same names.
 
     Raises:
-        RuntimeError: As ``compare_text``.
+        RuntimeError: As ``check_fingerprint``.
     """
     of_root = "" if root is None else f"root {root}, "
-    compare_text(
+    check_fingerprint(
         f"{op} of unit {label!r} ({of_root}{payload.numel()} x {payload.dtype})", group=group
     )
 
 
-def compare_text(ours: str, group: dist.ProcessGroup) -> None:
+def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
     """Raise unless all ranks of ``group`` say the same.
 
     **Collective:** all ranks of ``group``, through its store. Returns once all have come, or raises
@@ -353,7 +353,7 @@ class CheckedCommunicator:
 
     def check(self, op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Raise if the ranks of ``group`` differ; for a collective that is issued elsewhere."""
-        compare_notes(op, label, payload, group, self._root_in.get(group))
+        check_collective(op, label, payload, group, self._root_in.get(group))
 
     def number_root(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Tell the root that talks through this from others that have units of the same names."""

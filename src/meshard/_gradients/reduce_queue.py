@@ -13,7 +13,7 @@ from collections import deque
 from typing import NamedTuple
 
 from meshard._comm.communicator import Communicator, InFlight, Part
-from meshard._comm.divergence import CheckedCommunicator, compare_text
+from meshard._comm.divergence import CheckedCommunicator, check_fingerprint
 from meshard._engine.unit import ReduceHook, Unit
 from meshard._gradients.accumulator import ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceOptions
@@ -205,4 +205,6 @@ def _compare(unit: Unit, over_replicas: bool, divide_factor: float | None) -> No
     if mesh_info.replicate_group is not None:
         how_far = " over shards and replicas" if over_replicas else " over the shards"
     for group in groups:
-        compare_text(f"the reduction of unit {unit.label!r}{how_far}, divided by {factor}", group)
+        check_fingerprint(
+            f"the reduction of unit {unit.label!r}{how_far}, divided by {factor}", group
+        )
