@@ -97,7 +97,7 @@ class ReduceRequest:
     """What is to be reduced, over whom, and how.
 
     Attributes:
-        buffer: ``[shard_count, shard_numel]``, or what ``lend_rows`` lent in ``wire_dtype``;
+        buffer: ``[shard_count, shard_numel]``, or what ``allocate_rows`` lent in ``wire_dtype``;
             consumed.
         wire_dtype: The dtype in which it travels; narrowed to only after the first division.
         partial: ``[shard_numel]`` in ``accumulate_dtype``, reduced over the shard group earlier in
@@ -219,7 +219,7 @@ class Reduction:
         else:
             self._after_all_reduce()
 
-    def let_go(self) -> bool:
+    def free_input_if_sent(self) -> bool:
         """Give back what was sent, if all have it. Starts nothing, and does not block.
 
         Returns:

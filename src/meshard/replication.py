@@ -182,7 +182,7 @@ class Buckets:
         assert isinstance(unit.group.tensors, ReplicatedParams)
         assert isinstance(unit.gradients.sharded, ReplicatedGrads)
         unit.gradients.sharded.give_away()
-        unit.group.tensors.let_go()
+        unit.group.tensors.unhook()
 
     # --- the order of the first backward -----------------------------------------------------
 

@@ -23,7 +23,7 @@ def held_after(units):
         met.hear(message)
         dist.barrier()
         for everything in units:
-            met.trim(keep_for=None if everything else Part.STEP)
+            met.release_cached_memory(keep_for=None if everything else Part.STEP)
         held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
     return held
 
@@ -33,7 +33,7 @@ def held_in_parts(in_forward, in_backward):
     met, held = meet(dist.group.WORLD), []
     for _ in range(3):
         for part, numel in ((Part.FORWARD, in_forward), (Part.BACKWARD, in_backward)):
-            met.trim(keep_for=part)
+            met.release_cached_memory(keep_for=part)
             held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
             message = met.say(torch.ones(numel))
             theirs = met.listen(message, 1 - dist.get_rank(), numel, torch.float32)

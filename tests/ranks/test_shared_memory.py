@@ -103,7 +103,7 @@ class Both:
 
     def start(self):
         """Return what is on its way, where its result will be (None: in rows), and the result."""
-        op = self.plan.choice([self.gather, self.borrow, self.scatter, self.sum])
+        op = self.plan.choice([self.gather, self.gather_views, self.scatter, self.sum])
         return op(self.plan.choice([0, 1, 300, 70_000]))
 
     def gather(self, numel):
@@ -112,12 +112,12 @@ class Both:
         self.sockets.all_gather(theirs, source, **self.where).wait()
         return self.shared.all_gather(ours, source, **self.where), ours, theirs
 
-    def borrow(self, numel):
+    def gather_views(self, numel):
         source = torch.randn(numel, generator=self.generator)
         theirs = torch.empty(dist.get_world_size() * numel)
         self.sockets.all_gather(theirs, source, **self.where).wait()
         rows = theirs.view(dist.get_world_size(), numel)
-        return self.shared.borrow(source, **self.where), None, rows
+        return self.shared.gather_views(source, **self.where), None, rows
 
     def scatter(self, numel):
         dtype, out = self.plan.choice(
@@ -126,7 +126,7 @@ class Both:
         source = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
         kept = source.clone()
         if self.plan.random() < 0.5:
-            rows = self.shared.lend_rows(numel, dtype, group=dist.group.WORLD)
+            rows = self.shared.allocate_rows(numel, dtype, group=dist.group.WORLD)
             for row, drawn in zip(rows, source, strict=True):
                 row.copy_(drawn)
             source = rows

@@ -254,11 +254,11 @@ def test_gradients_are_given_back_when_the_step_is_over(run):
     with run.recorder:
         run.window()
         assert all(param.grad is None for param in run.model.parameters())
-        held = [tensor for _, tensors in run.comm._retired for tensor in tensors]
+        held = [tensor for _, tensors in run.comm._held_until_done for tensor in tensors]
         assert len(held) > 0
         run.device.is_through = True
         run.optimizer.step()
-        assert len(run.comm._retired) == 0
+        assert len(run.comm._held_until_done) == 0
 
 
 # --- what the checks find ------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.buffers import ReusableBuffer, copy_all, matching_parts
-from meshard._comm.communicator import Borrowed, CommStream, Communicator, InFlight, Rows
+from meshard._comm.communicator import CommStream, Communicator, GatheredViews, InFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange
 
 
@@ -31,21 +31,21 @@ class GatherInFlight(NamedTuple):
     gathered: torch.Tensor | None  # None: its rows are borrowed
     source: torch.Tensor  # kept alive: the collective reads it
     pending: InFlight
-    borrowed: Borrowed | None = None
+    views: GatheredViews | None = None
     reusable: ReusableBuffer | None = None  # of which ``gathered`` is
 
     def rows(self) -> Rows:
         """Wait for the rows, and return them."""
-        if self.borrowed is not None:
-            return self.borrowed.rows()
+        if self.views is not None:
+            return self.views.rows()
         assert self.gathered is not None
         self.pending.wait()
         return self.gathered
 
     def end(self) -> None:
         """Have no more use for the rows."""
-        if self.borrowed is not None:
-            self.borrowed.give_back()
+        if self.views is not None:
+            self.views.release()
         elif self.reusable is not None:
             self.reusable.free()
 
@@ -163,9 +163,9 @@ class GatherPlan:
         """
         with comm.on_stream(CommStream.GATHER):
             source = self._make_source(buffer, segments, comm, group)
-            borrowed = comm.borrow(source, group=group, label=label)
-            if borrowed is not None:
-                return GatherInFlight(None, source, borrowed, borrowed)
+            views = comm.gather_views(source, group=group, label=label)
+            if views is not None:
+                return GatherInFlight(None, source, views, views)
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
             if self._in_place is not None:

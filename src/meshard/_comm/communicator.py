@@ -71,13 +71,13 @@ class InFlight(Protocol):
         """Do what ``wait`` does if the host need not block for it. Whether it is done."""
 
 
-class Borrowed(InFlight, Protocol):
+class GatheredViews(InFlight, Protocol):
     """An all-gather whose rows are read where they lie."""
 
     def rows(self) -> list[torch.Tensor]:
         """Wait for the rows, and return them in rank order. They are to be read only."""
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Let the other ranks use their memory again; the rows may not be read any more."""
 
 
@@ -108,14 +108,14 @@ class Communicator(Protocol):
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``comm_stream``, after all that the caller has queued so far."""
 
-    def trim(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
         """Give back memory that is kept for the next collectives: a part of a step begins.
 
         Args:
             keep_for: But for what this has needed in the last steps; None: everything.
         """
 
-    def lend_rows(
+    def allocate_rows(
         self,
         numel: int,
         dtype: torch.dtype,
@@ -154,7 +154,7 @@ class Communicator(Protocol):
     ) -> InFlight:
         """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
 
-        ``source`` is a tensor, or what ``lend_rows`` has lent, filled.
+        ``source`` is a tensor, or what ``allocate_rows`` has lent, filled.
         ``output`` may be of a wider dtype than ``source``. Collective, stream and lifetime as for
         ``all_gather``. With ``keep_signs`` a sum of negative zeros is a negative zero.
         """
@@ -187,7 +187,7 @@ class Communicator(Protocol):
     def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """Have the next use of ``comm_stream`` wait for ``pending`` too."""
 
-    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
         """Hold ``tensors`` until what is queued on the current lane is over. Nobody waits.
 
         For memory of other lanes that is used on this one for the last time.
@@ -208,9 +208,9 @@ class Communicator(Protocol):
         With ``is_sent`` it will be the source of one, whole and once, and then be dropped.
         """
 
-    def borrow(
+    def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Borrowed | None:
+    ) -> GatheredViews | None:
         """Gather every rank's ``source [n]`` where it lies; None: it must be moved to be read.
 
         Collective and stream as for ``all_gather``. **Lifetime:** ``source`` must not be edited
@@ -272,23 +272,23 @@ class BaseCommunicator:
         """See ``Communicator.allocate``."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def borrow(
+    def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Borrowed | None:
-        """See ``Communicator.borrow``: a copy has to be sent."""
+    ) -> GatheredViews | None:
+        """See ``Communicator.gather_views``: a copy has to be sent."""
         return None
 
     def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
         """See ``Communicator.enter_after``: the host waits."""
         pending.wait()
 
-    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Communicator.retire``: it is over."""
+    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.hold_until_done``: it is over."""
 
-    def trim(self, *, keep_for: Part | None) -> None:
-        """See ``Communicator.trim``: there is none."""
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+        """See ``Communicator.release_cached_memory``: there is none."""
 
-    def lend_rows(
+    def allocate_rows(
         self,
         numel: int,
         dtype: torch.dtype,
@@ -296,7 +296,7 @@ class BaseCommunicator:
         group: dist.ProcessGroup,
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
-        """See ``Communicator.lend_rows``: one tensor is sent."""
+        """See ``Communicator.allocate_rows``: one tensor is sent."""
         return None
 
     def sums_apart(self, group: dist.ProcessGroup) -> bool:

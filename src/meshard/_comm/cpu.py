@@ -12,9 +12,9 @@ import torch.distributed as dist
 from meshard._comm.communicator import (
     DONE,
     BaseCommunicator,
-    Borrowed,
     CommStream,
     Done,
+    GatheredViews,
     InFlight,
     RecordedWork,
     Rows,
@@ -117,10 +117,10 @@ class _OwnRow(Done):
         self._source = source
 
     def rows(self) -> list[torch.Tensor]:
-        """See ``Borrowed.rows``."""
+        """See ``GatheredViews.rows``."""
         return [self._source]
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Return at once."""
 
 
@@ -143,13 +143,13 @@ class WorkCommunicator(BaseCommunicator):
         """Return a context that does nothing: the host thread is the only queue."""
         return _NOTHING
 
-    def borrow(
+    def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Borrowed | None:
-        """See ``Communicator.borrow``."""
+    ) -> GatheredViews | None:
+        """See ``Communicator.gather_views``."""
         return _OwnRow(source) if self._sizes[group] == 1 else None
 
-    def lend_rows(
+    def allocate_rows(
         self,
         numel: int,
         dtype: torch.dtype,
@@ -157,7 +157,7 @@ class WorkCommunicator(BaseCommunicator):
         group: dist.ProcessGroup,
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
-        """See ``Communicator.lend_rows``."""
+        """See ``Communicator.allocate_rows``."""
         if self._sizes[group] > 1:
             return None
         return [torch.empty(numel, dtype=dtype) if own is None else own]

@@ -117,9 +117,9 @@ class CustomCommunicator(BaseCommunicator):
         """See ``Communicator.enter_after``."""
         self._inner.enter_after(comm_stream, pending)
 
-    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Communicator.retire``."""
-        self._inner.retire(tensors)
+    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.hold_until_done``."""
+        self._inner.hold_until_done(tensors)
 
     def allocate(
         self,
@@ -144,9 +144,9 @@ class CustomCommunicator(BaseCommunicator):
             return self._memory.allocate(group, numel, dtype)
         return self._inner.allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
-    def trim(self, *, keep_for: Part | None) -> None:
-        """See ``Communicator.trim``."""
-        self._inner.trim(keep_for=keep_for)
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+        """See ``Communicator.release_cached_memory``."""
+        self._inner.release_cached_memory(keep_for=keep_for)
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

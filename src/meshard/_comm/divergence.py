@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import (
-    Borrowed,
     CommStream,
     Communicator,
+    GatheredViews,
     InFlight,
     Part,
     RecordedWork,
@@ -272,9 +272,9 @@ class CheckedCommunicator:
         """See ``Communicator.enter_after``."""
         self.inner.enter_after(comm_stream, pending)
 
-    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Communicator.retire``."""
-        self.inner.retire(tensors)
+    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.hold_until_done``."""
+        self.inner.hold_until_done(tensors)
 
     def allocate(
         self,
@@ -291,10 +291,10 @@ class CheckedCommunicator:
             numel, comm_stream, dtype=dtype, device=device, group=group, is_sent=is_sent
         )
 
-    def borrow(
+    def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Borrowed | None:
-        """See ``Communicator.borrow``: never, so that there is one gather to check."""
+    ) -> GatheredViews | None:
+        """See ``Communicator.gather_views``: never, so that there is one gather to check."""
         return None
 
     def all_gather(
@@ -304,11 +304,11 @@ class CheckedCommunicator:
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
 
-    def trim(self, *, keep_for: Part | None) -> None:
-        """See ``Communicator.trim``."""
-        self.inner.trim(keep_for=keep_for)
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+        """See ``Communicator.release_cached_memory``."""
+        self.inner.release_cached_memory(keep_for=keep_for)
 
-    def lend_rows(
+    def allocate_rows(
         self,
         numel: int,
         dtype: torch.dtype,
@@ -316,7 +316,7 @@ class CheckedCommunicator:
         group: dist.ProcessGroup,
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
-        """See ``Communicator.lend_rows``: never, likewise."""
+        """See ``Communicator.allocate_rows``: never, likewise."""
         return None
 
     def reduce_scatter(

@@ -93,7 +93,7 @@ class StreamCommunicator(BaseCommunicator):
         self._streams: dict[CommStream, Any] = {}
         self._gather_after: Any = None
         self._after: dict[CommStream, list[InFlight]] = {}
-        self._retired: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
+        self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
     def _enter(self, comm_stream: CommStream) -> Iterator[None]:
@@ -106,7 +106,7 @@ class StreamCommunicator(BaseCommunicator):
         else:
             event = self._device_module.current_stream().record_event()
         stream.wait_event(event)
-        if self._retired:
+        if self._held_until_done:
             self._collect()
         with self._device_module.stream(stream):
             if self._after:
@@ -130,18 +130,18 @@ class StreamCommunicator(BaseCommunicator):
         """See ``Communicator.enter_after``."""
         self._after.setdefault(comm_stream, []).append(pending)
 
-    def retire(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Communicator.retire`` and rule 6."""
+    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See ``Communicator.hold_until_done`` and rule 6."""
         if tensors:
             event = self._device_module.current_stream().record_event()
-            self._retired.append((event, tensors))
+            self._held_until_done.append((event, tensors))
 
     def _collect(self) -> None:
-        while self._retired and self._retired[0][0].query():
-            self._retired.popleft()
+        while self._held_until_done and self._held_until_done[0][0].query():
+            self._held_until_done.popleft()
 
-    def trim(self, *, keep_for: Part | None) -> None:
-        """See ``Communicator.trim``: what is retired, if it is over."""
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+        """See ``Communicator.release_cached_memory``: what is retired, if it is over."""
         self._collect()
 
     def record(self, *keep: torch.Tensor) -> RecordedWork:

@@ -359,7 +359,7 @@ class Lifecycle:
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
             self._note_complete_gradients(unit)
         elif self._reductions.has_sent_input:
-            self._reductions.let_go()
+            self._reductions.free_input_if_sent()
 
     @property
     def backward_number(self) -> int:

@@ -223,7 +223,7 @@ class ParamGroup:
 
     def make_room(self) -> None:
         """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
-        self.comm.trim(keep_for=None if self.saves_memory else Part.STEP)
+        self.comm.release_cached_memory(keep_for=None if self.saves_memory else Part.STEP)
 
     def note_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""

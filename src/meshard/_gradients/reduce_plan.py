@@ -181,7 +181,9 @@ def memory_for(
         return WireMemory(None, output)
     shard_group = options.shard_group or mesh_info.shard_group
     own = output if output is not None and output.dtype == wire else None
-    rows = None if as_one else comm.lend_rows(layout.shard_numel, wire, group=shard_group, own=own)
+    rows = (
+        None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=shard_group, own=own)
+    )
     if rows is not None:
         return WireMemory(rows, output)
     # Who hooks in may hold what it is given; and where there is one shard, the sum is what is sent.

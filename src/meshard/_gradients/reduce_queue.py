@@ -50,13 +50,15 @@ class Reductions:
 
     def begin_forward(self) -> None:
         """Give back memory that only a backward needs."""
-        self._comm.trim(keep_for=Part.FORWARD)
+        self._comm.release_cached_memory(keep_for=Part.FORWARD)
 
     def begin_backward(self) -> None:
         """Ask for divide factors anew: each is resolved once per backward, not once per unit."""
         self._factors.clear()
         self._backward = next(_backwards)
-        self._comm.trim(keep_for=Part.BACKWARD)  # the peak of a step is there, as a rule
+        self._comm.release_cached_memory(
+            keep_for=Part.BACKWARD
+        )  # the peak of a step is there, as a rule
 
     def _divide_factor(self, unit: Unit) -> float | None:
         key = id(unit.settings.divide_factor)
@@ -126,10 +128,10 @@ class Reductions:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
 
-    def let_go(self) -> None:
+    def free_input_if_sent(self) -> None:
         """Give back early what has been sent: the next gradients need the memory."""
         for queued in self._queue:
-            if not queued.in_flight.reduction.let_go():
+            if not queued.in_flight.reduction.free_input_if_sent():
                 return
         self.has_sent_input = False
 

@@ -155,7 +155,7 @@ class ReplicatedParams:
 
     def rebuild(self) -> None:
         """Listen to the parameters as they are now, and make the copies that they need."""
-        self.let_go()
+        self.unhook()
         params = [param.sharded for param in self.params]
         self._dtypes = [each.dtype for each in params]
         self.compute_dtypes = [
@@ -195,7 +195,7 @@ class ReplicatedParams:
                 self._casts.append((view, param.sharded))
             self._copies.free()
 
-    def let_go(self) -> None:
+    def unhook(self) -> None:
         """Leave the parameters as if they had never been in here."""
         for _, handle in self._nodes:
             handle.remove()

@@ -145,7 +145,7 @@ class Neighbours:
             time.sleep(_NAPS[0])
             self._take_back()
 
-    def trim(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
         """Give the memory of free ranges back; a part of a step begins.
 
         Args:

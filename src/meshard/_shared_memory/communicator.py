@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import cpu
-from meshard._comm.communicator import Borrowed, CommStream, InFlight, Part, Rows, profiled
+from meshard._comm.communicator import CommStream, GatheredViews, InFlight, Part, Rows, profiled
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory.channel import Neighbours, meet
 
@@ -58,7 +58,7 @@ class _Heard:
             self._neighbours.hear(self._message)
 
 
-class _BorrowedRows(_Heard):
+class _ViewGather(_Heard):
     """An all-gather of which each row is read where it lies."""
 
     __slots__ = ("_source",)
@@ -68,7 +68,7 @@ class _BorrowedRows(_Heard):
         self._source = source
 
     def rows(self) -> list[torch.Tensor]:
-        """See ``Borrowed.rows``."""
+        """See ``GatheredViews.rows``."""
         source, listen, message = self._source, self._neighbours.listen, self._message
         rows = [
             listen(message, other, source.numel(), source.dtype)
@@ -77,8 +77,8 @@ class _BorrowedRows(_Heard):
         rows.insert(self._neighbours.rank, source)
         return rows
 
-    def give_back(self) -> None:
-        """See ``Borrowed.give_back``."""
+    def release(self) -> None:
+        """See ``GatheredViews.release``."""
         if not self._is_over:
             self._end()
 
@@ -86,7 +86,7 @@ class _BorrowedRows(_Heard):
         self.rows()
 
 
-class _Gather(_BorrowedRows):
+class _Gather(_ViewGather):
     """An all-gather into ``output [ranks * n]``."""
 
     __slots__ = ("_output",)
@@ -198,12 +198,12 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return neighbours.allocate(numel, dtype)
         return super().allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
-    def trim(self, *, keep_for: Part | None) -> None:
-        """See ``Communicator.trim``."""
+    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+        """See ``Communicator.release_cached_memory``."""
         for neighbours in self._neighbours.met:  # every unit asks before an optimizer steps
-            neighbours.trim(keep_for=keep_for)
+            neighbours.release_cached_memory(keep_for=keep_for)
 
-    def lend_rows(
+    def allocate_rows(
         self,
         numel: int,
         dtype: torch.dtype,
@@ -211,22 +211,22 @@ class SharedMemoryCommunicator(WorkCommunicator):
         group: dist.ProcessGroup,
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
-        """See ``Communicator.lend_rows``."""
+        """See ``Communicator.allocate_rows``."""
         neighbours = self._neighbours[group]
         if neighbours is None:
-            return super().lend_rows(numel, dtype, group=group, own=own)
+            return super().allocate_rows(numel, dtype, group=group, own=own)
         return neighbours.allocate_rows(numel, dtype, own)
 
-    def borrow(
+    def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> Borrowed | None:
-        """See ``Communicator.borrow``."""
+    ) -> GatheredViews | None:
+        """See ``Communicator.gather_views``."""
         neighbours = self._neighbours[group]
         if neighbours is None:
-            return super().borrow(source, group=group, label=label)
+            return super().gather_views(source, group=group, label=label)
         self.observe("all_gather", source, group, label, rows=group.size())
         with profiled("all_gather", label):
-            return _BorrowedRows(neighbours, source)
+            return _ViewGather(neighbours, source)
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

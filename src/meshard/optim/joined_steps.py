@@ -173,7 +173,7 @@ class JoinedSteps:
             if together:
                 self._step(together)
             if is_beside:
-                comm.retire(gradients)
+                comm.hold_until_done(gradients)
                 queued = comm.record()
         for unit in together:
             group = unit.group

@@ -144,7 +144,7 @@ class UnitStepper:
             if not is_joined:
                 self.flat.run(self._taken, state, is_seen=False)
             if is_beside:
-                comm.retire(_locals(param.grad for param in self.params))
+                comm.hold_until_done(_locals(param.grad for param in self.params))
                 if not is_joined:
                     group.pending_step = QueuedStep(group, comm.record())
         self._drop_gradients()
@@ -268,7 +268,7 @@ class UnitStepper:
             self.flat.run(self._taken, state)
             for param, _ in () if self.flat.is_flat else grads:
                 param.grad = None
-            comm.retire([*_locals(grad for _, grad in grads), *keep])
+            comm.hold_until_done([*_locals(grad for _, grad in grads), *keep])
             return comm.record()
 
     def show(self) -> None:
@@ -350,7 +350,7 @@ def _forget(ref: weakref.ref[ParamGroup], joined: JoinedSteps) -> None:
 def _retire(ref: weakref.ref[ParamGroup], tensors: Sequence[torch.Tensor]) -> None:
     group = ref()
     if group is not None:
-        group.comm.retire(tensors)
+        group.comm.hold_until_done(tensors)
 
 
 def _locals(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
