@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshard import flat_optimizer, fully_shard
-from meshard._shared_memory.channel import Neighbours
+from meshard._shared_memory.channel import Channel
 from tests.support.parity import assert_same, full_state
 
 WIDTH = 1024  # a square of it is 4 MiB, and a rank of two has half of that
@@ -71,13 +71,13 @@ MET = []
 
 def keep_met():
     """Have all neighbours of this process in ``MET``."""
-    make = Neighbours.__init__
+    make = Channel.__init__
 
     def note(self, *args, **kwargs):
         make(self, *args, **kwargs)
         MET.append(self)
 
-    Neighbours.__init__ = note
+    Channel.__init__ = note
 
 
 def in_portions():

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import Part
-from meshard._shared_memory.channel import meet
+from meshard._shared_memory.channel import open_channel
 
 
 def held_after(units):
@@ -15,12 +15,12 @@ def held_after(units):
     Args:
         units: What each unit wants trimmed: whether everything.
     """
-    met, held = meet(dist.group.WORLD), []
+    met, held = open_channel(dist.group.WORLD), []
     for numel in [1 << 20, 1 << 10, 1 << 10, 1 << 10, 1 << 10, 1 << 10]:
-        message = met.say(torch.ones(numel))
-        theirs = met.listen(message, 1 - dist.get_rank(), numel, torch.float32)
+        message = met.publish(torch.ones(numel))
+        theirs = met.receive(message, 1 - dist.get_rank(), numel, torch.float32)
         assert (theirs == 1.0).all()  # also where it has been given back in between
-        met.hear(message)
+        met.acknowledge(message)
         dist.barrier()
         for everything in units:
             met.release_cached_memory(keep_for=None if everything else Part.STEP)
@@ -30,15 +30,15 @@ def held_after(units):
 
 def held_in_parts(in_forward, in_backward):
     """Return what is held after the beginnings of three backwards, and of forwards, in MiB."""
-    met, held = meet(dist.group.WORLD), []
+    met, held = open_channel(dist.group.WORLD), []
     for _ in range(3):
         for part, numel in ((Part.FORWARD, in_forward), (Part.BACKWARD, in_backward)):
             met.release_cached_memory(keep_for=part)
             held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
-            message = met.say(torch.ones(numel))
-            theirs = met.listen(message, 1 - dist.get_rank(), numel, torch.float32)
+            message = met.publish(torch.ones(numel))
+            theirs = met.receive(message, 1 - dist.get_rank(), numel, torch.float32)
             assert (theirs == 1.0).all()
-            met.hear(message)
+            met.acknowledge(message)
             dist.barrier()
     return held
 

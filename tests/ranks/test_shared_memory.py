@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory import channel as neighbours_module
-from meshard._shared_memory.channel import meet
+from meshard._shared_memory.channel import open_channel
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 from meshard._shared_memory.segment import IS_SUPPORTED, Segment
 from tests.support.covering import covering
@@ -43,8 +43,8 @@ def train_both(mesh_shape, policy, schedule):
     """Train by shared memory and by sockets; all numbers must agree, bit for bit."""
     mesh = init_device_mesh("cpu", mesh_shape)
     counts = []
-    count = neighbours_module.Neighbours.hear
-    neighbours_module.Neighbours.hear = lambda self, m: (counts.append(m), count(self, m))
+    count = neighbours_module.Channel.acknowledge
+    neighbours_module.Channel.acknowledge = lambda self, m: (counts.append(m), count(self, m))
     try:
         with pytest.MonkeyPatch.context() as patch:
             models = [model_on(mesh, policy, shared, patch) for shared in (True, False)]
@@ -66,7 +66,7 @@ def train_both(mesh_shape, policy, schedule):
                     optimizer.zero_grad()
             assert_same(full_state(models[0]), full_state(models[1]), bitwise=True)
     finally:
-        neighbours_module.Neighbours.hear = count
+        neighbours_module.Channel.acknowledge = count
     return heard, len(counts)
 
 
@@ -167,8 +167,12 @@ def any_order(seed):
     pending.clear()
     (met,) = both.shared._neighbours.values()
     dist.barrier()
-    met._take_back()
-    return len(met._leases), len(met._unheard), met._free.take(1) == neighbours_module._START
+    met._reclaim()
+    return (
+        len(met._allocations),
+        len(met._unacknowledged),
+        met._free.take(1) == neighbours_module._START,
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -179,15 +183,15 @@ def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ran
 
 def many_messages():
     """Pass on more messages than there are words for, of which many are never heard."""
-    met = meet(dist.group.WORLD)
+    met = open_channel(dist.group.WORLD)
     other = 1 - dist.get_rank()
     sizes = set()
     for count in range(3 * neighbours_module._MESSAGES):
-        message = met.say(torch.full((1000,), float(count + dist.get_rank())))
+        message = met.publish(torch.full((1000,), float(count + dist.get_rank())))
         if count % 100 == 0:
-            heard = met.listen(message, other, 1000, torch.float32)
+            heard = met.receive(message, other, 1000, torch.float32)
             assert (heard == count + other).all()
-        met.hear(message)
+        met.acknowledge(message)
         if count > neighbours_module._MESSAGES:
             sizes.add(os.fstat(met._own.descriptor).st_size)
     return len(sizes)
@@ -199,16 +203,16 @@ def test_messages_may_be_more_than_there_are_words_for(run_ranks):
 
 def one_is_never_heard():
     """Start one message that nobody waits for, and more than there are words for."""
-    met = meet(dist.group.WORLD)
-    met.say(torch.ones(10))
+    met = open_channel(dist.group.WORLD)
+    met.publish(torch.ones(10))
     for _ in range(neighbours_module._MESSAGES - 1):
-        met.hear(met.say(torch.ones(10)))
+        met.acknowledge(met.publish(torch.ones(10)))
     with pytest.raises(RuntimeError, match=r"has not been waited for, and 4096 have been started"):
-        met.say(torch.ones(10))
-    met.hear(0)
+        met.publish(torch.ones(10))
+    met.acknowledge(0)
     dist.barrier()
-    message = met.say(torch.ones(10))
-    assert (met.listen(message, 1 - dist.get_rank(), 10, torch.float32) == 1.0).all()
+    message = met.publish(torch.ones(10))
+    assert (met.receive(message, 1 - dist.get_rank(), 10, torch.float32) == 1.0).all()
 
 
 def test_a_message_that_is_never_heard_is_told_and_not_waited_for(run_ranks):
@@ -229,7 +233,7 @@ def one_cannot_reach_the_others(how):
         elif dist.get_rank() == 1:
             patch.setattr(neighbours_module, "IS_SUPPORTED", False)
         if how != "env":
-            assert meet(dist.group.WORLD) is None
+            assert open_channel(dist.group.WORLD) is None
         model = meshard.fully_shard(seeded(MlpStack()), mesh)
         model(torch.ones(2, 6)).sum().backward()
         assert not descriptors()
@@ -276,11 +280,11 @@ def test_a_model_that_is_deleted_leaves_no_segment(run_ranks):
 
 
 def one_dies():
-    met = meet(dist.group.WORLD)
+    met = open_channel(dist.group.WORLD)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    met.say(torch.ones(10))
-    met.listen(0, 1, 10, torch.float32)
+    met.publish(torch.ones(10))
+    met.receive(0, 1, 10, torch.float32)
 
 
 def test_a_rank_that_dies_is_named(run_ranks):
@@ -290,10 +294,10 @@ def test_a_rank_that_dies_is_named(run_ranks):
 
 
 def another_size():
-    met = meet(dist.group.WORLD)
-    met.say(torch.ones(10 + dist.get_rank()))
+    met = open_channel(dist.group.WORLD)
+    met.publish(torch.ones(10 + dist.get_rank()))
     with pytest.raises(RuntimeError, match="MESHARD_DEBUG"):
-        met.listen(0, 1 - dist.get_rank(), 10 + dist.get_rank(), torch.float32)
+        met.receive(0, 1 - dist.get_rank(), 10 + dist.get_rank(), torch.float32)
 
 
 def test_ranks_that_send_different_sizes_are_told(run_ranks):
@@ -301,11 +305,11 @@ def test_ranks_that_send_different_sizes_are_told(run_ranks):
 
 
 def too_late():
-    met = meet(dist.group.WORLD)
+    met = open_channel(dist.group.WORLD)
     met._patience = 0.2
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 .* did not join the collective in 0 s"):
-            met.listen(0, 1, 10, torch.float32)
+            met.receive(0, 1, 10, torch.float32)
     dist.barrier()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from meshard._shared_memory.channel import Neighbours
+from meshard._shared_memory.channel import Channel
 
 
 def resident(what: str) -> int:
@@ -48,7 +48,7 @@ class Meter:
     def _begin() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
 
-    def look(self, neighbours: Neighbours | None = None) -> None:
+    def look(self, neighbours: Channel | None = None) -> None:
         """Note that a segment of ``neighbours`` is about to change, or has."""
         mapped = self._read_mapped()
         if neighbours is not None:
@@ -71,7 +71,7 @@ def metered() -> Iterator[Meter]:
     meter = Meter()
 
     def watched(method: Any) -> Any:
-        def call(self: Neighbours, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Channel, *args: Any, **kwargs: Any) -> Any:
             meter.look(self)
             try:
                 return method(self, *args, **kwargs)
@@ -80,7 +80,7 @@ def metered() -> Iterator[Meter]:
 
         return call
 
-    names = ("allocate", "say", "say_rows", "hear", "trim")
-    methods = {name: watched(getattr(Neighbours, name)) for name in names}
-    with mock.patch.multiple(Neighbours, **methods):
+    names = ("allocate", "say", "publish_rows", "hear", "trim")
+    methods = {name: watched(getattr(Channel, name)) for name in names}
+    with mock.patch.multiple(Channel, **methods):
         yield meter

@@ -31,7 +31,7 @@ def test_ranges_never_overlap_and_what_is_given_back_is_joined(sizes, data):
 
 def test_what_is_lent_is_let_go_of_with_the_last_view():
     segment, gone = Segment.create(1000), []
-    tensor, watch = segment.lend(64, 100, torch.float32, gone.append)
+    tensor, watch = segment.allocate(64, 100, torch.float32, gone.append)
     part = tensor.view(10, 10)[3:5]
     part.fill_(7.0)
     del tensor

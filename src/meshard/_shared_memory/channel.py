@@ -27,7 +27,7 @@ from meshard._torch.private import timeout_of
 
 # Messages that may be on their way at once: a word for each of these is at the start of a segment.
 _MESSAGES = 4096
-_SAID, _PLACE, _SIZE, _HEARD = range(4)
+_PUBLISHED, _PLACE, _SIZE, _ACKNOWLEDGED = range(4)
 _TOKEN_WORD = 4 * _MESSAGES
 _START = aligned(8 * (_TOKEN_WORD + 1))
 
@@ -39,7 +39,7 @@ _LARGE = 2**16  # bytes
 _SHORT = 2e-3  # seconds: not for ever, for the neighbour may be waiting for this rank
 
 
-class _Lease:
+class _Allocation:
     """A range of one's own segment."""
 
     __slots__ = ("begin", "message", "num_bytes", "watch")
@@ -66,7 +66,7 @@ class _Process:
         return bool(self._poll.poll(0))
 
 
-class Neighbours:
+class Channel:
     """The segments of all ranks of a group on one host.
 
     Args:
@@ -85,9 +85,9 @@ class Neighbours:
         self._segments = segments
         self._own = segments[rank]
         words = [segment.words(0, 4 * _MESSAGES) for segment in segments]
-        self._said, self._place, self._size, self._heard = (
+        self._published, self._place, self._size, self._acknowledged = (
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
-            for kind in (_SAID, _PLACE, _SIZE, _HEARD)
+            for kind in (_PUBLISHED, _PLACE, _SIZE, _ACKNOWLEDGED)
         )
         self._patience = patience
         self._processes = {other: _Process(processes[other]) for other in self.others}
@@ -100,10 +100,12 @@ class Neighbours:
             part: deque(maxlen=_STEPS_TO_REMEMBER) for part in (Part.FORWARD, Part.BACKWARD)
         }
         self._free = FirstFit(_START)
-        self._leases: dict[int, _Lease] = {}  # by address; the tensor lives
+        self._allocations: dict[int, _Allocation] = {}  # by address; the tensor lives
         # Appended to whenever a tensor dies, in the midst of anything: taken from in one place.
-        self._dropped: deque[_Lease] = deque()
-        self._unheard: list[_Lease] = []  # the tensor is dead, the message not yet read by all
+        self._freed: deque[_Allocation] = deque()
+        self._unacknowledged: list[
+            _Allocation
+        ] = []  # the tensor is dead, the message not yet read by all
 
     # --- memory ----------------------------------------------------------------------------
 
@@ -111,39 +113,39 @@ class Neighbours:
         """Return ``[numel]``, uninitialised, that can be passed on without a copy."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        self._take_back()
+        self._reclaim()
         num_bytes = aligned(numel * dtype.itemsize)
-        if num_bytes >= _LARGE and self._unheard:
-            self._spare_memory(num_bytes)
+        if num_bytes >= _LARGE and self._unacknowledged:
+            self._wait_for_memory(num_bytes)
         begin = self._free.take(num_bytes)
         self._own.reserve(begin + num_bytes)
         self._reach = max(self._reach, begin + num_bytes)
-        lease = _Lease(begin, num_bytes)
-        leases, dropped = self._leases, self._dropped
+        allocation = _Allocation(begin, num_bytes)
+        allocations, freed = self._allocations, self._freed
 
         def drop(_: object) -> None:
-            del leases[address]
-            dropped.append(lease)
+            del allocations[address]
+            freed.append(allocation)
 
-        tensor, lease.watch = self._own.lend(begin, numel, dtype, drop)
+        tensor, allocation.watch = self._own.allocate(begin, numel, dtype, drop)
         address = tensor.data_ptr()
-        leases[address] = lease
+        allocations[address] = allocation
         return tensor
 
     def allocate_rows(
         self, numel: int, dtype: torch.dtype, own: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Return a row ``[numel]`` per rank, for ``say_rows``; that of this rank is its own."""
+        """Return a row ``[numel]`` per rank, for ``publish_rows``; that of this rank is its own."""
         rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
         rows.insert(self.rank, torch.empty(numel, dtype=dtype) if own is None else own)
         return rows
 
-    def _spare_memory(self, num_bytes: int) -> None:
+    def _wait_for_memory(self, num_bytes: int) -> None:
         """Wait a little for what a neighbour is about to give back, rather than take more."""
         until = time.monotonic() + _SHORT
-        while not self._free.fits(num_bytes) and self._unheard and time.monotonic() < until:
+        while not self._free.fits(num_bytes) and self._unacknowledged and time.monotonic() < until:
             time.sleep(_NAPS[0])
-            self._take_back()
+            self._reclaim()
 
     def release_cached_memory(self, *, keep_for: Part | None) -> None:
         """Give the memory of free ranges back; a part of a step begins.
@@ -167,81 +169,85 @@ class Neighbours:
             return
         keep = 0 if keep_for is None else max(known)
         self._is_bare = keep_for is None
-        self._take_back()
+        self._reclaim()
         for begin, end in self._free.ranges:
-            self._own.forget(max(begin, keep), end)
+            self._own.release_pages(max(begin, keep), end)
 
-    def _take_back(self) -> None:
-        while self._dropped:
-            self._unheard.append(self._dropped.popleft())
+    def _reclaim(self) -> None:
+        while self._freed:
+            self._unacknowledged.append(self._freed.popleft())
         waiting = []
-        for lease in self._unheard:
-            if self._is_heard(lease.message):
-                self._free.give(lease.begin, lease.num_bytes)
+        for allocation in self._unacknowledged:
+            if self._is_acknowledged(allocation.message):
+                self._free.give(allocation.begin, allocation.num_bytes)
             else:
-                waiting.append(lease)
-        self._unheard = waiting
+                waiting.append(allocation)
+        self._unacknowledged = waiting
 
-    def _is_heard(self, message: int) -> bool:
+    def _is_acknowledged(self, message: int) -> bool:
         slot = message % _MESSAGES
-        return message < 0 or all(self._heard[other][slot] > message for other in self.others)
+        return message < 0 or all(
+            self._acknowledged[other][slot] > message for other in self.others
+        )
 
     # --- messages --------------------------------------------------------------------------
 
-    def say(self, tensor: torch.Tensor, *, copy: bool = False) -> int:
+    def publish(self, tensor: torch.Tensor, *, copy: bool = False) -> int:
         """Pass ``tensor`` on to all others; return the number of the message.
 
         Memory from ``allocate`` is read where it is: it must not be written to again, and is not
         used again before all have heard it. Other memory is copied, and so is any with ``copy``.
         """
-        lease = None if copy else self._leases.get(tensor.data_ptr())
-        if lease is None and tensor.numel():
-            lease = self._lease_of(self.allocate(tensor.numel(), tensor.dtype).copy_(tensor))
-        return self._say(lease, tensor.numel() * tensor.itemsize)
+        allocation = None if copy else self._allocations.get(tensor.data_ptr())
+        if allocation is None and tensor.numel():
+            allocation = self._allocation_of(
+                self.allocate(tensor.numel(), tensor.dtype).copy_(tensor)
+            )
+        return self._publish(allocation, tensor.numel() * tensor.itemsize)
 
-    def say_rows(self, rows: Rows) -> int:
+    def publish_rows(self, rows: Rows) -> int:
         """Pass each other rank's row on to it; return the number of the message.
 
-        Rows from ``allocate_rows`` are read where they are, others copied, as with ``say``.
+        Rows from ``allocate_rows`` are read where they are, others copied, as with ``publish``.
         """
         others = [rows[other] for other in self.others]
         first = others[0]
-        lease = self._leases.get(first.data_ptr()) if isinstance(rows, list) else None
-        if lease is None and first.numel():
+        allocation = self._allocations.get(first.data_ptr()) if isinstance(rows, list) else None
+        if allocation is None and first.numel():
             copies = self.allocate(len(others) * first.numel(), first.dtype)
             for copied, row in zip(copies.view(len(others), -1), others, strict=True):
                 copied.copy_(row)
-            lease = self._lease_of(copies)
-        return self._say(lease, len(others) * first.numel() * first.itemsize)
+            allocation = self._allocation_of(copies)
+        return self._publish(allocation, len(others) * first.numel() * first.itemsize)
 
-    def _lease_of(self, tensor: torch.Tensor) -> _Lease:
-        return self._leases[tensor.data_ptr()]
+    def _allocation_of(self, tensor: torch.Tensor) -> _Allocation:
+        return self._allocations[tensor.data_ptr()]
 
-    def _say(self, lease: _Lease | None, num_bytes: int) -> int:
+    def _publish(self, allocation: _Allocation | None, num_bytes: int) -> int:
         message = self._next
         slot = message % _MESSAGES
         if message >= _MESSAGES:
-            if self._heard[self.rank][slot] <= message - _MESSAGES:
+            if self._acknowledged[self.rank][slot] <= message - _MESSAGES:
                 raise RuntimeError(  # or all would wait for one another
                     f"a collective has not been waited for, and {_MESSAGES} have been started "
                     "since: wait for the handles of unshard(async_op=True), or set "
                     "MESHARD_SHARED_MEMORY=0."
                 )
-            self._wait(self._heard, message - _MESSAGES, "read what was passed on to it")
+            self._wait(self._acknowledged, message - _MESSAGES, "read what was passed on to it")
         self._next += 1
-        if lease is not None:
-            lease.message = message
-            self._place[self.rank][slot] = lease.begin
+        if allocation is not None:
+            allocation.message = message
+            self._place[self.rank][slot] = allocation.begin
         self._size[self.rank][slot] = num_bytes
-        self._said[self.rank][slot] = message + 1  # the last: who sees it sees the rest
+        self._published[self.rank][slot] = message + 1  # the last: who sees it sees the rest
         return message
 
-    def is_said(self, message: int) -> bool:
+    def is_published(self, message: int) -> bool:
         """Return whether all have said ``message``."""
         slot = message % _MESSAGES
-        return all(self._said[other][slot] > message for other in self.others)
+        return all(self._published[other][slot] > message for other in self.others)
 
-    def listen(self, message: int, other: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def receive(self, message: int, other: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what rank ``other`` has said, where it lies, when it has been said.
 
         Args:
@@ -253,19 +259,19 @@ class Neighbours:
         Raises:
             RuntimeError: That rank has said something else, or died, or did not say it in time.
         """
-        return self._look(message, other, (numel, dtype), row=0, rows=1)
+        return self._view(message, other, (numel, dtype), row=0, rows=1)
 
-    def listen_for_own(
+    def receive_own_row(
         self, message: int, other: int, numel: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Likewise return this rank's row ``[numel]`` of the rows that rank ``other`` has said."""
         row = self.rank - (self.rank > other)  # nobody passes its own row on
-        return self._look(message, other, (numel, dtype), row=row, rows=len(self.others))
+        return self._view(message, other, (numel, dtype), row=row, rows=len(self.others))
 
-    def _look(
+    def _view(
         self, message: int, other: int, form: tuple[int, torch.dtype], *, row: int, rows: int
     ) -> torch.Tensor:
-        self._wait(self._said, message, "join the collective", other)
+        self._wait(self._published, message, "join the collective", other)
         slot, (numel, dtype) = message % _MESSAGES, form
         num_bytes = numel * dtype.itemsize
         if self._size[other][slot] != rows * num_bytes:
@@ -274,11 +280,11 @@ class Neighbours:
                 f"{self.rank} expects {rows * num_bytes}: the ranks run different units. "
                 "MESHARD_DEBUG=1 says which."
             )
-        return self._segments[other].look(self._place[other][slot] + row * num_bytes, numel, dtype)
+        return self._segments[other].view(self._place[other][slot] + row * num_bytes, numel, dtype)
 
-    def hear(self, message: int) -> None:
+    def acknowledge(self, message: int) -> None:
         """Note that this rank reads nothing of ``message`` any more; also before it is said."""
-        self._heard[self.rank][message % _MESSAGES] = message + 1
+        self._acknowledged[self.rank][message % _MESSAGES] = message + 1
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -311,7 +317,7 @@ class Neighbours:
             raise RuntimeError(f"rank {other} of the group did not {what} in {seconds:.0f} s.")
 
 
-def meet(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Neighbours | None:
+def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel | None:
     """Return the neighbours, if all ranks of ``group`` can, and want to, share memory.
 
     **Collective:** all ranks of ``group``; two gathers of a few numbers.
@@ -330,14 +336,14 @@ def meet(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Neighbours | No
             break
         segments.append(segment)
         processes.append(process)
-    neighbours = None
+    channel = None
     if len(segments) == group.size():
         with contextlib.suppress(OSError):
             patience = timeout_of(group).total_seconds()
-            neighbours = Neighbours(segments, processes, group.rank(), patience)
+            channel = Channel(segments, processes, group.rank(), patience)
     # All or none: a rank that is alone with its view of the others would wait for ever.
-    has_met = exchange_numbers([int(neighbours is not None)], group)
-    return neighbours if all(met for (met,) in has_met) else None
+    has_met = exchange_numbers([int(channel is not None)], group)
+    return channel if all(met for (met,) in has_met) else None
 
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:

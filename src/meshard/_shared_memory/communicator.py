@@ -17,16 +17,16 @@ import torch.distributed as dist
 from meshard._comm import cpu
 from meshard._comm.communicator import CommStream, GatheredViews, InFlight, Part, Rows, profiled
 from meshard._comm.cpu import WorkCommunicator
-from meshard._shared_memory.channel import Neighbours, meet
+from meshard._shared_memory.channel import Channel, open_channel
 
 
-class _Heard:
+class _Receiving:
     """A collective that this rank takes part in by reading one message of every neighbour."""
 
-    __slots__ = ("_is_over", "_message", "_neighbours")
+    __slots__ = ("_channel", "_is_over", "_message")
 
-    def __init__(self, neighbours: Neighbours, message: int) -> None:
-        self._neighbours = neighbours
+    def __init__(self, channel: Channel, message: int) -> None:
+        self._channel = channel
         self._message = message
         self._is_over = False
 
@@ -41,40 +41,39 @@ class _Heard:
 
     def poll(self) -> bool:
         """See ``InFlight.poll``."""
-        if not self._is_over and not self._neighbours.is_said(self._message):
+        if not self._is_over and not self._channel.is_published(self._message):
             return False
         self.wait()
         return True
 
     def _end(self) -> None:
         self._is_over = True
-        self._neighbours.hear(self._message)
+        self._channel.acknowledge(self._message)
 
     def __del__(self) -> None:
         # Dropped, say with the model: the neighbours need not wait for this rank. A process that
         # was forked has a copy of this object, but does not speak for the rank. (What could not be
         # started has no such attribute.)
-        if not getattr(self, "_is_over", True) and self._neighbours.process == os.getpid():
-            self._neighbours.hear(self._message)
+        if not getattr(self, "_is_over", True) and self._channel.process == os.getpid():
+            self._channel.acknowledge(self._message)
 
 
-class _ViewGather(_Heard):
+class _ViewGather(_Receiving):
     """An all-gather of which each row is read where it lies."""
 
     __slots__ = ("_source",)
 
-    def __init__(self, neighbours: Neighbours, source: torch.Tensor) -> None:
-        super().__init__(neighbours, neighbours.say(source))
+    def __init__(self, channel: Channel, source: torch.Tensor) -> None:
+        super().__init__(channel, channel.publish(source))
         self._source = source
 
     def rows(self) -> list[torch.Tensor]:
         """See ``GatheredViews.rows``."""
-        source, listen, message = self._source, self._neighbours.listen, self._message
+        source, receive, message = self._source, self._channel.receive, self._message
         rows = [
-            listen(message, other, source.numel(), source.dtype)
-            for other in self._neighbours.others
+            receive(message, other, source.numel(), source.dtype) for other in self._channel.others
         ]
-        rows.insert(self._neighbours.rank, source)
+        rows.insert(self._channel.rank, source)
         return rows
 
     def release(self) -> None:
@@ -91,61 +90,59 @@ class _Gather(_ViewGather):
 
     __slots__ = ("_output",)
 
-    def __init__(self, neighbours: Neighbours, output: torch.Tensor, source: torch.Tensor) -> None:
-        super().__init__(neighbours, source)
+    def __init__(self, channel: Channel, output: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__(channel, source)
         self._output = output
 
     def _read(self) -> None:
         torch.cat(self.rows(), out=self._output)
 
 
-class _Scatter(_Heard):
+class _Scatter(_Receiving):
     """A reduce-scatter of ``source``, a row of ``n`` for every rank, into ``output [n]``."""
 
     __slots__ = ("_keep_signs", "_output", "_own")
 
     def __init__(
-        self, neighbours: Neighbours, output: torch.Tensor, source: Rows, *, keep_signs: bool
+        self, channel: Channel, output: torch.Tensor, source: Rows, *, keep_signs: bool
     ) -> None:
-        super().__init__(neighbours, neighbours.say_rows(source))
+        super().__init__(channel, channel.publish_rows(source))
         self._output = output
         self._keep_signs = keep_signs
-        self._own = source[neighbours.rank]
+        self._own = source[channel.rank]
 
     def _read(self) -> None:
-        own, neighbours = self._own, self._neighbours
+        own, channel = self._own, self._channel
         rows = [
-            neighbours.listen_for_own(self._message, other, own.numel(), own.dtype)
-            for other in neighbours.others
+            channel.receive_own_row(self._message, other, own.numel(), own.dtype)
+            for other in channel.others
         ]
         if len(rows) == 1:
             cpu.sum_two(self._output, rows[0], own)
         else:
-            rows.insert(neighbours.rank, own)
+            rows.insert(channel.rank, own)
             cpu.sum_rows(self._output, torch.stack(rows), keep_signs=self._keep_signs)
 
 
-class _Sum(_Heard):
+class _Sum(_Receiving):
     """An all-reduce of ``buffer`` between two ranks, in place or into ``output``."""
 
     __slots__ = ("_buffer", "_output")
 
-    def __init__(
-        self, neighbours: Neighbours, buffer: torch.Tensor, output: torch.Tensor | None
-    ) -> None:
+    def __init__(self, channel: Channel, buffer: torch.Tensor, output: torch.Tensor | None) -> None:
         # In place, what the neighbour reads must not become the sum.
-        super().__init__(neighbours, neighbours.say(buffer, copy=output is None))
+        super().__init__(channel, channel.publish(buffer, copy=output is None))
         self._buffer = buffer
         self._output = buffer if output is None else output
 
     def _read(self) -> None:
-        (other,) = self._neighbours.others
+        (other,) = self._channel.others
         buffer = self._buffer
-        theirs = self._neighbours.listen(self._message, other, buffer.numel(), buffer.dtype)
+        theirs = self._channel.receive(self._message, other, buffer.numel(), buffer.dtype)
         torch.add(buffer, theirs, out=self._output)
 
 
-class _NeighboursIn(dict[dist.ProcessGroup, Neighbours | None]):
+class _Channels(dict[dist.ProcessGroup, Channel | None]):
     """The neighbours in each group; None where ranks do not reach one another's memory.
 
     To look for a group that is not there is collective: its ranks meet. Groups that were found live
@@ -157,12 +154,12 @@ class _NeighboursIn(dict[dist.ProcessGroup, Neighbours | None]):
 
     def __init__(self, *, is_wanted: bool) -> None:
         super().__init__()
-        self.met: list[Neighbours] = []
+        self.met: list[Channel] = []
         self._is_wanted = is_wanted
 
-    def __missing__(self, group: dist.ProcessGroup) -> Neighbours | None:
+    def __missing__(self, group: dist.ProcessGroup) -> Channel | None:
         is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
-        found = meet(group, is_wanted=self._is_wanted) if is_gloo else None
+        found = open_channel(group, is_wanted=self._is_wanted) if is_gloo else None
         if found is not None:
             self.met.append(found)
         self[group] = found
@@ -180,7 +177,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def __init__(self) -> None:
         super().__init__()
         is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
-        self._neighbours = _NeighboursIn(is_wanted=is_wanted)
+        self._channel = _Channels(is_wanted=is_wanted)
 
     def allocate(
         self,
@@ -193,15 +190,15 @@ class SharedMemoryCommunicator(WorkCommunicator):
         is_sent: bool = False,
     ) -> torch.Tensor:
         """See ``Communicator.allocate``: what is sent lies where the neighbours read it."""
-        neighbours = self._neighbours[group] if is_sent else None
-        if neighbours is not None:
-            return neighbours.allocate(numel, dtype)
+        channel = self._channel[group] if is_sent else None
+        if channel is not None:
+            return channel.allocate(numel, dtype)
         return super().allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
     def release_cached_memory(self, *, keep_for: Part | None) -> None:
         """See ``Communicator.release_cached_memory``."""
-        for neighbours in self._neighbours.met:  # every unit asks before an optimizer steps
-            neighbours.release_cached_memory(keep_for=keep_for)
+        for channel in self._channel.met:  # every unit asks before an optimizer steps
+            channel.release_cached_memory(keep_for=keep_for)
 
     def allocate_rows(
         self,
@@ -212,32 +209,32 @@ class SharedMemoryCommunicator(WorkCommunicator):
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
         """See ``Communicator.allocate_rows``."""
-        neighbours = self._neighbours[group]
-        if neighbours is None:
+        channel = self._channel[group]
+        if channel is None:
             return super().allocate_rows(numel, dtype, group=group, own=own)
-        return neighbours.allocate_rows(numel, dtype, own)
+        return channel.allocate_rows(numel, dtype, own)
 
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> GatheredViews | None:
         """See ``Communicator.gather_views``."""
-        neighbours = self._neighbours[group]
-        if neighbours is None:
+        channel = self._channel[group]
+        if channel is None:
             return super().gather_views(source, group=group, label=label)
         self.observe("all_gather", source, group, label, rows=group.size())
         with profiled("all_gather", label):
-            return _ViewGather(neighbours, source)
+            return _ViewGather(channel, source)
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         """See ``Communicator.all_gather``."""
-        neighbours = self._neighbours[group]
-        if neighbours is None:
+        channel = self._channel[group]
+        if channel is None:
             return super().all_gather(output, source, group=group, label=label)
         self.observe("all_gather", output, group, label)
         with profiled("all_gather", label):
-            return _Gather(neighbours, output, source)
+            return _Gather(channel, output, source)
 
     def reduce_scatter(
         self,
@@ -249,14 +246,14 @@ class SharedMemoryCommunicator(WorkCommunicator):
         keep_signs: bool = True,
     ) -> InFlight:
         """See ``Communicator.reduce_scatter``."""
-        neighbours = self._neighbours[group]
-        if neighbours is None:
+        channel = self._channel[group]
+        if channel is None:
             return super().reduce_scatter(
                 output, source, group=group, label=label, keep_signs=keep_signs
             )
         self.observe("reduce_scatter", source[0], group, label, rows=group.size())
         with profiled("reduce_scatter", label):
-            return _Scatter(neighbours, output, source, keep_signs=keep_signs)
+            return _Scatter(channel, output, source, keep_signs=keep_signs)
 
     def all_reduce(
         self,
@@ -267,13 +264,13 @@ class SharedMemoryCommunicator(WorkCommunicator):
         output: torch.Tensor | None = None,
     ) -> InFlight:
         """See ``Communicator.all_reduce``."""
-        neighbours = self._neighbours[group] if group.size() == 2 else None
-        if neighbours is None:
+        channel = self._channel[group] if group.size() == 2 else None
+        if channel is None:
             return super().all_reduce(buffer, group=group, label=label, output=output)
         self.observe("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
-            return _Sum(neighbours, buffer, output)
+            return _Sum(channel, buffer, output)
 
     def sums_apart(self, group: dist.ProcessGroup) -> bool:
         """See ``Communicator.sums_apart``: two ranks do."""
-        return group.size() == 2 and self._neighbours[group] is not None
+        return group.size() == 2 and self._channel[group] is not None

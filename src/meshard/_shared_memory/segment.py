@@ -77,7 +77,7 @@ class Segment:
         if end > len(self._map):
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
 
-    def forget(self, begin: int, end: int) -> None:
+    def release_pages(self, begin: int, end: int) -> None:
         """Have no memory behind the whole pages of a range: it is zero when it is next read."""
         begin, end = (
             -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
@@ -90,14 +90,14 @@ class Segment:
         """Return ``count`` numbers of 8 bytes, each read and written at once."""
         return memoryview(self._map)[offset : offset + 8 * count].cast("q")
 
-    def look(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what lies at ``offset`` as a tensor ``[numel]``."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         self._reach(offset + numel * dtype.itemsize)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
-    def lend(
+    def allocate(
         self, offset: int, numel: int, dtype: torch.dtype, then: Callable[[Any], object]
     ) -> tuple[torch.Tensor, weakref.ref[Any]]:
         """Return a tensor at ``offset``, and what calls ``then`` when its memory is let go of.
