@@ -40,7 +40,7 @@ from meshard._engine.unit import (
 )
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
-from meshard._torch.private import untraced_itself
+from meshard._torch.private import skip_dynamo_once
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 from meshard.reduce_hooks import OnStream
 from meshard.weights import joining_hook_maker
@@ -164,7 +164,7 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
         functools.update_wrapper(method, getattr(sharded_class, name))
     setattr(method, _REGISTERED, True)
     # Dynamo would write the call down as `self.name(...)`, which is this method again.
-    return untraced_itself(method)
+    return skip_dynamo_once(method)
 
 
 class GradientSetters:

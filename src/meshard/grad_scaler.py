@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._comm.blocking import agree_on_max
-from meshard._engine.optimizer_hooks import check_may_step, note_scaled
+from meshard._engine.optimizer_hooks import check_may_step, mark_scaled
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import local_of
 
@@ -60,7 +60,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         scaled = super().scale(outputs)
         if self.is_enabled():
-            note_scaled(_tensors_in(scaled))
+            mark_scaled(_tensors_in(scaled))
         return scaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -32,7 +32,7 @@ from meshard._gradients.replicated_grads import Replaced, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.flat_params import GroupSpec
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
-from meshard._torch.private import untraced
+from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
 from meshard.fsdp_module import GradientSetters, as_module, check_bool, direct_forward, own_unit
@@ -189,10 +189,10 @@ class Buckets:
     def _record(self) -> None:
         for index, param in enumerate(self._params):
             if param.unsharded.is_floating_point() and param.unsharded.requires_grad:
-                hook = partial(_note_arrival, weakref.ref(self), index)
+                hook = partial(_record_arrival, weakref.ref(self), index)
                 self._recorders.append(param.unsharded.register_post_accumulate_grad_hook(hook))
 
-    def note_arrival(self, index: int) -> None:
+    def record_arrival(self, index: int) -> None:
         """Note that the gradient of parameter ``index`` is there."""
         self._arrivals.setdefault(index)
 
@@ -236,10 +236,10 @@ def _is_in_use(unit: Unit) -> bool:
     )
 
 
-def _note_arrival(ref: weakref.ref[Buckets], index: int, _: Any) -> None:
+def _record_arrival(ref: weakref.ref[Buckets], index: int, _: Any) -> None:
     buckets = ref()
     if buckets is not None:
-        buckets.note_arrival(index)
+        buckets.record_arrival(index)
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -496,7 +496,7 @@ class BeforeForward:
         copied._buckets = _nothing
         return copied
 
-    @untraced
+    @skip_dynamo
     def __call__(self, module: nn.Module, _: Any) -> None:
         """See above. **Collective:** all ranks of the mesh."""
         if not torch.is_grad_enabled():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import BaseCommunicator, CommEvent, tell
+from meshard._comm.communicator import BaseCommunicator, CommEvent, notify_observers
 from meshard._comm.divergence import check_collective, is_debugging
 from meshard._torch.versions import all_gather_single
 
@@ -102,7 +102,7 @@ def agree_on_max(
 def _announce_scalar(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
     if is_debugging():
         check_collective(op, label, payload, group)
-    tell(CommEvent(op, label, group.size(), payload.nbytes, payload.dtype))
+    notify_observers(CommEvent(op, label, group.size(), payload.nbytes, payload.dtype))
 
 
 def gather_to_first(
@@ -140,4 +140,6 @@ def scatter_from_first(
 def _announce_rooted(op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
     if is_debugging():
         check_collective(op, label, payload, group)
-    tell(CommEvent(op, label, group.size(), group.size() * payload.nbytes, payload.dtype))
+    notify_observers(
+        CommEvent(op, label, group.size(), group.size() * payload.nbytes, payload.dtype)
+    )

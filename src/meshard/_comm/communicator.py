@@ -329,7 +329,7 @@ class BaseCommunicator:
                 rows * payload.numel() * payload.itemsize,
                 payload.dtype,
             )
-            tell(event, self.identity)
+            notify_observers(event, self.identity)
 
 
 @contextlib.contextmanager
@@ -338,7 +338,7 @@ def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a 
         yield
 
 
-def tell(event: CommEvent, communicator: object = None) -> None:
+def notify_observers(event: CommEvent, communicator: object = None) -> None:
     """Tell every observer of a collective that is about to be issued."""
     for observer in tuple(_observers):
         observer(event, communicator)

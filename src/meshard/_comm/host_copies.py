@@ -57,7 +57,7 @@ class HostCopies:
         with comm.on_stream(CommStream.HOST):
             self._order_writes()
             host.copy_(source, non_blocking=True)
-            return self._note_written(source, comm)
+            return self._record_written(source, comm)
 
     def add(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         """Add ``source [n]`` on the device to ``host [n]``; stream and lifetime as ``store``.
@@ -71,9 +71,9 @@ class HostCopies:
             total.copy_(host, non_blocking=True)
             total.add_(source)
             host.copy_(total, non_blocking=True)
-            return self._note_written(source, comm)
+            return self._record_written(source, comm)
 
-    def _note_written(self, source: torch.Tensor, comm: Communicator) -> RecordedWork:
+    def _record_written(self, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         # Two: whoever waits for the one must not let go of what the other holds for compute.
         self._writing = comm.record()
         return comm.record(source)

@@ -45,7 +45,7 @@ def _update_shards(self: AveragedModel, *args: Any, **kwargs: Any) -> None:
     finally:
         self.multi_avg_fn = chosen
     for owner in owners:
-        owner.note_step()
+        owner.record_step()
 
 
 def _apart(average: _Average) -> _Average:

@@ -35,7 +35,7 @@ from meshard._engine.unit import Unit, units_of
 from meshard._params.flat_params import GradientHook
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import is_placed_like, local_of
-from meshard._torch.private import hook_gradient, next_node, untraced, untraced_itself
+from meshard._torch.private import hook_gradient, next_node, skip_dynamo, skip_dynamo_once
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -48,7 +48,7 @@ def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
     return make
 
 
-@untraced
+@skip_dynamo
 def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> None:
     unit = unit_ref()
     if unit is not None:
@@ -102,7 +102,7 @@ class ModuleHooks:
             copied._unit = weakref.ref(memo[id(unit)])
         return copied
 
-    @untraced
+    @skip_dynamo
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -114,13 +114,13 @@ class ModuleHooks:
             unit.lifecycle.abort()
         unit.lifecycle.pre_forward(unit)
         if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
-            note_arguments(unit, args, kwargs)
+            record_arguments(unit, args, kwargs)
         dtype = unit.casts.inputs
         if dtype is None:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
-    @untraced
+    @skip_dynamo
     def post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -155,7 +155,7 @@ class ModuleHooks:
                 watch_outputs(left_in(args, kwargs, call.began_at), self._unit, of, call)
         return None if result is output else result
 
-    @untraced_itself
+    @skip_dynamo_once
     def run(
         self,
         module: nn.Module,
@@ -178,7 +178,7 @@ class ModuleHooks:
         return output if result is None else result
 
 
-@untraced_itself
+@skip_dynamo_once
 def run_in_unit(
     module: nn.Module,
     unit: Unit,
@@ -192,7 +192,7 @@ def run_in_unit(
     return _hooks_of(module, unit).run(module, method, args, kwargs)
 
 
-@untraced_itself
+@skip_dynamo_once
 def _run(
     hooks: ModuleHooks,
     module: nn.Module,
@@ -210,7 +210,7 @@ def _hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
     return ModuleHooks(unit, place)
 
 
-@untraced
+@skip_dynamo
 def _output_hook(
     unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
 ) -> torch.Tensor | None:
@@ -233,7 +233,7 @@ def watch_outputs(
                 _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
 
 
-def note_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def record_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note that the forward that begins may leave tensors in what it is called with."""
     if unit.lifecycle.phase is not Phase.FORWARD or not torch.is_grad_enabled():
         return
@@ -253,7 +253,7 @@ def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> N
         base.grad_fn.register_prehook(hook)
 
 
-@untraced
+@skip_dynamo
 def _base_hook(
     unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:

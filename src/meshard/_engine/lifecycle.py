@@ -28,7 +28,7 @@ from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedu
 from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import Reductions
 from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._torch.private import untraced
+from meshard._torch.private import skip_dynamo
 from meshard.policies import GradientSync
 
 
@@ -38,7 +38,7 @@ class BackwardEvents(Protocol):
     def finish_backward(self) -> None:
         """Autograd is done."""
 
-    def note_failure(self) -> None:
+    def record_failure(self) -> None:
         """A backward has raised."""
 
 
@@ -52,7 +52,7 @@ class EndOfBackward:
         self._lifecycle = weakref.ref(lifecycle)
         self._was_called = False
 
-    @untraced
+    @skip_dynamo
     def __call__(self) -> None:
         """Finish the backward."""
         self._was_called = True
@@ -62,13 +62,13 @@ class EndOfBackward:
         try:
             lifecycle.finish_backward()
         except BaseException:
-            lifecycle.note_failure()  # or all that follows would be taken for a recomputation
+            lifecycle.record_failure()  # or all that follows would be taken for a recomputation
             raise
 
     def __del__(self) -> None:
         lifecycle = self._lifecycle()
         if lifecycle is not None and not self._was_called:
-            lifecycle.note_failure()
+            lifecycle.record_failure()
 
 
 class HostWaits:
@@ -251,7 +251,7 @@ class Lifecycle:
         )
         group.install_unsharded(read_flags=self.phase is Phase.FORWARD)
         if group.num_trainable:
-            unit.step.note_forward(with_graph=torch.is_grad_enabled())
+            unit.step.record_forward(with_graph=torch.is_grad_enabled())
 
     def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
         """A module of ``unit`` has run, or raised. Return the call that this was."""
@@ -342,9 +342,9 @@ class Lifecycle:
             self._prefetcher.unshard(unit, ahead, keep=False)
             # Checkpointing may run parts of forward again
             unit.group.install_unsharded(read_flags=False)
-            used = self.retained.note_backward(unit, gradient)
+            used = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(unit.group.num_trainable):
-            self._note_complete_gradients(unit)  # they were complete in a later call
+            self._on_complete_gradients(unit)  # they were complete in a later call
         return used
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
@@ -357,7 +357,7 @@ class Lifecycle:
         step.arrived.add(index)
         if step.has_all(group.num_trainable):
             # Not freed yet: a node may have saved a weight without contributing to its gradient.
-            self._note_complete_gradients(unit)
+            self._on_complete_gradients(unit)
         elif self._reductions.has_sent_input:
             self._reductions.free_input_if_sent()
 
@@ -371,7 +371,7 @@ class Lifecycle:
         self._begin_backward()
         unit.step.awaits_gradients = True
 
-    def _note_complete_gradients(self, unit: Unit) -> None:
+    def _on_complete_gradients(self, unit: Unit) -> None:
         is_whole = num_nested() == self._nested_before  # else checkpoints hand over parts
         if is_whole and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             unit.step.is_ready = True
@@ -396,7 +396,7 @@ class Lifecycle:
         if (unit.step.awaits_gradients and not unit.step.is_ready) or unit.has_open_children:
             return
         if unit.step.is_ready:  # else nothing in it is trained
-            unit.step.note_taken()
+            unit.step.record_taken()
             self._take_gradients(unit)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
@@ -455,7 +455,7 @@ class Lifecycle:
 
     # --- when something went wrong ---------------------------------------------------------
 
-    def note_failure(self) -> None:
+    def record_failure(self) -> None:
         """A backward has raised. Called while the exception is on its way: do not communicate."""
         self.has_failed = True  # the next step begins with abort()
         self._prefetcher.forget()

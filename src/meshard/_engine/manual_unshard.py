@@ -81,7 +81,7 @@ def finish_manual_unshard(group: Gathered, what: ManualUnshard) -> None:
     if group.manual_unshard is what:
         group.finish_unshard()
         group.install_unsharded()
-        what.note_shown(group.version)
+        what.record_installed(group.version)
         register_manually_unsharded(group, [param.unsharded for param in group.params])
 
 
@@ -150,7 +150,7 @@ class ManualUnshard:
         self._unsharded_params: list[_Face] = []  # empty unless they are shown
         self._holders: list[_Holders] = []  # when they were shown
 
-    def note_shown(self, version: int) -> None:
+    def record_installed(self, version: int) -> None:
         """The modules show them now.
 
         Args:

@@ -17,7 +17,7 @@ from torch import nn
 from meshard._engine.hooks import is_hidden, watch_outputs
 from meshard._engine.schedule import Phase
 from meshard._engine.unit import Unit, unit_of
-from meshard._torch.private import untraced
+from meshard._torch.private import skip_dynamo
 
 _reading: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a forward that runs
 _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -70,7 +70,7 @@ def _is_closed(unit: Unit) -> bool:
     return group is not None and not group.is_unsharded_installed and not group.is_summoned
 
 
-@untraced
+@skip_dynamo
 def _read(unit: Unit) -> None:
     """Gather ``unit``, if a unit runs that can give it back."""
     lifecycle = unit.lifecycle
@@ -92,7 +92,7 @@ def _read(unit: Unit) -> None:
     lifecycle.pre_forward(unit)
 
 
-@untraced
+@skip_dynamo
 def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
     """End the forward of what was read in a forward that ends."""
     reader = unit_of(module)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from meshard._params.sharded_param import TensorTag, tag_of
-from meshard._torch.private import queue_backward_callback, untraced
+from meshard._torch.private import queue_backward_callback, skip_dynamo
 
 
 class Overlapping(Protocol):
@@ -35,12 +35,12 @@ class Overlapping(Protocol):
 _alive: weakref.WeakSet[Overlapping] = weakref.WeakSet()
 
 
-def note_attached(optimizer: Overlapping) -> None:
+def register_overlapped(optimizer: Overlapping) -> None:
     """Note that an optimizer steps in backward from now on."""
     _alive.add(optimizer)
 
 
-def note_detached(optimizer: Overlapping) -> None:
+def unregister_overlapped(optimizer: Overlapping) -> None:
     """Note that it does not any more."""
     _alive.discard(optimizer)
 
@@ -71,7 +71,7 @@ class _ScaledBackward:
         _ScaledBackward.num_alive -= 1
 
 
-def note_scaled(losses: Iterable[torch.Tensor]) -> None:
+def mark_scaled(losses: Iterable[torch.Tensor]) -> None:
     """Note that the backward of these is that of a loss that was multiplied by a scale."""
     for loss in losses if _alive else ():
         if loss.requires_grad:
@@ -93,7 +93,7 @@ class Stepped(Protocol):
     def make_room(self) -> None:
         """Give back memory that an optimizer may need for its step."""
 
-    def note_step(self) -> None:
+    def record_step(self) -> None:
         """An optimizer has stepped."""
 
     def owns(self, param: torch.Tensor) -> bool:
@@ -243,7 +243,7 @@ def check_may_step(params: Iterable[torch.Tensor]) -> None:
         owner.check_may_step()
 
 
-@untraced
+@skip_dynamo
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
@@ -280,16 +280,16 @@ def _watch_zero_grad(optimizer_class: type[Optimizer]) -> None:
         optimizer_class.zero_grad = _clearing(own, _params_of)  # type: ignore[method-assign]
 
 
-@untraced
+@skip_dynamo
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
     for owner in _owners_in(optimizer):
-        owner.note_step()
+        owner.record_step()
 
 
 def _clearing(
     zero_grad: Callable[..., None], params_of: Callable[[Any], Iterable[torch.Tensor]]
 ) -> Callable[..., None]:
-    @untraced
+    @skip_dynamo
     @functools.wraps(zero_grad)
     def zero_grad_and_clear(self: Any, *args: Any, **kwargs: Any) -> None:
         own = list(params_of(self))

@@ -172,7 +172,7 @@ class ParamGroup:
         """Whether the whole copy is older than the shards."""
         return self.residence is not Residence.SHARDED and self._unsharded_version != self.version
 
-    def note_version(self) -> None:
+    def record_version(self) -> None:
         """The whole copy is as new as the shards, and may outlast the backward it was made for."""
         if self._unsharded_version == _UNKNOWN:
             self._unsharded_version = self.version
@@ -225,7 +225,7 @@ class ParamGroup:
         """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
         self.comm.release_cached_memory(keep_for=None if self.saves_memory else Part.STEP)
 
-    def note_step(self) -> None:
+    def record_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""
         self.num_steps += 1
         self.saves_memory = False

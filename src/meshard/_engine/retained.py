@@ -18,7 +18,7 @@ import torch
 from meshard._engine.param_group import Residence, refuse_transforms
 from meshard._engine.schedule import ForwardPass
 from meshard._engine.unit import Unit
-from meshard._torch.private import keeps_graph, untraced
+from meshard._torch.private import keeps_graph, skip_dynamo
 
 
 class _SecondOrder:
@@ -30,8 +30,8 @@ class _SecondOrder:
         self.was_used = False  # by the present backward
 
 
-@untraced
-def _note_use(graph: _SecondOrder, _: torch.Tensor) -> None:
+@skip_dynamo
+def _record_use(graph: _SecondOrder, _: torch.Tensor) -> None:
     graph.was_used = True
 
 
@@ -52,7 +52,7 @@ class RetainedUnits:
         self._making = _SecondOrder() if torch.is_grad_enabled() else None
         self._frees = bool(self._units) and not keeps_graph()
 
-    def note_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
+    def on_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
         """The backward of a unit begins, with the gradient of an output.
 
         Returns:
@@ -65,7 +65,7 @@ class RetainedUnits:
         if not gradient.requires_grad:
             # A constant: of a sum, say. Only what requires a gradient can tell when it gets one.
             watched = _requiring_gradient(unit, gradient)
-        watched.register_hook(partial(_note_use, self._making))
+        watched.register_hook(partial(_record_use, self._making))
         return None if watched is gradient else watched
 
     def retain(self, unit: Unit) -> None:
@@ -73,7 +73,7 @@ class RetainedUnits:
         if not unit.step.is_retained:
             unit.step.is_retained = True
             if unit.group is not None:
-                unit.group.note_version()  # what has become stale is let go
+                unit.group.record_version()  # what has become stale is let go
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:

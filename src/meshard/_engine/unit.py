@@ -208,7 +208,7 @@ class UnitStep:
     is_retained: bool = False  # a graph may read its whole parameters again: see held
     modules_run: set[int] = field(default_factory=set)  # in this pass; for units of several
 
-    def note_forward(self, *, with_graph: bool) -> None:
+    def record_forward(self, *, with_graph: bool) -> None:
         """A forward of the unit has begun."""
         self.may_run_again = not with_graph
         if with_graph:
@@ -218,7 +218,7 @@ class UnitStep:
         """Nothing of the unit is left to run, in this pass."""
         self.is_in_backward = self.may_run_again = False
 
-    def note_taken(self) -> None:
+    def record_taken(self) -> None:
         """The gradients are taken, to be reduced or kept."""
         self.is_ready = self.awaits_gradients = False
         self.arrived.clear()

@@ -135,10 +135,10 @@ class ReplicatedGrads(ShardedGrads):
     def give_away(self) -> None:
         """The bucket is no more: others take over what is in ``.grad``, by value."""
         self.hide()  # as at the beginning of a backward, to see what users have replaced
-        self._note_taken(frozenset(self._strangers))
+        self._record_taken(frozenset(self._strangers))
         self.show()
 
-    def _note_taken(self, strangers: frozenset[int]) -> None:
+    def _record_taken(self, strangers: frozenset[int]) -> None:
         """Note that users' gradients have been added to ours, and say so if that costs a copy."""
         replaced = strangers & self._in_place_of_ours
         self._in_place_of_ours -= replaced
@@ -195,7 +195,7 @@ class ReplicatedGrads(ShardedGrads):
                 assert isinstance(param, ReplicatedParam)
                 local.add_(param.own_part_of(gradient))
                 del self._strangers[index]
-        self._note_taken(taken)
+        self._record_taken(taken)
         self._shown = total
         if not was_hidden:
             self.show()

@@ -28,7 +28,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import local_of, locals_of, move_local, wrap_like
-from meshard._torch.private import num_tensors_on, references_in_torch, unasked
+from meshard._torch.private import num_tensors_on, references_in_torch, without_torch_function
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _ATTRIBUTES = attrgetter("__dict__")
@@ -63,7 +63,7 @@ class Holders:
 
     def _count(self) -> list[int]:
         tensors, shown = self._tensors, self._shown
-        with unasked():
+        with without_torch_function():
             return [
                 num_tensors_on(self._storage),
                 *map(getrefcount, tensors),
@@ -170,7 +170,7 @@ class KeptGrads:
         if not self._is_whole:
             return None
         params, unsharded_params = self._params, self.unsharded_params
-        with unasked():
+        with without_torch_function():
             for index in unsharded_params if len(used) == len(unsharded_params) else used:
                 params[index].sharded.grad = unsharded_params[index]
         return Places(self.flat.data_ptr(), self._offsets, used)
@@ -179,7 +179,7 @@ class KeptGrads:
 def look_at(params: Sequence[ShardedParam]) -> tuple[list[int], bool]:
     """Return which parameters have hooks, and whether none has a gradient."""
     hooked, is_clear = [], True
-    with unasked():
+    with without_torch_function():
         for index, param in enumerate(params):
             sharded = param.sharded
             if sharded.grad is not None:
@@ -323,7 +323,7 @@ class ShardedGrads:
 
     def _is_clear(self) -> bool:
         """Whether no parameter has a gradient."""
-        with unasked():
+        with without_torch_function():
             return all(param.sharded.grad is None for param in self._group.params)
 
     def _show(self, flat_grads: FlatGradients) -> None:

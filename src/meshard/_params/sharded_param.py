@@ -26,7 +26,7 @@ from meshard._torch.dtensor import (
     place_like,
     set_local,
 )
-from meshard._torch.private import unasked
+from meshard._torch.private import without_torch_function
 
 
 class TensorTag(enum.Enum):
@@ -296,7 +296,7 @@ class OwnerDicts:
     def take_flags(self) -> int:
         """Let whole parameters require gradients as the shards do; return how many do."""
         count, others = 0, []
-        with unasked():
+        with without_torch_function():
             for param in self._params:
                 flag = param.sharded.requires_grad
                 if param.unsharded.requires_grad is not flag:
@@ -336,7 +336,7 @@ def version_unless_replaced(
         None: An owner holds neither of the two faces, or a local tensor is another one.
     """
     version = 0
-    with unasked():
+    with without_torch_function():
         for param, own in zip(params, locals_, strict=True):
             sharded = param.sharded
             for parameters, name in param._owner_dicts:

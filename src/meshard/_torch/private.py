@@ -23,7 +23,7 @@ _SKIP_ONE = eval_frame._FrameExecStrategy(_SKIP, _GO_ON)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def untraced(function: Function) -> Function:
+def skip_dynamo(function: Function) -> Function:
     """Have ``torch.compile`` run ``function``, and what it calls, as it stands.
 
     Dynamo watches the frames that Python is about to run, also those of hooks around a compiled
@@ -37,7 +37,7 @@ def untraced(function: Function) -> Function:
     return _marked(function, _SKIP_ALL)
 
 
-def untraced_itself(function: Function) -> Function:
+def skip_dynamo_once(function: Function) -> Function:
     """Have ``torch.compile`` pass ``function``, but look at what it calls."""
     return _marked(function, _SKIP_ONE)
 
@@ -128,7 +128,7 @@ def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
 # Within it torch does not ask at each attribute of a DTensor whether ``__torch_function__`` wants
 # to know (DTensor's does not), which takes twice as long as the attribute itself. For loops over
 # several, without a call of anything of the user's.
-unasked = torch._C.DisableTorchFunctionSubclass
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -130,7 +130,7 @@ class DeferredStep:
         queued = stepper.run(
             self._state, lambda grads: scale_gradients(grads, coefficient), coefficient
         )
-        group.note_step()
+        group.record_step()
         group.pending_step = None
         if comm_stream is not None:
             group.comm.enter_after(comm_stream, queued)

@@ -27,7 +27,7 @@ from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.param_group import ParamGroup
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, locals_of, set_local, wrap_like
-from meshard._torch.private import unasked
+from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
 _GRADIENT = attrgetter("grad")
@@ -75,7 +75,7 @@ class FlatSlice:
 
     def take_gradient(self) -> bool:
         """Give ``flat`` the gradients of the members; False if only some members have one."""
-        with unasked():
+        with without_torch_function():
             gradients = list(map(_GRADIENT, self._params))
         missing = sum(map(is_, gradients, repeat(None)))
         if missing:

@@ -82,7 +82,7 @@ class Joinable(Protocol):
     def take(self, flat_grads: FlatGradients, state: States) -> bool:
         """Have ``flat`` take these gradients, if it can."""
 
-    def note_stepped(self, state: States) -> None:
+    def record_stepped(self, state: States) -> None:
         """Note that what ``flat`` had taken was stepped."""
 
     def step_apart(self, flat_grads: FlatGradients, groups: Groups, state: States) -> None:
@@ -179,7 +179,7 @@ class JoinedSteps:
             group = unit.group
             if group is not None:
                 group.pending_step = QueuedStep(group, queued) if is_beside else None
-                group.note_step()
+                group.record_step()
         for unit, flat_grads in apart:
             unit.step_apart(flat_grads, self._groups, state)
 
@@ -206,7 +206,7 @@ class JoinedSteps:
             own.update((key, value) for key, value in group.items() if key != "params")
         joined.step(joined.unsharded)
         for unit in units:
-            unit.note_stepped(self._state)
+            unit.record_stepped(self._state)
 
     def _join(self, units: Sequence[Joinable], parts: list[Optimizer]) -> _Joined:
         """Return an optimizer that steps all ``parts``, which keep their state."""

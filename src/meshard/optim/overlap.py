@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from meshard._engine.optimizer_hooks import (
     find_overlapped,
     is_scaled,
-    note_attached,
-    note_detached,
     owner_of,
+    register_overlapped,
+    unregister_overlapped,
 )
 from meshard._engine.unit import Unit, units_in
 from meshard._params.replicated_params import ReplicatedParams
@@ -254,7 +254,7 @@ class OverlappedOptimizer(Optimizer):
             if self._is_attached:
                 unit.on_reduced.remove(self._on_reduced)
         self._is_attached = False
-        note_detached(self)
+        unregister_overlapped(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further parameters, of the same units or of others of the same module.
@@ -307,7 +307,7 @@ class OverlappedOptimizer(Optimizer):
         for unit in self._units:
             unit.on_reduced.append(self._on_reduced)
         self._is_attached = True
-        note_attached(self)
+        register_overlapped(self)
 
     def _on_reduced(self, unit: Unit) -> None:
         check_not_scaled(unit)

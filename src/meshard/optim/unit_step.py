@@ -23,7 +23,7 @@ from meshard._engine.param_group import ParamGroup, Residence
 from meshard._engine.unit import Unit
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._torch.dtensor import local_of
-from meshard._torch.private import unasked
+from meshard._torch.private import without_torch_function
 from meshard.optim.device_steps import DeviceSteps, ReturningStep
 from meshard.optim.flat import FlatStepper, States
 from meshard.optim.flat_slices import Groups
@@ -89,7 +89,7 @@ class UnitStepper:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        with unasked():
+        with without_torch_function():
             num_without = sum(map(is_, map(_GRADIENT, self.params), repeat(None)))
         return num_without < len(self.params)
 
@@ -151,7 +151,7 @@ class UnitStepper:
         if is_joined:
             self._joined.add(self, None, groups, state)
         else:
-            group.note_step()
+            group.record_step()
 
     def _step_on_host(self, group: ParamGroup, groups: Groups, state: States) -> None:
         with torch.no_grad():
@@ -159,19 +159,19 @@ class UnitStepper:
         taken, flat = self._taken, self.flat
         if flat.is_flat and self._device_steps is not None:
             self._drop_gradients()
-            group.note_step()
+            group.record_step()
             self._step_on_device(group, state, self._device_steps)
             return
         if flat.is_flat:
             self._drop_gradients()
-            group.note_step()
+            group.record_step()
             self._worker.submit(group, lambda: flat.run(taken, state))
             return
         group.finish_copies()
         with torch.no_grad():
             flat.run(taken, state)
         self._drop_gradients()
-        group.note_step()
+        group.record_step()
 
     def _step_on_device(self, group: ParamGroup, state: States, steps: DeviceSteps) -> None:
         comm, host_copies = group.comm, group.tensors.host_copies
@@ -205,7 +205,7 @@ class UnitStepper:
         self._num_refused = 0 if is_taken else self._num_refused + 1
         return is_taken
 
-    def note_stepped(self, state: States) -> None:
+    def record_stepped(self, state: States) -> None:
         """Note that what was taken has been stepped."""
         self.flat.end_step(self._lists, state)
 
@@ -237,7 +237,7 @@ class UnitStepper:
             self._take(groups, state)
         self._grads = [(param, param.grad) for param in self.params if param.grad is not None]
         self._drop_gradients()
-        group.note_step()
+        group.record_step()
         return self._grads
 
     def run(self, state: States, change: ChangeGradients, *keep: torch.Tensor) -> RecordedWork:
