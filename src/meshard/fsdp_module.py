@@ -27,7 +27,7 @@ from meshard._engine.manual_unshard import (
     finish_manual_unshard,
     start_manual_unshard,
 )
-from meshard._engine.param_group import Residence
+from meshard._engine.param_group import ParamState
 from meshard._engine.unit import (
     CommSettings,
     DivideFactor,
@@ -686,7 +686,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
             if unit.group is None:
                 continue
             end_manual_unshard(unit.group, stays=False)
-            if unit.group.residence is not Residence.SHARDED:
+            if unit.group.state is not ParamState.SHARDED:
                 unit.group.reshard()
             unit.group.finish_copies()  # whoever reshards by hand may edit the shards next
 

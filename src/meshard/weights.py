@@ -31,7 +31,7 @@ from meshard._comm.blocking import (
 )
 from meshard._comm.buffers import matching_parts
 from meshard._comm.communicator import CommStream
-from meshard._engine.param_group import ParamGroup, Residence
+from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
 from meshard._params.flat_params import FlatParams, GradientHook, GroupSpec
@@ -158,7 +158,7 @@ class SummonedUnit:
         self._casts, unit.casts = unit.casts, Casts(None, None)
         events = SummonedLifecycle(unit.lifecycle, options, has_unsharded=bool(self._unsharded))
         unit.lifecycle = cast("StepEvents", events)
-        self._group.residence = Residence.SUMMONED
+        self._group.state = ParamState.SUMMONED
         if self._unsharded:
             for param, unsharded in zip(self._group.params, self._unsharded, strict=True):
                 param.install(unsharded)
@@ -273,7 +273,7 @@ class SummonedUnit:
             if self._unsharded and not self.options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
-        self._group.residence = Residence.SHARDED
+        self._group.state = ParamState.SHARDED
         self._unsharded.clear()
         self.unit.casts = self._casts
         if isinstance(self.unit.lifecycle, SummonedLifecycle):  # or it got another root meanwhile

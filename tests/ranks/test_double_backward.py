@@ -30,7 +30,7 @@ def whole_units(model):
     return [
         unit.label
         for unit in units
-        if unit is not None and unit.group is not None and unit.group.residence.name != "SHARDED"
+        if unit is not None and unit.group is not None and unit.group.state.name != "SHARDED"
     ]
 
 

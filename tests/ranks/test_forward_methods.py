@@ -84,7 +84,7 @@ def train_in_every_way(mesh_shape, how):
             optimizer.zero_grad()
     units = [vars(each)["_meshard_unit"] for each in (model, model.unit)]
     assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert [unit.group.residence.name for unit in units] == ["SHARDED"] * 2
+    assert [unit.group.state.name for unit in units] == ["SHARDED"] * 2
 
 
 @pytest.mark.parametrize("how", ["module", "forward", "method", "calls itself"])

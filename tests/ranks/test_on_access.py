@@ -176,7 +176,7 @@ def watch_residence():
     seen = []
 
     def look(*args):
-        seen.append([unit.group.residence.name for unit in units])
+        seen.append([unit.group.state.name for unit in units])
 
     for block in model.blocks:
         block.norm.register_forward_hook(look)

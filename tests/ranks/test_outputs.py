@@ -247,7 +247,7 @@ def train_stashing(interleaved):
                 optimizer.step()
                 optimizer.zero_grad()
     units = [vars(block)["_meshard_unit"] for block in model.blocks]
-    assert [unit.group.residence.name for unit in units] == ["SHARDED"] * 3
+    assert [unit.group.state.name for unit in units] == ["SHARDED"] * 3
     return [str(each.message) for each in caught]
 
 

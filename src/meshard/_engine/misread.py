@@ -94,7 +94,7 @@ def _explanation(read: list[tuple[Unit, ShardedParam]]) -> str:
 
 
 def _state_of(unit: Unit) -> str:
-    residence = "sharded" if unit.group is None else unit.group.residence.name
+    residence = "sharded" if unit.group is None else unit.group.state.name
     return _STATES.get(residence, "sharded")
 
 

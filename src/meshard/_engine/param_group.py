@@ -52,7 +52,7 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
         ) from error
 
 
-class Residence(enum.Enum):
+class ParamState(enum.Enum):
     """Where the values of a group are at present."""
 
     SHARDED = enum.auto()
@@ -103,7 +103,7 @@ class ParamGroup:
         self.spec = tensors.spec
         self.comm: Communicator  # shared by all units of a root
         self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
-        self.residence = Residence.SHARDED
+        self.state = ParamState.SHARDED
         self.num_trainable = 0
         self.is_leftover = False  # whole since an earlier forward
         self.num_steps = 0  # that optimizers have taken: see optimizer_steps
@@ -146,7 +146,7 @@ class ParamGroup:
     @property
     def is_summoned(self) -> bool:
         """Whether the modules hold whole parameters that are theirs: see ``open_unit``."""
-        return self.residence is Residence.SUMMONED
+        return self.state is ParamState.SUMMONED
 
     def check_not_summoned(self, what: str) -> None:
         """Raise if the group is open, so that it cannot be ``what``."""
@@ -170,7 +170,7 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the whole copy is older than the shards."""
-        return self.residence is not Residence.SHARDED and self._unsharded_version != self.version
+        return self.state is not ParamState.SHARDED and self._unsharded_version != self.version
 
     def record_version(self) -> None:
         """The whole copy is as new as the shards, and may outlast the backward it was made for."""
@@ -253,7 +253,7 @@ class ParamGroup:
                 but for edits of the shards in place: what else has been put in their place is
                 left to the next forward.
         """
-        if self.residence is not Residence.SHARDED:
+        if self.state is not ParamState.SHARDED:
             return
         if self.pending_step is not None:
             self.pending_step.before_gather()
@@ -271,7 +271,7 @@ class ParamGroup:
             except RuntimeError as error:
                 refuse_transforms(self.label, error)
                 raise
-        self.residence = Residence.GATHERING
+        self.state = ParamState.GATHERING
 
     def _gather_post_forward_shard(self, shard: _PostForwardShard) -> GatherInFlight:
         with self.comm.on_stream(CommStream.GATHER):
@@ -311,7 +311,7 @@ class ParamGroup:
         self._in_flight = None
         self.is_leftover = False
         self.pending_step = None
-        self.residence = Residence.UNSHARDED
+        self.state = ParamState.UNSHARDED
 
     def forget_stale(self, *, leftover: bool) -> None:
         """Reshard if the whole copy (or what was kept of it) is older than the shards.
@@ -322,7 +322,7 @@ class ParamGroup:
                 asked to keep is not trusted.
         """
         self._post_forward_shard = None
-        if self.residence is Residence.SHARDED:
+        if self.state is ParamState.SHARDED:
             return
         if self.manual_unshard is not None:
             end_manual_unshard(self)
@@ -343,7 +343,7 @@ class ParamGroup:
             self._in_flight.end()
             self._in_flight = None
             self.tensors.free_unsharded()  # where it was gathered in place
-            self.residence = Residence.SHARDED
+            self.state = ParamState.SHARDED
         if self.manual_unshard is not None:
             end_manual_unshard(self, refuse=False, stays=False)
         self.install_sharded()
@@ -351,9 +351,9 @@ class ParamGroup:
             self.saves_memory = True
         else:
             self._post_forward_shard = None
-        if self.residence is Residence.UNSHARDED:
+        if self.state is ParamState.UNSHARDED:
             self.tensors.free_unsharded()
-            self.residence = Residence.SHARDED
+            self.state = ParamState.SHARDED
 
     # --- faces -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshard._engine.param_group import Residence
+from meshard._engine.param_group import ParamState
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.unit import Unit
 
@@ -64,7 +64,7 @@ class Prefetcher:
             keep: Keep this rank's part for a gather among neighbours, if the unit asks for it.
         """
         assert unit.group is not None
-        is_cold = unit.group.residence is Residence.SHARDED
+        is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
             # Nothing to hide this gather behind: let the next one share the wait.
@@ -76,7 +76,7 @@ class Prefetcher:
     def _start(self, ahead: Ahead) -> None:
         for unit in ahead.units:
             group = unit.group
-            if group is not None and group.residence is Residence.SHARDED:
+            if group is not None and group.state is ParamState.SHARDED:
                 if ahead.in_forward:
                     group.forget_stale(leftover=False)
                 group.start_unshard(only_for_backward=_is_passing(unit, ahead))
@@ -88,7 +88,7 @@ class Prefetcher:
     def drop_unused(self) -> None:
         """Give back what was predicted, but not used."""
         for unit in self._prefetched:
-            if unit.group is not None and unit.group.residence is Residence.GATHERING:
+            if unit.group is not None and unit.group.state is ParamState.GATHERING:
                 unit.group.reshard()
         self._prefetched.clear()
 

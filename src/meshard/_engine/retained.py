@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from meshard._engine.param_group import Residence, refuse_transforms
+from meshard._engine.param_group import ParamState, refuse_transforms
 from meshard._engine.schedule import ForwardPass
 from meshard._engine.unit import Unit
 from meshard._torch.private import keeps_graph, skip_dynamo
@@ -117,7 +117,7 @@ class RetainedUnits:
             return
         self.release()
         for unit in units:
-            if unit.group is not None and unit.group.residence is Residence.UNSHARDED:
+            if unit.group is not None and unit.group.state is ParamState.UNSHARDED:
                 unit.group.reshard()
 
     def release(self) -> None:

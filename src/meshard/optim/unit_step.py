@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, RecordedWork, profiled
 from meshard._comm.gradient_buffer import FlatGradients
-from meshard._engine.param_group import ParamGroup, Residence
+from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._torch.dtensor import local_of
@@ -323,7 +323,7 @@ class UnitStepper:
 
     @staticmethod
     def _drop_predicted(group: ParamGroup) -> None:
-        if group.residence is Residence.GATHERING:
+        if group.state is ParamState.GATHERING:
             group.reshard()  # what was predicted, and not used, has old weights
 
     def _take(self, groups: Groups, state: States) -> None:
