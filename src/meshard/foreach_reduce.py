@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import Numbers, ReusableBuffer
+from meshard._comm.buffers import ReusableBuffer, ScalarOperands
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.cpu import wider
 from meshard._comm.unused_params import UnusedParamMarks
@@ -70,20 +70,20 @@ def _near_root(divisor: Fraction) -> Fraction:
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
-def divide_(tensor: torch.Tensor, divisor: Fraction, numbers: Numbers) -> None:
+def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -> None:
     """Divide in place; rounds once where the divisor or its reciprocal is a float."""
     numerator, denominator = divisor.as_integer_ratio()
     if numerator == denominator:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
         # As for 1 / 7, whose reciprocal alone is exact.
-        tensor.mul_(numbers.as_operand(denominator / numerator, tensor))
+        tensor.mul_(operands.as_operand(denominator / numerator, tensor))
     else:
         # Not by multiplication with the reciprocal, which would round twice. CUDA kernels do just
         # that with a Python number, but not with a tensor.
         quotient = numerator / denominator
         if tensor.is_cpu:
-            tensor.div_(numbers.as_operand(quotient, tensor))
+            tensor.div_(operands.as_operand(quotient, tensor))
         else:
             tensor.div_(tensor.new_full((), quotient))
 
@@ -198,7 +198,7 @@ class Reduction:
         return self._allocate(rows[0].numel(), self._sum_dtype)
 
     def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
-        divide_(tensor, divisor, self._request.marks.numbers)
+        divide_(tensor, divisor, self._request.marks.operands)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         group, device = self._request.shard_group, self._request.buffer[0].device

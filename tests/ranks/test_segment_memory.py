@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import Part
+from meshard._comm.communicator import StepPhase
 from meshard._shared_memory.channel import open_channel
 
 
@@ -23,7 +23,7 @@ def held_after(units):
         met.acknowledge(message)
         dist.barrier()
         for everything in units:
-            met.release_cached_memory(keep_for=None if everything else Part.STEP)
+            met.release_cached_memory(keep_for=None if everything else StepPhase.STEP)
         held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
     return held
 
@@ -32,7 +32,7 @@ def held_in_parts(in_forward, in_backward):
     """Return what is held after the beginnings of three backwards, and of forwards, in MiB."""
     met, held = open_channel(dist.group.WORLD), []
     for _ in range(3):
-        for part, numel in ((Part.FORWARD, in_forward), (Part.BACKWARD, in_backward)):
+        for part, numel in ((StepPhase.FORWARD, in_forward), (StepPhase.BACKWARD, in_backward)):
             met.release_cached_memory(keep_for=part)
             held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
             message = met.publish(torch.ones(numel))

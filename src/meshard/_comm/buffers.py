@@ -17,7 +17,7 @@ _MOST = 64
 _EXACT = (torch.float32, torch.float64)  # narrower ones compute with the number as float32
 
 
-class Numbers:
+class ScalarOperands:
     """Numbers as tensors, made once. They live as long as what uses them: the model."""
 
     def __init__(self) -> None:

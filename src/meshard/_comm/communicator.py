@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 
-class Part(enum.Enum):
+class StepPhase(enum.Enum):
     """What a communicator may keep memory for."""
 
     FORWARD = "forward"
@@ -108,7 +108,7 @@ class Communicator(Protocol):
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``comm_stream``, after all that the caller has queued so far."""
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Give back memory that is kept for the next collectives: a part of a step begins.
 
         Args:
@@ -285,7 +285,7 @@ class BaseCommunicator:
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
         """See ``Communicator.hold_until_done``: it is over."""
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """See ``Communicator.release_cached_memory``: there is none."""
 
     def allocate_rows(

@@ -17,9 +17,9 @@ from meshard._comm.communicator import (
     CommStream,
     Communicator,
     InFlight,
-    Part,
     RecordedWork,
     Rows,
+    StepPhase,
     profiled,
 )
 from meshard._comm.cpu import WorkInFlight
@@ -144,7 +144,7 @@ class CustomCommunicator(BaseCommunicator):
             return self._memory.allocate(group, numel, dtype)
         return self._inner.allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """See ``Communicator.release_cached_memory``."""
         self._inner.release_cached_memory(keep_for=keep_for)
 

@@ -43,9 +43,9 @@ from meshard._comm.communicator import (
     Communicator,
     GatheredViews,
     InFlight,
-    Part,
     RecordedWork,
     Rows,
+    StepPhase,
 )
 
 _DEFAULT_SECONDS = 60.0
@@ -304,7 +304,7 @@ class CheckedCommunicator:
         self.check("all_gather", label, output, group)
         return self.inner.all_gather(output, source, group=group, label=label)
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """See ``Communicator.release_cached_memory``."""
         self.inner.release_cached_memory(keep_for=keep_for)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.buffers import Numbers, ReusableBuffer, copy_all, matching_parts
+from meshard._comm.buffers import ReusableBuffer, ScalarOperands, copy_all, matching_parts
 from meshard._comm.communicator import Rows
 from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange
@@ -68,7 +68,7 @@ class GradientLayout:
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
-        self._numbers = Numbers()
+        self._operands = ScalarOperands()
         self._reusable: dict[torch.dtype, ReusableBuffer] = {}
         self._owned: dict[int, list[_Owned]] = {}
 
@@ -268,7 +268,7 @@ class GradientLayout:
             }
             # An empty slot cannot be marked: count it as used, so that all ranks agree.
             empty = {index for index, param_range in self.ranges.items() if not param_range.numel}
-            self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._numbers)
+            self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._operands)
         return self._marks[used]
 
     def move(

@@ -41,9 +41,9 @@ from meshard._comm.communicator import (
     BaseCommunicator,
     CommStream,
     InFlight,
-    Part,
     RecordedWork,
     Rows,
+    StepPhase,
     profiled,
 )
 from meshard._torch.versions import all_gather_single, reduce_scatter_single
@@ -140,7 +140,7 @@ class StreamCommunicator(BaseCommunicator):
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """See ``Communicator.release_cached_memory``: what is retired, if it is over."""
         self._collect()
 

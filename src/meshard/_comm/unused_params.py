@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.buffers import Numbers
+from meshard._comm.buffers import ScalarOperands
 
 # To add to all elements is faster than to look for some, if they are so many at most, or if that
 # many stand for each that is looked for (measured: 4 against 120 us for six of six, 4096 ranks).
@@ -37,10 +37,10 @@ class UnusedParamMarks:
         offsets: dict[int, int],
         used: frozenset[int],
         device: torch.device,
-        numbers: Numbers | None = None,
+        operands: ScalarOperands | None = None,
     ) -> None:
         self.used = used
-        self.numbers = Numbers() if numbers is None else numbers
+        self.operands = ScalarOperands() if operands is None else operands
         self._indices = list(offsets)
         self.all_used = all(index in used for index in offsets)
         self._all = used | frozenset(offsets)
@@ -53,7 +53,7 @@ class UnusedParamMarks:
         columns = self._used_columns
         is_dense = buffer.numel() <= _SMALL or buffer.size(-1) <= _FEW * columns.numel()
         if self.all_used and is_dense:
-            buffer.add_(self.numbers.as_operand(0.0, buffer))
+            buffer.add_(self.operands.as_operand(0.0, buffer))
         elif columns.numel():
             # Not index_add_: CUDA adds narrow dtypes in pairs, and the neighbour may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)

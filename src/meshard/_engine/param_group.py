@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
-from meshard._comm.communicator import CommStream, Communicator, Part
+from meshard._comm.communicator import CommStream, Communicator, StepPhase
 from meshard._engine.autograd_calls import explain_autograd
 from meshard._engine.averages import watch_averages
 from meshard._engine.manual_unshard import ManualUnshard, end_manual_unshard
@@ -223,7 +223,7 @@ class ParamGroup:
 
     def make_room(self) -> None:
         """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
-        self.comm.release_cached_memory(keep_for=None if self.saves_memory else Part.STEP)
+        self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
 
     def record_step(self) -> None:
         """An optimizer has stepped: see ``optimizer_steps``."""

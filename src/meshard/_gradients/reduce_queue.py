@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-from meshard._comm.communicator import Communicator, InFlight, Part
+from meshard._comm.communicator import Communicator, InFlight, StepPhase
 from meshard._comm.divergence import CheckedCommunicator, check_fingerprint
 from meshard._engine.unit import ReduceHook, Unit
 from meshard._gradients.accumulator import ReductionInFlight
@@ -50,14 +50,14 @@ class Reductions:
 
     def begin_forward(self) -> None:
         """Give back memory that only a backward needs."""
-        self._comm.release_cached_memory(keep_for=Part.FORWARD)
+        self._comm.release_cached_memory(keep_for=StepPhase.FORWARD)
 
     def begin_backward(self) -> None:
         """Ask for divide factors anew: each is resolved once per backward, not once per unit."""
         self._factors.clear()
         self._backward = next(_backwards)
         self._comm.release_cached_memory(
-            keep_for=Part.BACKWARD
+            keep_for=StepPhase.BACKWARD
         )  # the peak of a step is there, as a rule
 
     def _divide_factor(self, unit: Unit) -> float | None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import exchange_numbers
-from meshard._comm.communicator import Part, Rows
+from meshard._comm.communicator import Rows, StepPhase
 from meshard._shared_memory.segment import IS_SUPPORTED, FirstFit, Segment, aligned
 from meshard._torch.private import timeout_of
 
@@ -95,9 +95,10 @@ class Channel:
         self._trimmed_at = 0
         self._is_bare = False  # the last to trim wanted everything
         self._reach = 0  # how far the ranges of this part of a step go
-        self._part: Part | None = Part.FORWARD
-        self._reached: dict[Part | None, deque[int]] = {
-            part: deque(maxlen=_STEPS_TO_REMEMBER) for part in (Part.FORWARD, Part.BACKWARD)
+        self._part: StepPhase | None = StepPhase.FORWARD
+        self._reached: dict[StepPhase | None, deque[int]] = {
+            part: deque(maxlen=_STEPS_TO_REMEMBER)
+            for part in (StepPhase.FORWARD, StepPhase.BACKWARD)
         }
         self._free = FirstFit(_START)
         self._allocations: dict[int, _Allocation] = {}  # by address; the tensor lives
@@ -147,7 +148,7 @@ class Channel:
             time.sleep(_NAPS[0])
             self._reclaim()
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Give the memory of free ranges back; a part of a step begins.
 
         Args:
@@ -161,9 +162,9 @@ class Channel:
             self._reach = 0
         if keep_for in self._reached:
             self._part = keep_for
-        elif not is_new and keep_for is Part.STEP:
+        elif not is_new and keep_for is StepPhase.STEP:
             return  # the units of a root ask one after another
-        parts = (keep_for,) if keep_for is Part.BACKWARD else self._reached
+        parts = (keep_for,) if keep_for is StepPhase.BACKWARD else self._reached
         known = [reach for part in parts for reach in self._reached[part]]
         if (self._is_bare and not is_new) or not known:
             return

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import cpu
-from meshard._comm.communicator import CommStream, GatheredViews, InFlight, Part, Rows, profiled
+from meshard._comm.communicator import (
+    CommStream,
+    GatheredViews,
+    InFlight,
+    Rows,
+    StepPhase,
+    profiled,
+)
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory.channel import Channel, open_channel
 
@@ -195,7 +202,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return channel.allocate(numel, dtype)
         return super().allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
 
-    def release_cached_memory(self, *, keep_for: Part | None) -> None:
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """See ``Communicator.release_cached_memory``."""
         for channel in self._channel.met:  # every unit asks before an optimizer steps
             channel.release_cached_memory(keep_for=keep_for)
