@@ -271,14 +271,14 @@ def _is_replicated(unit: Unit) -> bool:
 def _uneven_batches(
     module: nn.Module, batches: Iterable[Batch], units: list[Unit]
 ) -> Iterator[Batch | None]:
-    place = next(unit.group.spec for unit in units if unit.group is not None)
-    group, left = place.mesh_info.replicate_group, iter(batches)
+    position = next(unit.group.spec for unit in units if unit.group is not None)
+    group, left = position.mesh_info.replicate_group, iter(batches)
     assert group is not None
     factors = [unit.settings.divide_factor for unit in units]
     try:
         while True:
             batch = next(left, _END)
-            own = torch.tensor([batch is not _END], dtype=torch.int32, device=place.device)
+            own = torch.tensor([batch is not _END], dtype=torch.int32, device=position.device)
             have = gather_from_all(own, group, label="(uneven batches)").view(-1).tolist()
             if not any(have):
                 return

@@ -147,15 +147,15 @@ def fully_shard(
         units.append(
             make_unit(
                 modules,
-                [found[place] for place in group.places],
-                shard_specs=[shard_specs[place] for place in group.places],
+                [found[position] for position in group.positions],
+                shard_specs=[shard_specs[position] for position in group.positions],
                 policy=policy,
                 settings=chosen,
                 device=device,
                 host=host,
             )
         )
-    in_order = [found[place] for group in groups for place in group.places]
+    in_order = [found[position] for group in groups for position in group.positions]
     commit(link_siblings(units), modules, in_order, device)
     return module
 
@@ -168,7 +168,7 @@ def _check_values(
 ) -> None:
     what = ", ".join(type(each).__name__ for each in modules)
     for group in groups:
-        named = [(found[place].fqn, found[place].param) for place in group.places]
+        named = [(found[position].fqn, found[position].param) for position in group.positions]
         check_same_start(named, group.mesh_info, device, what)
 
 

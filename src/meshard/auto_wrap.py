@@ -81,7 +81,7 @@ def plan_units(
     if isinstance(model, TorchFSDPModule):
         return UnitPlan([], {})
     # Inner units first. A shared module has its last place after all modules that contain it.
-    last = {way.module: place for place, way in enumerate(ways)}
+    last = {way.module: position for position, way in enumerate(ways)}
     names = {way.module: way.fqn for way in reversed(ways)}
     planned = {
         module: PlannedUnit(names[module], module)

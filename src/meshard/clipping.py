@@ -175,12 +175,14 @@ def _over_ranks(
 ) -> list[torch.Tensor]:
     """Combine each norm over the groups it is spread over; all of one group travel together."""
     for group in dict.fromkeys(group for groups in placed_tensor for group in groups):
-        places = [place for place, groups in enumerate(placed_tensor) if group in groups]
-        dtype = functools.reduce(torch.promote_types, (norms[place].dtype for place in places))
-        own = torch.stack([norms[place].to(dtype) for place in places])
+        positions = [position for position, groups in enumerate(placed_tensor) if group in groups]
+        dtype = functools.reduce(
+            torch.promote_types, (norms[position].dtype for position in positions)
+        )
+        own = torch.stack([norms[position].to(dtype) for position in positions])
         of_ranks = gather_values(own, group)
-        for place, column in zip(places, of_ranks.unbind(1), strict=True):
-            norms[place] = _combine(column, norm_type)
+        for position, column in zip(positions, of_ranks.unbind(1), strict=True):
+            norms[position] = _combine(column, norm_type)
     return norms
 
 

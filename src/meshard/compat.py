@@ -18,8 +18,8 @@ class TorchPatch:
 
     def __init__(self) -> None:
         self._before: list[tuple[ModuleType, str, Any]] = []
-        for place in _MODULES:
-            module = sys.modules.get(place)
+        for position in _MODULES:
+            module = sys.modules.get(position)
             for name in _NAMES:
                 if module is not None and hasattr(module, name) and hasattr(meshard, name):
                     self._before.append((module, name, getattr(module, name)))

@@ -265,8 +265,8 @@ class _Initialisation:
     def _give_memory(self, fqn: str, module: nn.Module) -> None:
         """Give memory to meta tensors that ``module`` holds and that belong to no unit."""
         held: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for place in held:
-            for name, tensor in place.items():
+        for position in held:
+            for name, tensor in position.items():
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in self._given:
@@ -274,7 +274,7 @@ class _Initialisation:
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)
-                place[name] = self._given[tensor][1]
+                position[name] = self._given[tensor][1]
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._open]

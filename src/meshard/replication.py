@@ -58,14 +58,14 @@ def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
-    for place, param in enumerate(params):
+    for position, param in enumerate(params):
         num_bytes = param.numel() * param.element_size()
         bucket, size = open_buckets.get(param.dtype, ([], 0))
         limit = min(cap, _FIRST_CAP) if not buckets or bucket is buckets[0] else cap
         if not bucket or size + num_bytes > limit:
             bucket, size = [], 0
             buckets.append(bucket)
-        bucket.append(place)
+        bucket.append(position)
         open_buckets[param.dtype] = bucket, size + num_bytes
     return buckets
 
@@ -129,13 +129,13 @@ class Buckets:
 
     def _fill(self, order: list[int]) -> None:
         """Give each unit its parameters."""
-        parts = partition([self._params[place].sharded for place in order], self._cap)
-        dtypes = [self._params[place].sharded.dtype for place in order]
+        parts = partition([self._params[position].sharded for position in order], self._cap)
+        dtypes = [self._params[position].sharded.dtype for position in order]
         while len(parts) > len(self.units):  # of which there are as many as buckets at first
             join_two(parts, dtypes)
         for number, unit in enumerate(reversed(self.units)):
             if number < len(parts):
-                self._give(unit, [self._params[order[place]] for place in parts[number]])
+                self._give(unit, [self._params[order[position]] for position in parts[number]])
             else:
                 unit.group = unit.gradients = None
 

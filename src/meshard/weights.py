@@ -100,7 +100,7 @@ class SummonedLifecycle:
                 "unsharded_params(..., rank0_only=True) before the forward."
             )
 
-    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+    def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
         """Nothing to give back."""
         return None
 

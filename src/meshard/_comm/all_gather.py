@@ -120,8 +120,8 @@ class GatherPlan:
             for segment in on_wire.segments
         ]
         self._irregular_ranges = [
-            (place, param_range)
-            for place, segment in enumerate(on_wire.segments)
+            (position, param_range)
+            for position, segment in enumerate(on_wire.segments)
             for param_range in segment.ranges[segment.num_regular :]
         ]
         self._reusable: ReusableBuffer | None = None
@@ -225,17 +225,17 @@ class GatherPlan:
                 copy_all(*self._copies)
         else:
             parts = self.on_wire.split(gathered)
-            for place, segment in enumerate(self.on_wire.segments):
+            for position, segment in enumerate(self.on_wire.segments):
                 if segment.num_regular:
                     torch.split_with_sizes_copy(
-                        self._regular_part(place, parts[place]),
-                        self._regular_sizes[place],
+                        self._regular_part(position, parts[position]),
+                        self._regular_sizes[position],
                         dim=1,
-                        out=self._regular[place],
+                        out=self._regular[position],
                     )
-        for place, param_range in self._irregular_ranges:
+        for position, param_range in self._irregular_ranges:
             self._fill_irregular(
-                param_range, parts[place].narrow(1, param_range.offset, param_range.numel)
+                param_range, parts[position].narrow(1, param_range.offset, param_range.numel)
             )
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
@@ -270,22 +270,23 @@ class GatherPlan:
                 for rank in range(len(rows))
             ]
         parts = [self.on_wire.split(row) for row in rows]
-        for place, segment in enumerate(self.on_wire.segments):
+        for position, segment in enumerate(self.on_wire.segments):
             if segment.num_regular:
                 for part, views in zip(parts, self._regular_by_rank, strict=True):
                     torch.split_with_sizes_copy(
-                        self._regular_part(place, part[place]),
-                        self._regular_sizes[place],
-                        out=views[place],
+                        self._regular_part(position, part[position]),
+                        self._regular_sizes[position],
+                        out=views[position],
                     )
             for param_range in segment.ranges[segment.num_regular :]:
                 ranges = [
-                    part[place].narrow(0, param_range.offset, param_range.numel) for part in parts
+                    part[position].narrow(0, param_range.offset, param_range.numel)
+                    for part in parts
                 ]
                 self._fill_irregular(param_range, torch.stack(ranges))
 
-    def _regular_part(self, place: int, part: torch.Tensor) -> torch.Tensor:
-        end = self._regular_ends[place]
+    def _regular_part(self, position: int, part: torch.Tensor) -> torch.Tensor:
+        end = self._regular_ends[position]
         return part if end is None else part.narrow(-1, 0, end)
 
     def _fill_irregular(self, param_range: ParamRange, ranges: torch.Tensor) -> None:
@@ -313,25 +314,25 @@ def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
 def _cast_runs(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
     """Pair the two layouts' slots up, merging neighbours that stay neighbours."""
     target = {
-        param_range.index: (place, param_range.offset)
-        for place, segment in enumerate(on_wire.segments)
+        param_range.index: (position, param_range.offset)
+        for position, segment in enumerate(on_wire.segments)
         for param_range in segment.ranges
     }
     runs: list[_CastRun] = []
-    for place, segment in enumerate(sharded_of_all.segments):
+    for position, segment in enumerate(sharded_of_all.segments):
         for param_range in segment.ranges:
             to_segment, to_offset = target[param_range.index]
             last = runs[-1] if runs else None
             if (
                 last is not None
-                and (last.from_segment, last.to_segment) == (place, to_segment)
+                and (last.from_segment, last.to_segment) == (position, to_segment)
                 and last.from_offset + last.numel == param_range.offset
                 and last.to_offset + last.numel == to_offset
             ):
                 runs[-1] = last._replace(numel=last.numel + param_range.numel)
             else:
                 runs.append(
-                    _CastRun(place, param_range.offset, to_segment, to_offset, param_range.numel)
+                    _CastRun(position, param_range.offset, to_segment, to_offset, param_range.numel)
                 )
     return runs
 

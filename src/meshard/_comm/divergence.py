@@ -115,7 +115,7 @@ def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
     except RuntimeError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeError(
-            f"rank {exchange.rank} is about to issue {ours} ({exchange.place}), but the store "
+            f"rank {exchange.rank} is about to issue {ours} ({exchange.position}), but the store "
             f"through which ranks compare that does not answer ({reason}); the rank or launcher "
             "that holds it has probably ended: look for its error first."
         ) from error
@@ -144,12 +144,12 @@ class _Exchange:
         self._ranks = dist.get_process_group_ranks(group)
         self._ours = ours
         self.rank = self._ranks[group.rank()]
-        self.place = f"number {self._number} among ranks {', '.join(map(str, self._ranks))}"
+        self.position = f"number {self._number} among ranks {', '.join(map(str, self._ranks))}"
         self.line = f"  rank {self.rank}: {ours}"
 
     def run(self) -> str:
         """Return the verdict. Blocks until there is one."""
-        self._world_store.set(_last_key(self.rank), f"{self._keys}\n{self.place}\n{self._ours}")
+        self._world_store.set(_last_key(self.rank), f"{self._keys}\n{self.position}\n{self._ours}")
         first = self._store.compare_set(f"{self._keys}/first", "", self._ours).decode()
         if first != self._ours:
             self._store.set(f"{self._keys}/differs", "1")
@@ -187,15 +187,17 @@ class _Exchange:
         return verdict
 
     def _report(self, missing: str, elsewhere: str) -> str:
-        lines = [f"the ranks are about to issue different collectives ({self.place}):"]
+        lines = [f"the ranks are about to issue different collectives ({self.position}):"]
         for rank in self._ranks:
             said = missing
             if self._world_store.check([_last_key(rank)]):
-                keys, place, text = self._world_store.get(_last_key(rank)).decode().split("\n", 2)
+                keys, position, text = (
+                    self._world_store.get(_last_key(rank)).decode().split("\n", 2)
+                )
                 if keys == self._keys:
                     said = text
                 elif not elsewhere:  # else it may have been thrown out, and begun anew
-                    said = f"{missing}; its last was {text}, {place}"
+                    said = f"{missing}; its last was {text}, {position}"
             lines.append(f"  rank {rank}: {said}")
         return "\n".join([*lines, _REMEDY]) + elsewhere
 

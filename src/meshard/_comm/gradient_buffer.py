@@ -28,7 +28,7 @@ _LARGE = 2**18  # elements: from here on bytes matter more than the number of ke
 class _Owned(NamedTuple):
     """What a rank owns of one parameter, in a row."""
 
-    place: int  # of the parameter in the unit
+    position: int  # of the parameter in the unit
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]

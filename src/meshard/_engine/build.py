@@ -196,7 +196,7 @@ class ParamsOnMesh(NamedTuple):
     """The parameters of one call that are gathered by one collective."""
 
     mesh_info: MeshInfo
-    places: list[int]  # among all that were placed
+    positions: list[int]  # among all that were placed
     is_subclass: bool  # all, or none
 
 
@@ -207,10 +207,10 @@ def by_mesh(shard_specs: list[ShardSpec], first: MeshInfo) -> list[ParamsOnMesh]
     """
     plain = ParamsOnMesh(first, [], False)
     groups = {(id(first), False): plain}
-    for place, (mesh_info, _, _, is_subclass) in enumerate(shard_specs):
+    for position, (mesh_info, _, _, is_subclass) in enumerate(shard_specs):
         new = ParamsOnMesh(mesh_info, [], is_subclass)
-        groups.setdefault((id(mesh_info), is_subclass), new).places.append(place)
-    return [group for group in groups.values() if group.places] or [plain]
+        groups.setdefault((id(mesh_info), is_subclass), new).positions.append(position)
+    return [group for group in groups.values() if group.positions] or [plain]
 
 
 class Collected(NamedTuple):
@@ -246,14 +246,14 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
         ValueError: A parameter is managed by a unit around or beside ``modules``.
     """
     found: dict[nn.Parameter, Collected] = {}
-    for place, root in enumerate(modules):
+    for position, root in enumerate(modules):
         for prefix, module in named_modules_outside_units(root):
             for name, param in module._parameters.items():
                 if param is None or param in ignored or not _may_take(modules, param):
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
                 if len(modules) > 1:
-                    fqn = f"{place}.{fqn}"
+                    fqn = f"{position}.{fqn}"
                 if param in found:
                     found[param].owners.append((module, name))
                 else:
@@ -431,13 +431,13 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
     """Name the units inside after their place, and give all of them one lifecycle."""
     units = with_siblings(unit)
     innermost = units[-1]
-    for place, root in enumerate(modules):
+    for position, root in enumerate(modules):
         for fqn, module in root.named_modules():
             for inner in units_of(module):
                 if inner in units:
                     continue
                 units.append(inner)
-                inner.fqn = f"{place}.{fqn}" if len(modules) > 1 else fqn
+                inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
                 inner.reset_step()  # it may have run by itself
                 if inner.parent is None:
                     inner.parent = weakref.ref(innermost)

@@ -57,10 +57,10 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
 
 def register_hooks(unit: Unit) -> None:
     """Tell the lifecycle of ``unit`` whenever one of its modules runs."""
-    for place, ref in enumerate(unit.modules):
+    for position, ref in enumerate(unit.modules):
         module = ref()
         assert module is not None
-        hooks = ModuleHooks(unit, place)
+        hooks = ModuleHooks(unit, position)
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: an exception in forward must leave the unit sharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
@@ -88,11 +88,11 @@ class ModuleHooks:
         place: Which of the unit's modules.
     """
 
-    __slots__ = ("_place", "_unit")
+    __slots__ = ("_position", "_unit")
 
-    def __init__(self, unit: Unit, place: int) -> None:
+    def __init__(self, unit: Unit, position: int) -> None:
         self._unit = weakref.ref(unit)
-        self._place = place
+        self._position = position
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
         """Be the hooks of the unit's copy, if the unit is being copied: see ``unit_copy``."""
@@ -142,7 +142,7 @@ class ModuleHooks:
             and is_hidden(output, unit, args, kwargs)
         ):
             unit.lifecycle.retained.retain_hidden(unit, output, of)
-        call = unit.lifecycle.post_forward(unit, self._place, failed=failed)
+        call = unit.lifecycle.post_forward(unit, self._position, failed=failed)
         if failed or call is None:
             return None
         result = output
@@ -206,8 +206,8 @@ def _run(
 
 def _hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
     """Return the hooks of one of the modules of ``unit``."""
-    place = next(place for place, ref in enumerate(unit.modules) if ref() is module)
-    return ModuleHooks(unit, place)
+    position = next(position for position, ref in enumerate(unit.modules) if ref() is module)
+    return ModuleHooks(unit, position)
 
 
 @skip_dynamo

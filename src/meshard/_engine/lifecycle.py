@@ -253,7 +253,7 @@ class Lifecycle:
         if group.num_trainable:
             unit.step.record_forward(with_graph=torch.is_grad_enabled())
 
-    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+    def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
         """A module of ``unit`` has run, or raised. Return the call that this was."""
         group = unit.group
         if self.phase is Phase.BACKWARD:
@@ -269,7 +269,7 @@ class Lifecycle:
             return call  # a module that called itself
         if group is not None:
             group.install_sharded()
-        unit.step.modules_run.add(module_place)
+        unit.step.modules_run.add(module_position)
         if group is not None and (failed or unit.may_reshard):
             group.reshard(keep=not failed)
         elif group is not None and not self._open:

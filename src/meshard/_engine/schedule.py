@@ -27,7 +27,7 @@ class ForwardCall:
     entered: int  # ticks of the pass
     is_first: bool = True  # of its unit in this pass: the last that a backward comes to
     exited: int = -1
-    exit_place: int = -1  # place in ForwardPass.exits
+    exit_position: int = -1  # place in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that has come to it
     began_at: int = -1  # the next autograd node then, if it may leave tensors in its arguments
 
@@ -51,7 +51,7 @@ class StepSchedule:
 
     def __init__(self) -> None:
         self._previous: list[int] = []
-        self._place = -1  # of the last entry, in the previous pass
+        self._position = -1  # of the last entry, in the previous pass
         self._passes: list[ForwardPass] = []  # whose backward may come, oldest first
         self.current = ForwardPass()
         self.in_backward: ForwardPass | None = None  # the last whose backward has come to a unit
@@ -62,7 +62,7 @@ class StepSchedule:
         if self.current.entries:
             self._previous = self.current.entries
         self.current = ForwardPass()
-        self._place = -1
+        self._position = -1
         if with_graph:
             self._passes.append(self.current)
 
@@ -75,7 +75,7 @@ class StepSchedule:
         """Drop what an interrupted pass recorded, and keep the prediction."""
         self.end_backward()
         self.current = ForwardPass()
-        self._place = -1
+        self._position = -1
 
     @property
     def present(self) -> ForwardPass:
@@ -96,34 +96,34 @@ class StepSchedule:
         return call
 
     def _follow(self, unit: int) -> None:
-        expected = self._place + 1
+        expected = self._position + 1
         if expected < len(self._previous) and self._previous[expected] == unit:
-            self._place = expected
+            self._position = expected
         elif unit in self._previous:
             # Off the recorded way: take it up again after this unit, later if possible.
             after = [i for i, other in enumerate(self._previous) if other == unit]
-            self._place = next((i for i in after if i > self._place), after[0])
+            self._position = next((i for i in after if i > self._position), after[0])
 
     def exit(self, call: ForwardCall) -> None:
         """Record that a unit's forward has ended."""
         now = self.current
         call.exited = now.ticks
-        call.exit_place = len(now.exits)
+        call.exit_position = len(now.exits)
         now.exits.append(call.unit)
         now.last_call[call.unit] = call
         now.ticks += 1
 
     def next_in_forward(self) -> int | None:
         """Return the unit expected to enter after the last one that did."""
-        following = self._place + 1
-        if self._place < 0 or following >= len(self._previous):
+        following = self._position + 1
+        if self._position < 0 or following >= len(self._previous):
             return None
         return self._previous[following]
 
     @staticmethod
     def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
         """Return the unit whose backward follows that of ``call``."""
-        return of.exits[call.exit_place - 1] if call.exit_place > 0 else None
+        return of.exits[call.exit_position - 1] if call.exit_position > 0 else None
 
     @staticmethod
     def over_before(of: ForwardPass, call: ForwardCall, backward: int) -> list[int]:

@@ -73,7 +73,7 @@ class StepEvents(Protocol):
     def pre_forward(self, unit: Unit) -> None:
         """A module of the unit is about to run."""
 
-    def post_forward(self, unit: Unit, module_place: int, *, failed: bool) -> ForwardCall | None:
+    def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
         """A module of the unit has run, or raised."""
 
     def pre_backward(

@@ -331,9 +331,9 @@ class ShardedGrads:
         self._shown = flat_grads
         if self._kept is not None:
             is_there = self._kept.flat is flat_grads.flat
-            places = self._kept.show(flat_grads.used) if is_there else None
-            if places is not None:
-                self._noted = places
+            positions = self._kept.show(flat_grads.used) if is_there else None
+            if positions is not None:
+                self._noted = positions
                 return
             if not self.is_kept:  # say, of narrow parameters: do not make them in vain each time
                 self._kept, self._num_held = None, self._num_held + 1

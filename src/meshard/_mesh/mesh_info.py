@@ -265,7 +265,7 @@ def mesh_info_of_named_axes(
         for part, origin in zip(parts, origins, strict=True)
         if origin is None or origin in data_axes
     ]
-    shard_axes = [place for place, (_, origin) in enumerate(data_parts) if origin is None]
+    shard_axes = [position for position, (_, origin) in enumerate(data_parts) if origin is None]
     shard_mesh = _flat(mesh, shard) if shard else None
     replicas = _flat(mesh, replicate) if replicate else None
     return MeshInfo(

@@ -57,9 +57,9 @@ class DTensorPlacement:
     def sharded_of_all(self, data_placements: Sequence[Placement]) -> PlacedTensor:
         """Return how a shard lies whose data-parallel axes have these placements."""
         placements = list(self.others)
-        for axis, place in enumerate(self.data_positions):
-            if place is not None:
-                placements[axis] = self._behind(axis, data_placements[place])
+        for axis, position in enumerate(self.data_positions):
+            if position is not None:
+                placements[axis] = self._behind(axis, data_placements[position])
         return PlacedTensor(self.mesh, tuple(placements), self.in_use.shape)
 
     def _behind(self, axis: int, placement: Placement) -> Placement:

@@ -85,7 +85,7 @@ class Channel:
         self._segments = segments
         self._own = segments[rank]
         words = [segment.words(0, 4 * _MESSAGES) for segment in segments]
-        self._published, self._place, self._size, self._acknowledged = (
+        self._published, self._position, self._size, self._acknowledged = (
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
             for kind in (_PUBLISHED, _PLACE, _SIZE, _ACKNOWLEDGED)
         )
@@ -238,7 +238,7 @@ class Channel:
         self._next += 1
         if allocation is not None:
             allocation.message = message
-            self._place[self.rank][slot] = allocation.begin
+            self._position[self.rank][slot] = allocation.begin
         self._size[self.rank][slot] = num_bytes
         self._published[self.rank][slot] = message + 1  # the last: who sees it sees the rest
         return message
@@ -281,7 +281,9 @@ class Channel:
                 f"{self.rank} expects {rows * num_bytes}: the ranks run different units. "
                 "MESHARD_DEBUG=1 says which."
             )
-        return self._segments[other].view(self._place[other][slot] + row * num_bytes, numel, dtype)
+        return self._segments[other].view(
+            self._position[other][slot] + row * num_bytes, numel, dtype
+        )
 
     def acknowledge(self, message: int) -> None:
         """Note that this rank reads nothing of ``message`` any more; also before it is said."""

@@ -125,12 +125,12 @@ class FirstFit:
 
     def take(self, num_bytes: int) -> int:
         """Return where ``num_bytes`` are free, and take them."""
-        for place, (begin, end) in enumerate(self.ranges):
+        for position, (begin, end) in enumerate(self.ranges):
             if end - begin >= num_bytes:
                 if end - begin == num_bytes:
-                    del self.ranges[place]
+                    del self.ranges[position]
                 else:
-                    self.ranges[place] = (begin + num_bytes, end)
+                    self.ranges[position] = (begin + num_bytes, end)
                 return begin
         begin = self._end
         if self.ranges and self.ranges[-1][1] == begin:
@@ -141,10 +141,12 @@ class FirstFit:
     def give(self, begin: int, num_bytes: int) -> None:
         """Have a range that was taken back."""
         end = begin + num_bytes
-        place = next((i for i, each in enumerate(self.ranges) if each[0] > begin), len(self.ranges))
-        if place < len(self.ranges) and self.ranges[place][0] == end:
-            end = self.ranges.pop(place)[1]
-        if place and self.ranges[place - 1][1] == begin:
-            place -= 1
-            begin = self.ranges.pop(place)[0]
-        self.ranges.insert(place, (begin, end))
+        position = next(
+            (i for i, each in enumerate(self.ranges) if each[0] > begin), len(self.ranges)
+        )
+        if position < len(self.ranges) and self.ranges[position][0] == end:
+            end = self.ranges.pop(position)[1]
+        if position and self.ranges[position - 1][1] == begin:
+            position -= 1
+            begin = self.ranges.pop(position)[0]
+        self.ranges.insert(position, (begin, end))

@@ -151,11 +151,11 @@ class FlatStepper:
         left = self._left
         if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
             return False
-        places = self._places
-        if places is None or not places.are_of(self.slices, flat_grads, group):
-            places = self._places = Places(self.slices, flat_grads, group)
-        self.num_gradient_bytes = places.num_bytes
-        return places.give(flat_grads.flat)
+        positions = self._places
+        if positions is None or not positions.are_of(self.slices, flat_grads, group):
+            positions = self._places = Places(self.slices, flat_grads, group)
+        self.num_gradient_bytes = positions.num_bytes
+        return positions.give(flat_grads.flat)
 
     def run(
         self,
@@ -247,8 +247,8 @@ class FlatStepper:
                 owner = owner_of(param) if self._is_pointwise else None
                 if isinstance(owner, ParamGroup) and isinstance(owner.tensors, FlatParams):
                     owner.adopt_edits()
-                    place = next(i for i, p in enumerate(owner.params) if p.sharded is param)
-                    found.setdefault(owner, {})[place] = number
+                    position = next(i for i, p in enumerate(owner.params) if p.sharded is param)
+                    found.setdefault(owner, {})[position] = number
                 else:
                     self._loose.append((number, param))
         for owner, numbers in found.items():
@@ -338,11 +338,11 @@ def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
     for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
         ours = [numbers.get(param_range.index) for param_range in segment.ranges]
         first = 0
-        for place, number in enumerate(ours):
-            if place + 1 < len(ours) and ours[place + 1] == number:
+        for position, number in enumerate(ours):
+            if position + 1 < len(ours) and ours[position + 1] == number:
                 continue
             if number is not None:
-                ranges = segment.ranges[first : place + 1]
+                ranges = segment.ranges[first : position + 1]
                 members = [
                     Member(
                         tensors.params[param_range.index].sharded,
@@ -352,7 +352,7 @@ def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
                     for param_range in ranges
                 ]
                 slices.append(FlatSlice(flat, members, number))
-            first = place + 1
+            first = position + 1
     return slices
 
 

@@ -65,7 +65,7 @@ class FlatSlice:
         self._shown: State = {}  # what these are views of
         self._params = [member.param for member in self.members]
         # Of which members this rank owns something, and where that is from the first on, in bytes.
-        self._owned = [place for place, member in enumerate(self.members) if member.numel]
+        self._owned = [position for position, member in enumerate(self.members) if member.numel]
         first = self.members[self._owned[0]].offset if self._owned else self._start
         size = self.flat.itemsize
         self._before_owned = (first - self._start) * size
@@ -94,7 +94,7 @@ class FlatSlice:
         """Return the range in which ``tensors`` lie as the members do; None if they do not."""
         if not self._owned:
             return torch.empty_like(self.flat)
-        owned = [tensors[place] for place in self._owned]
+        owned = [tensors[position] for position in self._owned]
         first = owned[0]
         start = first.data_ptr()
         if (
@@ -182,10 +182,10 @@ class FlatSlice:
     def split(self, keys: Sequence[object]) -> list[FlatSlice]:
         """Return runs over the same memory, one for each range of members with equal ``keys``."""
         slices, first = [], 0
-        for place in range(1, len(self.members) + 1):
-            if place == len(self.members) or keys[place] != keys[first]:
-                slices.append(FlatSlice(self._segment, self.members[first:place], self.number))
-                first = place
+        for position in range(1, len(self.members) + 1):
+            if position == len(self.members) or keys[position] != keys[first]:
+                slices.append(FlatSlice(self._segment, self.members[first:position], self.number))
+                first = position
         return slices
 
 

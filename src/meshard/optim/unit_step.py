@@ -68,9 +68,11 @@ class UnitStepper:
         self._lists: Groups = [{"params": params} for params in members.values()]
         self._device_steps: DeviceSteps | None = None
         if unit.group is not None:
-            place = unit.group.spec
-            if place.host is not None and place.host.step_device is not None:
-                self._device_steps = DeviceSteps(joined.make, place.host.step_device, place.host)
+            position = unit.group.spec
+            if position.host is not None and position.host.step_device is not None:
+                self._device_steps = DeviceSteps(
+                    joined.make, position.host.step_device, position.host
+                )
             group = weakref.ref(unit.group)
             flat.before_forgetting = functools.partial(_forget, group, joined)
             flat.on_replaced = functools.partial(_retire, group)
