@@ -37,10 +37,10 @@ def register_reduce_hook(
     A hook is an object with at least one of these methods. Each changes its tensor in place,
     returns nothing, and must not keep the tensor:
 
-    * ``arrived(unsharded)``: the whole gradients of one backward of one unit on this rank,
+    * ``arrived(whole)``: the whole gradients of one backward of one unit on this rank,
       ``[shard_count, shard_numel]`` in the order of the wire, before they are added to anything.
       Called once per unit and microbatch, under every ``GradientSync``.
-    * ``before(unsharded)``: what is about to be sent, of the same shape, before any division. Called
+    * ``before(whole)``: what is about to be sent, of the same shape, before any division. Called
       once per reduction; not at all under ``GradientSync.NONE``.
     * ``after(shard)``: what is about to be added to ``.grad``, ``[shard_numel]`` in
       ``accumulate_dtype``. Called once per window on a 2D mesh; on a 1D mesh once per reduction.

@@ -63,12 +63,12 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         times = each["milliseconds"]
         names = list(times)[::-1]
         medians = [times[contender]["median"] for contender in names]
-        placed_tensor = [
+        spread = [
             [times[n]["median"] - times[n]["low"] for n in names],
             [times[n]["high"] - times[n]["median"] for n in names],
         ]
         colours = ["#1f6f8b" if n.startswith("meshard") else "#b8b8b8" for n in names]
-        bars = axes.barh(names, medians, xerr=placed_tensor, color=colours, ecolor="#555555")
+        bars = axes.barh(names, medians, xerr=spread, color=colours, ecolor="#555555")
         axes.bar_label(bars, fmt="%.0f", padding=6, fontsize=8)
         axes.set_title(f"{name}: milliseconds per step, median and quartiles", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)

@@ -62,7 +62,7 @@ class Peak(NamedTuple):
     """What one contender took."""
 
     resident: int  # bytes
-    sharded_of_all: int  # bytes that are resident after the step
+    at_rest: int  # bytes that are resident after the step
     loss: float
 
 
@@ -86,12 +86,12 @@ def measure(name: str) -> Peak:
             loss = step()
             meter.look()
             peaks.append(meter.peak - before)
-    sharded_of_all = resident("VmRSS") - before
+    at_rest = resident("VmRSS") - before
     mean = torch.tensor(loss)
     dist.all_reduce(mean)
     return Peak(
         int(statistics.median(peaks)),
-        sharded_of_all,
+        at_rest,
         mean.item() / dist.get_world_size(),
     )
 

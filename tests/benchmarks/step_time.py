@@ -124,9 +124,9 @@ def report(configuration: Configuration, result: Result) -> str:
     times = result.times
     lines = [configuration.name, f"{'':<30}{'ms':>8}{'quartiles':>18}{'of compute':>12}"]
     for name, t in times.items():
-        placed_tensor = f"{t.low:.0f} to {t.high:.0f}"
+        spread = f"{t.low:.0f} to {t.high:.0f}"
         lines.append(
-            f"  {name:<28}{t.median:>8.0f}{placed_tensor:>18}{t.median / times[COMPUTE].median:>12.2f}"
+            f"  {name:<28}{t.median:>8.0f}{spread:>18}{t.median / times[COMPUTE].median:>12.2f}"
         )
     for ours, peer, target in TARGETS:
         if peer in times and ours in times:

@@ -127,7 +127,7 @@ def test_freezing_between_forward_and_backward_keeps_ranks_together():
     assert run_threads(freeze_between, 2) == [{"a": 1.0, "b": 0.5}] * 2
 
 
-class StepPhase(nn.Module):
+class Part(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
@@ -147,7 +147,7 @@ class Parts(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
-        self.parts = nn.ModuleList(StepPhase() for _ in range(2))
+        self.parts = nn.ModuleList(Part() for _ in range(2))
 
     def forward(self, x, uses, reentrant):
         x = x * self.scale
@@ -202,7 +202,7 @@ class RecomputedBetween(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), StepPhase()
+        self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), Part()
 
     def forward(self, x, uses):
         x = checkpoint(self.inner, self.first(x), use_reentrant=True)

@@ -163,7 +163,7 @@ class Telling(Int8OnWire):
         return super().fsdp_post_all_gather(all_gather_outputs, None, *args, out=out)
 
 
-def notify_observers(reshard_after_forward):
+def tell(reshard_after_forward):
     layer = linear(Telling)
     meshard.fully_shard(layer, mesh_of(4), reshard_after_forward=reshard_after_forward)
     loss = layer(torch.ones(2, 3)).sum()
@@ -175,7 +175,7 @@ def notify_observers(reshard_after_forward):
 # Rows that are gathered again among neighbours are filled in with what was told of them.
 @pytest.mark.parametrize(("reshard_after_forward", "kept"), [(True, False), (2, True)])
 def test_metadata_is_kept_as_long_as_it_is_needed(run_ranks, reshard_after_forward, kept):
-    assert run_ranks(notify_observers, 4, reshard_after_forward) == [(kept, False)] * 4
+    assert run_ranks(tell, 4, reshard_after_forward) == [(kept, False)] * 4
 
 
 def delete_model():

@@ -20,7 +20,7 @@ from tests.support.fake import fake_group
 from tests.support.parity import assert_same, full_grads
 
 
-def unsharded_of(model):
+def wholes_of(model):
     return [param.unsharded for unit in units_of(model) for param in unit_of(unit).group.params]
 
 
@@ -47,7 +47,7 @@ def sum_of(model):
 def test_without_a_graph_that_reads_nothing_is_made_anew(inference):
     with fake_group(1):
         model, plain = both()
-        before = unsharded_of(model)
+        before = wholes_of(model)
         for _ in range(2):
             with torch.inference_mode(inference):
                 unshard(model)
@@ -60,7 +60,7 @@ def test_without_a_graph_that_reads_nothing_is_made_anew(inference):
             reshard(model)
             (first + second).backward()
             (loss_of(plain, BATCHES[0]) + 2 * sum_of(plain)).backward()
-        assert all(now is then for now, then in zip(unsharded_of(model), before, strict=True))
+        assert all(now is then for now, then in zip(wholes_of(model), before, strict=True))
         assert_same(full_grads(model), full_grads(plain))
 
 

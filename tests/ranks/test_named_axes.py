@@ -21,7 +21,7 @@ WHOLE = Replicate()
 NAMES = {2: ("dp", "tp"), 3: ("nodes", "dp", "tp"), 4: ("nodes", "dp", "cp", "tp")}
 
 
-def placed_tensor(layer, mesh, weight, bias):
+def spread(layer, mesh, weight, bias):
     """Put the parameters of a linear layer on ``mesh``."""
     for name, placements in (("weight", weight), ("bias", bias)):
         values = getattr(layer, name).detach()
@@ -64,8 +64,8 @@ def test_parameters_are_placed_as_torch_places_them(shape, names, dims, placemen
     with fake_group(16, rank=5):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         whole_everywhere = [WHOLE] * len(shape)
-        ours = placed_tensor(nn.Linear(12, 12), mesh, placements, whole_everywhere)
-        theirs = placed_tensor(nn.Linear(12, 12), mesh, placements, whole_everywhere)
+        ours = spread(nn.Linear(12, 12), mesh, placements, whole_everywhere)
+        theirs = spread(nn.Linear(12, 12), mesh, placements, whole_everywhere)
         meshard.fully_shard(ours, mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
         torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=TorchDims(**dims))
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -86,7 +86,7 @@ class Cut(nn.Module):
                 param.copy_(torch.linspace(-0.3, 0.4, param.numel()).view_as(param))
         if mesh is not None:
             bias = [p if p == Shard(0) else WHOLE for p in placements]
-            placed_tensor(self.linear, mesh, placements, bias)
+            spread(self.linear, mesh, placements, bias)
 
     def forward(self, x):
         y = self.linear(x)
@@ -263,12 +263,12 @@ def test_something_else_than_dims_is_refused(mesh):
 
 
 def test_a_parameter_that_is_sharded_over_a_data_parallel_axis_is_refused(mesh):
-    layer = placed_tensor(nn.Linear(4, 4), mesh, [WHOLE, WHOLE], [Shard(0), WHOLE])
+    layer = spread(nn.Linear(4, 4), mesh, [WHOLE, WHOLE], [Shard(0), WHOLE])
     text = r"'bias' is a DTensor already: it has placement .* on the data-parallel axis 'dp'"
     refused(text, layer, mesh, DataParallelMeshDims(shard="dp"))
 
 
 def test_a_parameter_on_another_mesh_is_refused(mesh):
-    layer = placed_tensor(nn.Linear(4, 4), mesh["tp"], [Shard(0)], [Shard(0)])
+    layer = spread(nn.Linear(4, 4), mesh["tp"], [Shard(0)], [Shard(0)])
     text = "'weight' is a DTensor already: .* must lie over the mesh that was passed"
     refused(text, layer, mesh, DataParallelMeshDims(shard="dp"))

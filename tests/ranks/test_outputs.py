@@ -51,7 +51,7 @@ class Computed:
         self.hidden = given
 
 
-class OwnerDicts:
+class Slots:
     __slots__ = ("hidden",)
 
     def __init__(self, hidden):
@@ -97,7 +97,7 @@ WRAPS = {
     "nested": (lambda x: Plain([{"a": Frozen((x,))}]), lambda o: o.hidden[0]["a"].hidden[0]),
     "model_output": (lambda x: ModelOutput(hidden=x), lambda o: o.hidden),
     "unregistered": (lambda x: Unregistered(hidden=x), lambda o: o.hidden),
-    "slots": (OwnerDicts, lambda o: o.hidden),
+    "slots": (Slots, lambda o: o.hidden),
     "attributes": (Attributes, lambda o: o.hidden),
 }
 

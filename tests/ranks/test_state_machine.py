@@ -45,12 +45,12 @@ class Machine(RuleBasedStateMachine):
     @initialize(mesh=st.sampled_from([(1,), (2,), (3,), (2, 2), (4, 1), (1, 2), (2, 1)]))
     def shard(self, mesh):
         num_ranks = mesh[0] * (mesh[1] if len(mesh) == 2 else 1)
-        self.spec, self.has_saved, self.num_ranks = 0, False, num_ranks
+        self.place, self.has_saved, self.num_ranks = 0, False, num_ranks
         self.session = RankSession(num_ranks, lambda: SavingPlayer(mesh))
 
     def play(self, *operation):
-        place = self.spec
-        self.spec += 1
+        place = self.place
+        self.place += 1
         self.session.do(lambda player: player.play(place, operation))
 
     @rule(mode=st.sampled_from("NRFF"), masks=MASKS)

@@ -203,8 +203,8 @@ def faces():
     model = shard(cut(build(), tp, "sequence"), data)
     block = model.blocks[0]
     names = ("replicate", "shard", "tp")
-    sharded_of_all = {name: param.placements for name, param in block.named_parameters()}
-    assert sharded_of_all == {
+    at_rest = {name: param.placements for name, param in block.named_parameters()}
+    assert at_rest == {
         "norm.weight": (Replicate(), Shard(0), Replicate()),
         "norm.bias": (Replicate(), Shard(0), Replicate()),
         "up.weight": (Replicate(), _StridedShard(0, split_factor=2), Shard(0)),

@@ -76,12 +76,8 @@ def peaks(sizes: Sizes) -> Peaks:
         )
         reduced = sum(whole[u + 1 :]) / sizes.shards
         backward = max(backward, 2 * root + present + max(moments) + reduced + saved)
-    sharded_of_all = shards * (1 + sizes.state)
-    return Peaks(
-        sharded_of_all + forward,
-        sharded_of_all + backward,
-        sharded_of_all + shards * (1 + sizes.scratch),
-    )
+    at_rest = shards * (1 + sizes.state)
+    return Peaks(at_rest + forward, at_rest + backward, at_rest + shards * (1 + sizes.scratch))
 
 
 def bytes_of(module: nn.Module) -> int:

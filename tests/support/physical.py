@@ -80,7 +80,7 @@ def metered() -> Iterator[Meter]:
 
         return call
 
-    names = ("allocate", "say", "publish_rows", "hear", "trim")
+    names = ("allocate", "publish", "publish_rows", "acknowledge", "release_cached_memory")
     methods = {name: watched(getattr(Channel, name)) for name in names}
     with mock.patch.multiple(Channel, **methods):
         yield meter

@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(kw_only=True)
-class ParamRange:
+class Slot:
     """One collective of one group, from the first arrival to the last rank's wait."""
 
     label: str
@@ -62,13 +62,13 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout
         self._timeout = timeout
         self._lock = threading.RLock()
-        self._slots: dict[tuple[str, int], ParamRange] = {}
-        self._waiting: dict[int, ParamRange] = {}
+        self._slots: dict[tuple[str, int], Slot] = {}
+        self._waiting: dict[int, Slot] = {}
         self._finished: set[int] = set()
         self._not_waited: dict[int, list[str]] = {rank: [] for rank in range(num_ranks)}
         self._is_stopped = False
 
-    def arrive(self, key: tuple[str, int], slot: ParamRange, rank: int, part: Part) -> ParamRange:
+    def arrive(self, key: tuple[str, int], slot: Slot, rank: int, part: Part) -> Slot:
         """Bring ``part`` to the collective ``key``; ``slot`` is used if ``rank`` is the first."""
         with self._lock:
             self._raise_if_stopped()
@@ -92,7 +92,7 @@ class Rendezvous:
     def new_condition(self) -> threading.Condition:
         return threading.Condition(self._lock)
 
-    def collect(self, slot: ParamRange, rank: int) -> None:
+    def collect(self, slot: Slot, rank: int) -> None:
         """Wait until all ranks have come to ``slot``, then write this rank's outputs."""
         with self._lock:
             self._raise_if_stopped()
@@ -118,7 +118,7 @@ class Rendezvous:
         for output, value in zip(part.outputs, values, strict=True):
             output.data.copy_(value.view(output.shape))
 
-    def is_ready(self, slot: ParamRange) -> bool:
+    def is_ready(self, slot: Slot) -> bool:
         with self._lock:
             self._raise_if_stopped()
             return slot.is_full
@@ -155,7 +155,7 @@ class Rendezvous:
         raise DeadlockError("deadlock: " + "; ".join(lines) + ".")
 
 
-def _check_alive(slot: ParamRange, parts: Sequence[Part]) -> None:
+def _check_alive(slot: Slot, parts: Sequence[Part]) -> None:
     for rank, part in zip(slot.ranks, parts, strict=True):
         for tensor in part.inputs + part.outputs:
             end = tensor.storage_offset() * tensor.element_size() + tensor.nbytes

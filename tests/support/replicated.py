@@ -12,7 +12,7 @@ import meshard
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state
 
-FlatSlice = Callable[[nn.Module, torch.Tensor], None]
+Run = Callable[[nn.Module, torch.Tensor], None]
 SMALL = 2e-4  # MiB: several buckets of an IntegerModel
 
 
@@ -45,7 +45,7 @@ class Pair:
             for model in (self.ours, self.plain)
         ]
 
-    def backward(self, number: int, ours: FlatSlice = run, plain: FlatSlice = run) -> None:
+    def backward(self, number: int, ours: Run = run, plain: Run = run) -> None:
         """Run both once, and compare nothing."""
         ours(self.ours, integer_batch(number, dist.get_rank()))
         for rank in range(dist.get_world_size()):
@@ -67,13 +67,13 @@ class Pair:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, number: int, ours: FlatSlice = run, plain: FlatSlice = run) -> None:
+    def step(self, number: int, ours: Run = run, plain: Run = run) -> None:
         """Train both by one step."""
         self.backward(number, ours, plain)
         self.compare()
         self.update()
 
-    def steps(self, numbers: Iterable[int], ours: FlatSlice = run, plain: FlatSlice = run) -> None:
+    def steps(self, numbers: Iterable[int], ours: Run = run, plain: Run = run) -> None:
         """Train both by several steps."""
         for number in numbers:
             self.step(number, ours, plain)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support import thread_math as math
 from tests.support.local_group import LocalGroup
-from tests.support.rendezvous import Compute, ParamRange, Rendezvous, StepPhase
+from tests.support.rendezvous import Compute, Part, Rendezvous, Slot
 from tests.support.torch_testing import take_threaded_backend
 
 BACKEND = "threaded"
@@ -30,10 +30,10 @@ def enter_thread(rendezvous: Rendezvous, rank: int) -> None:
 class ThreadWork(dist.Work):
     """A collective that was started; nothing is written before it is waited for."""
 
-    def __init__(self, rendezvous: Rendezvous, slot: ParamRange, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, slot: Slot, rank: int) -> None:
         super().__init__()
         self._rendezvous, self._rank = rendezvous, rank
-        self._slot: ParamRange | None = slot
+        self._slot: Slot | None = slot
         self._outputs = slot.parts[rank].outputs
 
     def wait(self, timeout: object = None) -> bool:
@@ -58,7 +58,7 @@ class ThreadWork(dist.Work):
         return future
 
 
-def _poison(part: StepPhase) -> None:
+def _poison(part: Part) -> None:
     """Make outputs unusable until they are written, where they are not inputs as well."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in part.inputs}
     for tensor in part.outputs:
@@ -87,11 +87,11 @@ class ThreadGroup(LocalGroup):
         return f"ThreadGroup({self._name!r}, ranks {self._ranks}, rank {self._group_rank})"
 
     def _start(
-        self, kind: str, part: StepPhase, compute: Compute, *, same: tuple[object, ...]
+        self, kind: str, part: Part, compute: Compute, *, same: tuple[object, ...]
     ) -> ThreadWork:
         number, rank = next(self._count), self._ranks[self._group_rank]
         key = f"{self._name}:{self._ranks}"
-        slot = ParamRange(
+        slot = Slot(
             label=f"{kind} #{number} of group {self._name!r} {list(self._ranks)}",
             signature=(kind, *same),
             compute=compute,
@@ -122,7 +122,7 @@ class ThreadGroup(LocalGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> ThreadWork:
         op = math.op_of(opts)
-        part = StepPhase(inputs=tensors, outputs=tensors)
+        part = Part(inputs=tensors, outputs=tensors)
         same = (str(op), _shape_of(tensors))
         return self._start("all_reduce", part, partial(math.all_reduce, op=op), same=same)
 
@@ -130,14 +130,14 @@ class ThreadGroup(LocalGroup):
 
     def barrier(self, opts: object = None) -> ThreadWork:
         return self._start(
-            "barrier", StepPhase(inputs=[], outputs=[]), lambda parts: [[] for _ in parts], same=()
+            "barrier", Part(inputs=[], outputs=[]), lambda parts: [[] for _ in parts], same=()
         )
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
     ) -> ThreadWork:
         self._check_ratio("all_gather", inputs, outputs, True)
-        part = StepPhase(inputs=inputs, outputs=outputs)
+        part = Part(inputs=inputs, outputs=outputs)
         return self._start("all_gather", part, math.all_gather_single, same=_shape_of(inputs))
 
     def all_gather_single(
@@ -148,7 +148,7 @@ class ThreadGroup(LocalGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: object = None
     ) -> ThreadWork:
-        part = StepPhase(inputs=inputs, outputs=outputs[0])
+        part = Part(inputs=inputs, outputs=outputs[0])
         return self._start("all_gather_list", part, math.all_gather_list, same=())
 
     def reduce_scatter_single_coalesced(
@@ -156,7 +156,7 @@ class ThreadGroup(LocalGroup):
     ) -> ThreadWork:
         op = math.op_of(opts)
         self._check_ratio("reduce_scatter", inputs, outputs, False)
-        part = StepPhase(inputs=inputs, outputs=outputs)
+        part = Part(inputs=inputs, outputs=outputs)
         same = (str(op), _shape_of(inputs))
         return self._start("reduce_scatter", part, partial(math.reduce_scatter, op=op), same=same)
 
@@ -169,7 +169,7 @@ class ThreadGroup(LocalGroup):
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: object = None
     ) -> ThreadWork:
         op = math.op_of(opts)
-        part = StepPhase(inputs=inputs[0], outputs=outputs)
+        part = Part(inputs=inputs[0], outputs=outputs)
         compute = partial(math.reduce_scatter_list, op=op)
         return self._start("reduce_scatter_list", part, compute, same=(str(op),))
 
@@ -186,24 +186,24 @@ class ThreadGroup(LocalGroup):
         fits = sum(received) == output.size(0) and sum(sent) == input.size(0)
         fits = fits and output.dtype == input.dtype
         self._need(fits, "all_to_all", _shape_of([input]), _shape_of([output]))
-        part = StepPhase(inputs=[input], outputs=[output], splits=(received, sent))
+        part = Part(inputs=[input], outputs=[output], splits=(received, sent))
         return self._start("all_to_all", part, math.all_to_all_single, same=(str(input.dtype),))
 
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
     ) -> ThreadWork:
-        part = StepPhase(inputs=inputs, outputs=outputs)
+        part = Part(inputs=inputs, outputs=outputs)
         return self._start("all_to_all_list", part, math.all_to_all_list, same=())
 
     def broadcast(self, tensors: list[torch.Tensor], opts: object = None) -> ThreadWork:
         root = getattr(opts, "rootRank", 0)
-        part = StepPhase(inputs=tensors, outputs=tensors)
+        part = Part(inputs=tensors, outputs=tensors)
         same = (root, _shape_of(tensors))
         return self._start("broadcast", part, partial(math.broadcast, root=root), same=same)
 
     def reduce(self, tensors: list[torch.Tensor], opts: object = None) -> ThreadWork:
         op, root = math.op_of(opts), getattr(opts, "rootRank", 0)
-        part = StepPhase(inputs=tensors, outputs=tensors if self._group_rank == root else [])
+        part = Part(inputs=tensors, outputs=tensors if self._group_rank == root else [])
         same = (str(op), root, _shape_of(tensors))
         return self._start("reduce", part, partial(math.reduce, op=op, root=root), same=same)
 
@@ -211,14 +211,14 @@ class ThreadGroup(LocalGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: object = None
     ) -> ThreadWork:
         root = getattr(opts, "rootRank", 0)
-        part = StepPhase(inputs=inputs, outputs=outputs[0] if outputs else [])
+        part = Part(inputs=inputs, outputs=outputs[0] if outputs else [])
         return self._start("gather", part, partial(math.gather, root=root), same=(root,))
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: object = None
     ) -> ThreadWork:
         root = getattr(opts, "rootRank", 0)
-        part = StepPhase(inputs=inputs[0] if inputs else [], outputs=outputs)
+        part = Part(inputs=inputs[0] if inputs else [], outputs=outputs)
         return self._start("scatter", part, partial(math.scatter, root=root), same=(root,))
 
     # The names that torch 2.11 and 2.12 call.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from tests.support.rendezvous import StepPhase
+from tests.support.rendezvous import Part
 
 
 def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,23 +52,23 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1)
 
 
-def all_reduce(parts: Sequence[StepPhase], op: object) -> list[list[torch.Tensor]]:
+def all_reduce(parts: Sequence[Part], op: object) -> list[list[torch.Tensor]]:
     totals = [_REDUCE[op](same) for same in zip(*(part.inputs for part in parts), strict=True)]
     return [totals for _ in parts]
 
 
-def all_gather_single(parts: Sequence[StepPhase]) -> list[list[torch.Tensor]]:
+def all_gather_single(parts: Sequence[Part]) -> list[list[torch.Tensor]]:
     columns = zip(*(part.inputs for part in parts), strict=True)
     whole = [torch.cat([_flat(tensor) for tensor in column]) for column in columns]
     return [whole for _ in parts]
 
 
-def all_gather_list(parts: Sequence[StepPhase]) -> list[list[torch.Tensor]]:
+def all_gather_list(parts: Sequence[Part]) -> list[list[torch.Tensor]]:
     gathered = [part.inputs[0].clone() for part in parts]
     return [gathered for _ in parts]
 
 
-def reduce_scatter(parts: Sequence[StepPhase], op: object) -> list[list[torch.Tensor]]:
+def reduce_scatter(parts: Sequence[Part], op: object) -> list[list[torch.Tensor]]:
     columns = zip(*(part.inputs for part in parts), strict=True)
     totals = [_REDUCE[op]([_flat(tensor) for tensor in column]) for column in columns]
     return [
@@ -77,11 +77,11 @@ def reduce_scatter(parts: Sequence[StepPhase], op: object) -> list[list[torch.Te
     ]
 
 
-def reduce_scatter_list(parts: Sequence[StepPhase], op: object) -> list[list[torch.Tensor]]:
+def reduce_scatter_list(parts: Sequence[Part], op: object) -> list[list[torch.Tensor]]:
     return [[_REDUCE[op]([part.inputs[rank] for part in parts])] for rank in range(len(parts))]
 
 
-def all_to_all_single(parts: Sequence[StepPhase]) -> list[list[torch.Tensor]]:
+def all_to_all_single(parts: Sequence[Part]) -> list[list[torch.Tensor]]:
     pieces = []
     for part in parts:
         assert part.splits is not None
@@ -89,24 +89,24 @@ def all_to_all_single(parts: Sequence[StepPhase]) -> list[list[torch.Tensor]]:
     return [[torch.cat([sent[rank] for sent in pieces])] for rank in range(len(parts))]
 
 
-def all_to_all_list(parts: Sequence[StepPhase]) -> list[list[torch.Tensor]]:
+def all_to_all_list(parts: Sequence[Part]) -> list[list[torch.Tensor]]:
     return [[part.inputs[rank].clone() for part in parts] for rank in range(len(parts))]
 
 
-def broadcast(parts: Sequence[StepPhase], root: int) -> list[list[torch.Tensor]]:
+def broadcast(parts: Sequence[Part], root: int) -> list[list[torch.Tensor]]:
     values = [tensor.clone() for tensor in parts[root].inputs]
     return [values for _ in parts]
 
 
-def reduce(parts: Sequence[StepPhase], op: object, root: int) -> list[list[torch.Tensor]]:
+def reduce(parts: Sequence[Part], op: object, root: int) -> list[list[torch.Tensor]]:
     total = _REDUCE[op]([part.inputs[0] for part in parts])
     return [[total] if rank == root else [] for rank in range(len(parts))]
 
 
-def gather(parts: Sequence[StepPhase], root: int) -> list[list[torch.Tensor]]:
+def gather(parts: Sequence[Part], root: int) -> list[list[torch.Tensor]]:
     gathered = [part.inputs[0].clone() for part in parts]
     return [gathered if rank == root else [] for rank in range(len(parts))]
 
 
-def scatter(parts: Sequence[StepPhase], root: int) -> list[list[torch.Tensor]]:
+def scatter(parts: Sequence[Part], root: int) -> list[list[torch.Tensor]]:
     return [[tensor.clone()] for tensor in parts[root].inputs]

@@ -34,7 +34,7 @@ class Param:
     def chunk_rows(self, shards: int) -> int:
         return math.ceil(self.shape[self.dim] / shards)
 
-    def range_numel(self, shards: int) -> int:
+    def slot_numel(self, shards: int) -> int:
         return math.prod(self.shape) // max(self.shape[self.dim], 1) * self.chunk_rows(shards)
 
     def shard_of(self, whole: torch.Tensor, shards: int, rank: int) -> torch.Tensor:
@@ -197,7 +197,7 @@ def expected_reductions(window: Window, unit: int) -> Counter[tuple[str, int, to
     counted: Counter[tuple[str, int, torch.dtype]] = Counter()
     if not window.trains(unit):
         return counted
-    ranges = [p.range_numel(window.shards) for p in window.params[unit] if not p.is_frozen]
+    slots = [p.slot_numel(window.shards) for p in window.params[unit] if not p.is_frozen]
     dtype = window.wire_dtype(unit)
     is_pending = False
     for k, modes in enumerate(window.modes):
@@ -205,10 +205,10 @@ def expected_reductions(window: Window, unit: int) -> Counter[tuple[str, int, to
         mode = "F" if modes[unit] == "R" and len(window.mesh) == 1 else modes[unit]
         if (is_run and mode != "N") or (is_pending and modes[unit] == "F"):
             if window.shards > 1:
-                payload = window.shards * sum(ranges) * dtype.itemsize
+                payload = window.shards * sum(slots) * dtype.itemsize
                 counted["reduce_scatter", payload, dtype] += 1
             if mode == "F" and window.replicas > 1:
-                counted["all_reduce", sum(ranges) * dtype.itemsize, dtype] += 1
+                counted["all_reduce", sum(slots) * dtype.itemsize, dtype] += 1
             is_pending = mode != "F"
         else:
             is_pending = is_pending or is_run

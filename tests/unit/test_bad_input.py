@@ -189,7 +189,7 @@ def test_a_failure_while_sharding_leaves_the_module_as_it_was(monkeypatch):
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr("meshard._params.flat_params.UnshardedStorage", no_memory)
+    monkeypatch.setattr("meshard._params.flat_params.UnshardedMemoryPool", no_memory)
     check_refused(torch.OutOfMemoryError, "no memory", net, looked_at=net)
     monkeypatch.undo()
     meshard.fully_shard(net)

@@ -19,8 +19,8 @@ def world():
 
 def layer_on(mesh, *placements):
     layer = nn.Linear(4, 4)
-    dtensor_placement = DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
-    layer.weight = nn.Parameter(dtensor_placement)
+    placed = DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
+    layer.weight = nn.Parameter(placed)
     return layer
 
 

@@ -22,7 +22,7 @@ SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 CPU = torch.device("cpu")
 
 
-class FlatSlice:
+class Run:
     """A model whose shards live in host memory, and are stepped on a recording device."""
 
     def __init__(self, monkeypatch, mesh_shape=(4,), **options):
@@ -51,13 +51,13 @@ class FlatSlice:
 @pytest.fixture(params=[(4,), (2, 2), (1,)], ids=str)
 def run_on(monkeypatch, request):
     with fake_group(torch.Size(request.param).numel()):
-        yield lambda **kwargs: FlatSlice(monkeypatch, request.param, **kwargs)
+        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
 
 
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
-        yield FlatSlice(monkeypatch)
+        yield Run(monkeypatch)
 
 
 def test_training_has_no_race(run_on):

@@ -21,7 +21,7 @@ SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientS
 CHECK = CPUOffloadPolicy(pin_memory=False)
 
 
-class FlatSlice:
+class Run:
     """A model on a fake device, with its shards in what the device takes for pinned memory."""
 
     def __init__(self, monkeypatch, mesh_shape=(4,), build=make_model, **kwargs):
@@ -58,13 +58,13 @@ MESHES = [(4,), (2, 2), (1,)]
 def run_on(monkeypatch, request):
     size = torch.Size(request.param).numel()
     with fake_group(size):
-        yield lambda **kwargs: FlatSlice(monkeypatch, request.param, **kwargs)
+        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
 
 
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
-        yield FlatSlice(monkeypatch, (2, 2))
+        yield Run(monkeypatch, (2, 2))
 
 
 @covering(
@@ -124,7 +124,7 @@ def scratch(run):
         tensor.nbytes
         for module in run.model.modules()
         if (unit := vars(module).get("_meshard_unit")) is not None
-        for copy in [unit.gradients.sharded._link._writing]
+        for copy in [unit.gradients.sharded._host_copies._writing]
         if copy is not None
         for tensor in copy._keep
     )
@@ -256,7 +256,7 @@ def test_a_shard_written_too_early_is_found_out(monkeypatch, run):
 
 def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
     queued = StreamCommunicator.record
-    monkeypatch.setattr(StreamCommunicator, "queued", lambda self, *keep: queued(self))
+    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *keep: queued(self))
     with run.recorder:
         run.window("FF")
     assert any("reuse of memory" in race for race in run.device.races)

@@ -30,7 +30,7 @@ ALONE = {"min_step_bytes": 0}  # each unit; by default all of these wait for the
 TWO = {"min_step_bytes": 200}  # a block has 136 bytes of gradients on each of four ranks
 
 
-class FlatSlice:
+class Run:
     """A model on a recording device, with an optimizer that steps in backward."""
 
     def __init__(self, monkeypatch, mesh_shape=(4,), cls=torch.optim.AdamW, options=None, **kwargs):
@@ -71,13 +71,13 @@ MESHES = [(4,), (2, 2), (1,)]
 @pytest.fixture(params=MESHES, ids=str)
 def run_on(monkeypatch, request):
     with fake_group(torch.Size(request.param).numel()):
-        yield lambda **kwargs: FlatSlice(monkeypatch, request.param, **kwargs)
+        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
 
 
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
-        yield FlatSlice(monkeypatch)
+        yield Run(monkeypatch)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def sgd_run(monkeypatch):
     """
     with fake_group(4):
         cls = functools.partial(torch.optim.SGD, momentum=0.9)
-        yield FlatSlice(monkeypatch, cls=cls, options=ALONE)
+        yield Run(monkeypatch, cls=cls, options=ALONE)
 
 
 @covering(
@@ -108,7 +108,7 @@ def test_training_has_no_race(run_on, is_mixed, cls, options):
             run.optimizer.step()
             run.optimizer.zero_grad()
     assert run.device.races == []
-    assert run.comm_stream(CommStream.OPTIMIZER).number in run.recorder.streams_used
+    assert run.on_stream(CommStream.OPTIMIZER).number in run.recorder.streams_used
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -159,7 +159,7 @@ def _open(model):
 @pytest.mark.parametrize("options", [{}, ALONE, DEFERRED], ids=str)
 def test_whatever_reads_waits(monkeypatch, read, options):
     with fake_group(4):
-        check_read(FlatSlice(monkeypatch, options=options), READS[read])
+        check_read(Run(monkeypatch, options=options), READS[read])
 
 
 def check_read(run, read):
@@ -241,7 +241,7 @@ def test_units_are_stepped_together_until_they_have_so_many_bytes(monkeypatch, o
 
     monkeypatch.setattr(JoinedSteps, "_step", log_step)
     with fake_group(4):
-        run = FlatSlice(monkeypatch, options=options)
+        run = Run(monkeypatch, options=options)
         run.window()  # makes the state, unit by unit
         with run.recorder:
             run.window()
@@ -274,7 +274,7 @@ def test_a_gather_that_does_not_wait_is_found_out(monkeypatch, run):
 
 def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
     run = sgd_run
-    monkeypatch.setattr(StreamCommunicator, "retire", lambda self, tensors: None)
+    monkeypatch.setattr(StreamCommunicator, "hold_until_done", lambda self, tensors: None)
     with run.recorder:
         run.window()
         run.window()

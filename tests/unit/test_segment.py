@@ -37,7 +37,7 @@ def test_what_is_lent_is_let_go_of_with_the_last_view():
     del tensor
     gc.collect()
     assert not gone and watch() is not None
-    assert (segment.look(64 + 4 * 30, 20, torch.float32) == 7.0).all()
+    assert (segment.view(64 + 4 * 30, 20, torch.float32) == 7.0).all()
     del part
     assert gone and watch() is None
 
@@ -45,11 +45,11 @@ def test_what_is_lent_is_let_go_of_with_the_last_view():
 def test_a_segment_grows_and_what_looks_into_it_stays():
     ours = Segment.create(1000)
     theirs = Segment(os.dup(ours.descriptor))
-    before = ours.look(0, 10, torch.float32).fill_(1.0)
+    before = ours.view(0, 10, torch.float32).fill_(1.0)
     end = 2**26
     ours.reserve(end)
-    ours.look(end - 40, 10, torch.float32).fill_(2.0)
-    assert (theirs.look(end - 40, 10, torch.float32) == 2.0).all()
+    ours.view(end - 40, 10, torch.float32).fill_(2.0)
+    assert (theirs.view(end - 40, 10, torch.float32) == 2.0).all()
     before.fill_(3.0)
-    assert (theirs.look(0, 10, torch.float32) == 3.0).all()
-    assert ours.look(0, 0, torch.float32).shape == (0,)
+    assert (theirs.view(0, 10, torch.float32) == 3.0).all()
+    assert ours.view(0, 0, torch.float32).shape == (0,)

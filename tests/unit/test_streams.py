@@ -178,7 +178,7 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
     monkeypatch.setattr(foreach_reduce.Reduction, "_start_scatter", drop_early)
     monkeypatch.setattr(
         streams.StreamCommunicator,
-        "queued",
+        "record",
         lambda self, *keep: streams._EventInFlight(
             self._device_module, self._device_module.current_stream().record_event(), ()
         ),

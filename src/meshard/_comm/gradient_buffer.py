@@ -271,13 +271,11 @@ class GradientLayout:
             self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._operands)
         return self._marks[used]
 
-    def move(
-        self, buffer: torch.Tensor, to: GradientLayout, flat_grads: frozenset[int]
-    ) -> torch.Tensor:
-        """Return what ``buffer`` holds for ``flat_grads``, laid out like ``to``; the rest is ``-0.0``."""
+    def move(self, buffer: torch.Tensor, to: GradientLayout, used: frozenset[int]) -> torch.Tensor:
+        """Return the gradients ``used`` of ``buffer`` laid out like ``to``; others are ``-0.0``."""
         shape = (*buffer.shape[:-1], to.shard_numel)
         moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
-        for index in flat_grads:
+        for index in used:
             source, target = self.ranges[index], to.ranges[index]
             moved.narrow(-1, target.offset, target.numel).copy_(
                 buffer.narrow(-1, source.offset, source.numel)

@@ -265,7 +265,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 @contextlib.contextmanager
 def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
-    """Let tied parameters be taken by the unit of ``hoisted[param]`` only, wherever they are used."""
+    """Reserve each tied parameter for the unit of ``hoisted[param]``."""
     for param, location in hoisted.items():
         param._meshard_hoisted_to = weakref.ref(location)  # type: ignore[attr-defined]
     try:

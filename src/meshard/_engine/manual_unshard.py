@@ -77,7 +77,7 @@ def start_manual_unshard(
 
 
 def finish_manual_unshard(group: Gathered, what: ManualUnshard) -> None:
-    """Show what ``start_manual_unshard`` returned, unless it has been used or given back meanwhile."""
+    """Install what ``start_manual_unshard`` gathered, unless it was used or resharded since."""
     if group.manual_unshard is what:
         group.finish_unshard()
         group.install_unsharded()
@@ -134,7 +134,7 @@ class ManualUnshard:
     Args:
         label: The unit's name.
         params: Of the unit.
-        joining_hook: See ``start_manual_unshard``; None: they cannot be left to graphs that hold them.
+        joining_hook: See ``start_manual_unshard``; None: they cannot be left to graphs.
     """
 
     def __init__(

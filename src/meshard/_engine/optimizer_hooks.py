@@ -193,12 +193,12 @@ def owner_of(param: torch.Tensor) -> Stepped | None:
 
 
 _NEVER_TRAINED = {
-    TensorTag.ORIGINAL: "as it was before fully_shard, which has put a sharded parameter in its place; "
-    "build the optimizer after the last call of fully_shard",
+    TensorTag.ORIGINAL: "as it was before fully_shard, which has put a sharded parameter in its "
+    "place; build the optimizer after the last call of fully_shard",
     TensorTag.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
     "assign=True); build the optimizer afterwards",
-    TensorTag.UNSHARDED: "as the whole copy that exists inside forward, or after unshard; build the "
-    "optimizer outside of forward, and after reshard",
+    TensorTag.UNSHARDED: "as the unsharded copy that exists inside forward, or after unshard; "
+    "build the optimizer outside of forward, and after reshard",
 }
 
 

@@ -287,8 +287,8 @@ class ParamGroup:
         """Have the whole parameters, on the current stream.
 
         Args:
-            post_forward_group: Also keep this rank's part of them, so that the next gather can be among
-                these neighbours instead of all ranks.
+            post_forward_group: Also keep this rank's part of them, so that the next gather is among
+                the ranks of this group instead of all.
         """
         if self._in_flight is None:
             self.start_unshard()

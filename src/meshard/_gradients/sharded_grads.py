@@ -492,7 +492,7 @@ class ShardedGrads:
         return flat_grads.shards(self._group.spec.mesh_info.shard_rank)
 
     def _copies(self, flat_grads: FlatGradients) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Iterate over gradients that are no views of ``flat_grads``, with what they are copies of."""
+        """Iterate over gradients that are copies of ``flat_grads``, each with its part of it."""
         for index, wide in self._locals(flat_grads):
             grad = self._grad(index)
             if grad is not None and grad.dtype != wide.dtype:

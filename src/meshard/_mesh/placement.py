@@ -119,8 +119,8 @@ def check_composable(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> None:
     if full is None:
         if mesh.device_type != mesh_info.mesh.device_type:
             raise ValueError(
-                f"it lies over {mesh}, but the data-parallel mesh is {mesh_info.mesh}; take both from "
-                "one mesh."
+                f"it lies over {mesh}, but the data-parallel mesh is {mesh_info.mesh}; take both "
+                "from one mesh."
             )
         return
     if mesh != full.mesh:

@@ -244,12 +244,12 @@ class FlatParams:
 
     @property
     def _why_at_location(self) -> str:
-        location = self._location.device.type
+        kind = self._location.device.type
         if self.is_offloaded:
-            return f"meshard.offload has put it on {location!r} until meshard.onload(module)"
+            return f"meshard.offload has put it on {kind!r} until meshard.onload(module)"
         if self.host_copies is not None:
-            return f"its CPUOffloadPolicy keeps it on {location!r}, as in to_empty(device={location!r})"
-        return f"its mesh is on {location!r} (meshard.offload moves a whole model to the host and back)"
+            return f"its CPUOffloadPolicy keeps it on {kind!r}, as in to_empty(device={kind!r})"
+        return f"its mesh is on {kind!r} (meshard.offload moves a whole model to the host and back)"
 
     @property
     def is_offloaded(self) -> bool:

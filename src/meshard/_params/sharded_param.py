@@ -149,7 +149,7 @@ class ShardedParam:
         return copied
 
     def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return what this rank owns of ``unsharded``, a plain tensor of the global shape: a view."""
+        """Return a view of what this rank owns of ``unsharded``, a tensor of the global shape."""
         mine = (
             unsharded.detach()
             if self.dtensor_placement is None
