@@ -1,6 +1,6 @@
 """Private names of torch that meshard calls.
 
-``tests/architecture`` notices when one of these names goes.
+``tests/house`` notices when one of these names goes.
 """
 
 from __future__ import annotations
