@@ -70,28 +70,6 @@ def check_bool(name: str, value: object) -> None:
 _REGISTERED = "_meshard_forward_methods"  # on a module: names, with what its class does not have
 
 
-def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` for the sharded kind of ``original`` that may be called directly.
-
-    Inside ``module(...)`` the parameters are whole already, and it only passes the call on.
-    None where ``original`` has no ordinary method of that name.
-    """
-    plain = original.forward
-    if plain is nn.Module.forward or not inspect.isfunction(plain):
-        return None
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit = self._meshard_unit
-        if unit.group is None or unit.group.is_unsharded_installed:
-            return original.forward(self, *args, **kwargs)
-        method = functools.partial(original.forward, self)
-        return run_in_unit(self, unit, method, args, kwargs)
-
-    # Dynamo keeps what it compiles, and counts it, per code object: each class needs its own.
-    forward.__code__ = forward.__code__.replace()
-    return functools.wraps(plain)(forward)
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have ``module.method_name(...)`` see whole parameters, as ``module(...)`` does.
 
@@ -552,9 +530,6 @@ def _put(unit: Unit, chosen: CommSettings) -> None:
         unit.group.comm = chosen.apply_to(unit.lifecycle.comm, unit.group.spec.device)
 
 
-_CLASSES: dict[type, type] = {}
-
-
 class UnshardHandle:
     """An ``unshard`` that may still be on its way.
 
@@ -598,18 +573,6 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         """Make an instance of the original class: a slice of a sharded Sequential is not one."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         return original(*args, **kwargs)
-
-    @staticmethod
-    def adopt(module: nn.Module, unit: Unit) -> None:
-        """Make ``module`` an instance of FSDPModule, with ``unit`` behind it."""
-        original = type(module)
-        if original not in _CLASSES:
-            forward = direct_forward(original)
-            members = {} if forward is None else {"forward": forward}
-            _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
-        module.__class__ = _CLASSES[original]
-        # Not setattr: Module.__setattr__ is slow, and the unit is no submodule.
-        module.__dict__["_meshard_unit"] = unit
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast the sharded parameters, whole copies dropped first."""

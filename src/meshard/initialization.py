@@ -91,6 +91,7 @@ class UnitForInit:
             local = local_of(param.sharded)
             if local.is_meta:
                 found.add(index)
+                assert isinstance(param, ShardedParam)
                 _leave_meta(param, group)
         group.adopt_edits()  # moves them into one buffer
         return found
@@ -103,7 +104,7 @@ class UnitForInit:
         """
         untouched = []
         for param, is_new in zip(self._group.params, self._is_new, strict=True):
-            unsharded = _held(param)
+            unsharded = next(iter(param.installed()), None)  # init may have replaced it
             param.install(param.sharded)
             if unsharded is None or unsharded is param.sharded:
                 continue
@@ -124,15 +125,6 @@ def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
     torch.utils.swap_tensors(old, param.sharded)
     vars(old).update(attributes)
     param.sharded = old
-
-
-def _held(param: ShardedParam) -> torch.Tensor | None:
-    """Return what the modules hold, which an initialisation may have replaced."""
-    for module_ref, name in param.owners:
-        module = module_ref()
-        if module is not None:
-            return module._parameters[name]
-    return None
 
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -32,8 +32,8 @@ from meshard._engine.outputs import (
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import Unit, units_of
-from meshard._params.flat_params import GradientHook
 from meshard._params.sharded_param import ShardedParam
+from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import hook_gradient, next_node, skip_dynamo, skip_dynamo_once
 
@@ -356,6 +356,7 @@ class _LoadHook:
         for name, index in self._names:
             given = state_dict.get(prefix + name)
             param = unit.group.params[index]
+            assert isinstance(param, ShardedParam)
             if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
                 continue  # torch has a message for that
             held = module._parameters.get(name)

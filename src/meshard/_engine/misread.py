@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.unit import Unit
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import local_of
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
@@ -31,7 +31,7 @@ _STATES = {
     "UNSHARDED": "whole, but kept for its own forward and backward",
     "SUMMONED": "open on rank 0 only",
 }
-_Found = dict[int, tuple[Unit, ShardedParam]]  # by id of the sharded parameter
+_Found = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _is_watching = False
@@ -69,7 +69,7 @@ def explain(error: BaseException | None) -> None:
     error.args = (f"{error}\n\n{_explanation(read)}", *error.args[1:])
 
 
-def _explanation(read: list[tuple[Unit, ShardedParam]]) -> str:
+def _explanation(read: list[tuple[Unit, UnitParam]]) -> str:
     unit, param = read[0]
     of_unit = [other.fqn for one, other in read if one is unit]
     prefix = f"{unit.fqn}." if unit.fqn else ""

@@ -240,6 +240,31 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
                 yield unit
 
 
+def units_or_raise(module: nn.Module, appliers: str = "fully_shard or replicate") -> list[Unit]:
+    """Return the units of ``module`` and of everything inside it.
+
+    Raises:
+        ValueError: There is none; ``appliers`` are what makes some.
+    """
+    units = list(units_in(module))
+    if not units:
+        raise ValueError(
+            f"there is no unit in this {type(module).__name__}; apply {appliers} first."
+        )
+    return units
+
+
+def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Return every ``(module, attribute)`` that holds a parameter of a unit in ``module``."""
+    return {
+        owner
+        for unit in units_in(module)
+        if unit.group is not None
+        for param in unit.group.params
+        for owner in param.live_owners()
+    }
+
+
 def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -129,3 +130,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     options = getattr(backend_of(group, torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
+
+
+# Of a tensor: grows with every edit in place.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
