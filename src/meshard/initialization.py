@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, own_class, units_in, units_of
+from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like
@@ -318,13 +318,7 @@ def _check_resets(root: nn.Module) -> None:
 
 def _check_owners(root: nn.Module) -> None:
     """Raise if a parameter belongs to a unit that is not inside ``root``."""
-    owned = {
-        (owner(), name)
-        for unit in units_in(root)
-        if unit.group is not None
-        for param in unit.group.params
-        for owner, name in param.owners
-    }
+    owned = owned_names(root)
     for fqn, module in root.named_modules():
         for name, param in module._parameters.items():
             if isinstance(param, DTensor) and (module, name) not in owned:
@@ -341,7 +335,7 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
         param.dtensor_placement.in_use.mesh: None
         for group in groups
         for param in group.params
-        if param.dtensor_placement is not None
+        if isinstance(param, ShardedParam) and param.dtensor_placement is not None
     }
     axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return [groups[0].spec.mesh_info, *axes]

@@ -34,7 +34,7 @@ from meshard._engine.build import (
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
-from meshard._gradients.replicated_grads import Replaced, ReplicatedGrads
+from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import GroupSpec
@@ -130,7 +130,7 @@ class Buckets:
         self._are_views = are_views
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders: list[torch.utils.hooks.RemovableHandle] = []
-        self.replaced = Replaced()
+        self.replaced = ReplacedCount()
         self._fill(list(reversed(range(len(params)))))
         self._record_arrivals()
 
@@ -138,7 +138,7 @@ class Buckets:
         """Return buckets of the units' copies, which keep their present order."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied._params, copied._recorders, copied.replaced = [], [], Replaced()
+        copied._params, copied._recorders, copied.replaced = [], [], ReplacedCount()
         for unit in copied.units:
             copied._configure_gradients(unit)
         return copied
@@ -154,7 +154,7 @@ class Buckets:
         for unit, part in zip(innermost_first, parts, strict=False):
             self._fill_unit(unit, [params[position] for position in part])
         for unit in innermost_first[len(parts) :]:
-            unit.group = unit.gradients = None
+            unit.group = None
 
     def _fill_unit(self, unit: Unit, params: list[ReplicatedParam]) -> None:
         tensors = ReplicatedParams(
@@ -332,7 +332,7 @@ class ReplicateModule(GradientSetters):
                 continue
             unit.group.reshard()
             unit.group.tensors.take_replacements()
-            unit.group.tensors = unit.group.tensors.rebuild()
+            unit.group.tensors.rebuild()
             if isinstance(unit.gradients.sharded, ReplicatedGrads):
                 unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result

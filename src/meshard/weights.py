@@ -35,9 +35,10 @@ from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Casts, Unit, units_in, units_of
-from meshard._params.flat_params import FlatParams, GradientHook, GroupSpec
+from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.subclass_params import check_not_subclass
+from meshard._params.unit_params import GradientHook, GroupSpec
 from meshard._torch.dtensor import is_placed_like, local_of
 
 
@@ -210,7 +211,7 @@ class SummonedUnit:
         if not value.is_floating_point():
             return nn.Parameter(value, requires_grad=False)
         # A hook can only be put on a tensor that requires grad.
-        parameter = self._group.params[index].as_used(nn.Parameter(value))
+        parameter = self._tensors.params[index].as_used(nn.Parameter(value))
         parameter.register_post_accumulate_grad_hook(joining_hook_maker(self.unit)(index))
         parameter.requires_grad_(self._group.params[index].sharded.requires_grad)
         return parameter
@@ -243,7 +244,7 @@ class SummonedUnit:
             )
         if not self._unsharded:
             return []
-        return [self._value_of(param) for param in self._group.params]
+        return [self._value_of(param) for param in self._tensors.params]
 
     def _value_of(self, param: ShardedParam) -> torch.Tensor:
         name = f"parameter {param.fqn!r} of unit {self.unit.label!r}"
@@ -337,8 +338,8 @@ def check_may_summon(unit: Unit, options: SummonOptions) -> bool:
             "root runs. Before or around the forward it can; to read a weight inside a parent's "
             "forward, pass unshard_on_access=True to fully_shard."
         )
-    check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.adopt_edits()
+    check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.tensors.check_materialised()
     return True
 

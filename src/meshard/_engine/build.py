@@ -32,7 +32,7 @@ from meshard._engine.misread import watch_reads
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
-from meshard._gradients.accumulator import GradientState
+from meshard._gradients.accumulator import GradientAccumulator
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import (
@@ -48,7 +48,7 @@ from meshard._params.subclass_params import (
     SubclassParams,
     check_subclass_placement,
     has_gather_methods,
-    has_own_gather_methods,
+    has_own_methods,
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.factory import make_communicator
@@ -379,7 +379,7 @@ class _ShardSpecResolver:
 
 def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
     """Return whether the class of a parameter has ``fsdp_pre_all_gather``."""
-    if is_plain(local) and has_own_gather_methods(local):
+    if is_plain(local) and has_own_methods(local):
         raise ValueError(
             f"parameter {fqn!r} has fsdp_pre_all_gather or fsdp_post_all_gather set on the tensor "
             "itself, which its shard would not have; set them on the local tensor of the sharded "
@@ -443,13 +443,12 @@ def casts_of(policy: MixedPrecisionPolicy) -> Casts:
 
 def give_params(unit: Unit, tensors: UnitParams, policy: MixedPrecisionPolicy) -> None:
     """Make ``tensors`` the parameters of ``unit``, without gradients."""
-    unit.group = ParamGroup(tensors)
-    unit.gradients = GradientState(
-        unit.group,
+    gradients = GradientAccumulator(
+        tensors,
         reduce_dtype=policy.reduce_dtype,
         accumulate_dtype=policy.accumulate_dtype,
     )
-    unit.group.accumulated = weakref.ref(unit.gradients)
+    unit.group = ParamGroup(tensors, gradients)
 
 
 def _allocate_params(
@@ -562,7 +561,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     continue
                 units.append(inner)
                 inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
-                inner.reset_step()  # it may have run by itself
+                inner.step.reset()  # it may have run by itself
                 if inner.parent is None:
                     inner.parent = weakref.ref(innermost)
                     innermost.children.append(weakref.ref(inner))

@@ -9,12 +9,13 @@ leave the module with a tensor that is never filled again (an error).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import local_of, place_like, set_local
 
 
@@ -37,7 +38,7 @@ class ManualUnshard:
         params: The parameters of the unit.
     """
 
-    def __init__(self, label: str, params: list[ShardedParam]) -> None:
+    def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
         self._label = label
         self._params = params
         self._shard_version = 0

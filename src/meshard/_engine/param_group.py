@@ -20,8 +20,8 @@ from meshard._comm.communicator import CommStream, Communicator, StepPhase
 from meshard._engine.manual_unshard import ManualUnshard, local_memory
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._params.flat_params import UnitParams
 from meshard._params.sharded_param import OwnerDicts
+from meshard._params.unit_params import UnitParams
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._params.flat_params import UnitParams
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import UnitParam
 from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import local_of, move_local, wrap_like
 from meshard._torch.private import without_torch_function
 
 _OURS = "_meshard_published"  # an attribute of every .grad that was set here
 
 
-def look_at(params: Sequence[ShardedParam]) -> tuple[list[int], bool]:
+def look_at(params: Sequence[UnitParam]) -> tuple[list[int], bool]:
     """Return the indices of parameters with hooks, and whether no parameter has a gradient."""
     hooked, has_none = [], True
     with without_torch_function():
@@ -72,7 +72,7 @@ def is_marked(gradient: torch.Tensor) -> bool:
     return hasattr(gradient, _OURS)
 
 
-def is_clear(params: Sequence[ShardedParam]) -> bool:
+def is_clear(params: Sequence[UnitParam]) -> bool:
     """Whether no parameter has a gradient."""
     with without_torch_function():
         return all(param.sharded.grad is None for param in params)

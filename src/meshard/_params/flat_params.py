@@ -8,6 +8,7 @@ use detects that by identity and moves the values into a flat buffer again.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import cast
 
@@ -28,10 +29,10 @@ from meshard._params.sharded_param import (
 )
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
 from meshard._params.subclass_params import (
-    SubclassParams,
-    has_gather_methods,
-    has_own_gather_methods,
-    lost_gather_methods,
+    CustomGather,
+    compute_dtype,
+    has_own_methods,
+    warn_of_lost_methods,
 )
 from meshard._params.unit_params import (
     GradientHookMaker,
@@ -71,6 +72,7 @@ class FlatParams(UnitParams):
     ) -> None:
         self.params: list[ShardedParam] = params
         self.spec = spec
+        self._set_custom(None, 0)
         self.host_copies = HostCopies(spec.device) if spec.host is not None else None
         self._own_location = self._location = spec.location
         self._mp_policy = mp_policy
@@ -87,12 +89,22 @@ class FlatParams(UnitParams):
         self.storage.fill(shards)
 
     def _make_unsharded(self) -> None:
-        param_dtype = self._mp_policy.param_dtype
-        self.compute_dtypes = [
-            param_dtype if param_dtype and own.dtype.is_floating_point else own.dtype
-            for own in self.storage.locals
-        ]
-        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
+        num_methods = self._count_methods()
+        if num_methods:
+            custom = CustomGather(
+                self.params,
+                self.storage.locals,
+                spec=self.spec,
+                mp_policy=self._mp_policy,
+                gradient_hook=self._gradient_hook,
+            )
+            self._set_custom(custom, num_methods)
+            self._take_dtypes(custom.compute_dtypes)
+            return
+        self._set_custom(None, 0)
+        self._take_dtypes(
+            [compute_dtype(self._mp_policy, own.dtype) for own in self.storage.locals]
+        )
         on_wire = FlatLayout.build(self.layout.params, self.compute_dtypes, self.layout.order)
         self.plan = GatherPlan(self.layout, on_wire)
         flags = [param.sharded.requires_grad for param in self.params]
@@ -107,9 +119,15 @@ class FlatParams(UnitParams):
             tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)
             register_gradient_hook(param.unsharded, self._gradient_hook(index))
 
+    def _set_custom(self, custom: CustomGather | None, num_methods: int) -> None:
+        self._custom, self._num_methods = custom, num_methods
+        self.has_custom_gather = custom is not None
+
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
+        if self._custom is not None:
+            return self._custom.start(comm, self.label)
         buffer, segments = self.storage.buffer, self.storage.segments
         if self.host_copies is not None:
             buffer = self.host_copies.fetch(buffer, comm)
@@ -119,11 +137,18 @@ class FlatParams(UnitParams):
         )
 
     def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+        if self._custom is not None:
+            self._custom.fill(gathered, comes_again=comes_again, label=self.label)
+            self._take_dtypes(self._custom.compute_dtypes)
+            return
         self.unsharded.allocate()
         self.plan.copy_out(gathered)
 
     def free_unsharded(self) -> None:
-        self.unsharded.free()
+        if self._custom is not None:
+            self._custom.free()
+        else:
+            self.unsharded.free()
 
     # --- edits by users --------------------------------------------------------------------
 
@@ -132,22 +157,21 @@ class FlatParams(UnitParams):
         return version_of_shards(self.params)
 
     def version_unless_replaced(self) -> int | None:
-        if any(self.storage.attributes) and any(map(has_own_gather_methods, self.storage.locals)):
+        if self._count_methods() != self._num_methods:
             return None
         return version_unless_replaced(self.params, self.storage.locals)
 
     def take_replacements(self) -> bool:
         replaced = take_replaced_shards(self.params, self.storage.locals, self.label, nn.Parameter)
-        for param, own in zip(self.params, self.storage.locals, strict=True):
-            if has_own_gather_methods(own):
-                if not has_gather_methods(param.fqn, local_of(param.sharded)):
-                    raise lost_gather_methods(param, self.label)
-                replaced = True
-        return replaced or any(
-            has_own_gather_methods(local_of(param.sharded)) for param in self.params
-        )
+        return replaced or self._count_methods() != self._num_methods
 
-    def rebuild(self) -> UnitParams:
+    def _count_methods(self) -> int:
+        """Return on how many local tensors users have set ``fsdp_pre_all_gather``."""
+        if not any(self.storage.attributes):
+            return 0
+        return sum(map(has_own_methods, self.storage.locals))
+
+    def rebuild(self) -> None:
         locals_ = [local_of(param.sharded) for param in self.params]
         for param, local in zip(self.params, locals_, strict=True):
             if local.device.type not in ("meta", self._location.device.type):
@@ -155,41 +179,35 @@ class FlatParams(UnitParams):
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
                     f"but {self._why_at_location}; move it back before use."
                 )
-        if any(map(has_own_gather_methods, locals_)):
-            return self._as_subclass_params()
         # Shards with values must not be dropped because others are on the meta device.
         self.is_partly_meta = len({local.is_meta for local in locals_}) > 1
         if self.is_partly_meta:
-            return self
-        if self.host_copies is not None:
-            self.host_copies.wait()  # the old buffer may still be read
-        layouts = [param.layout for param in self.params]
-        self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
-        for param, own in zip(self.params, self.storage.locals, strict=True):
-            set_local(param.sharded, own)
-            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+            return
+        if any(map(operator.is_not, locals_, self.storage.locals)):
+            self._move_into_storage(locals_)
         self._make_unsharded()
         for param in self.params:
             param.install(param.sharded)
-        return self
 
-    def _as_subclass_params(self) -> UnitParams:
-        """Return storage for the same shards that calls the methods users have set on some."""
-        converted = SubclassParams(
-            self.params,
-            spec=self.spec,
-            mp_policy=self._mp_policy,
-            gradient_hook=self._gradient_hook,
-        )
-        converted.label = self.label
-        return converted
+    def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
+        if self.host_copies is not None:
+            self.host_copies.wait()  # the old buffer may still be read
+        had_methods = [*map(has_own_methods, self.storage.locals)]
+        layouts = [param.layout for param in self.params]
+        self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
+        for index, (param, own) in enumerate(zip(self.params, self.storage.locals, strict=True)):
+            set_local(param.sharded, own)
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+            if had_methods[index] or has_own_methods(locals_[index]):
+                warn_of_lost_methods(param.fqn, self.label)
 
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
         copied = copy.copy(self)
         copied.params = cast("list[ShardedParam]", params)
         copied._gradient_hook = gradient_hook
         copied.host_copies = None if self.host_copies is None else HostCopies(self.spec.device)
-        return copied.rebuild()
+        copied.rebuild()
+        return copied
 
     # --- location --------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class ReplicatedParams(UnitParams):
         self._copies: UnshardedMemoryPool | None = None
         self.rebuild()
 
-    def rebuild(self) -> UnitParams:
+    def rebuild(self) -> None:
         self.unhook()
         params = [param.sharded for param in self.params]
         self._dtypes = [each.dtype for each in params]
@@ -154,7 +154,6 @@ class ReplicatedParams(UnitParams):
         for index, param in enumerate(self.params):
             if param.unsharded.is_floating_point():
                 self._hook(param.unsharded, self._gradient_hook(index))
-        return self
 
     def _hook(self, param: torch.Tensor, hook: GradientHook) -> None:
         flag = param.requires_grad
@@ -247,7 +246,8 @@ class ReplicatedParams(UnitParams):
         copied.params = cast("list[ReplicatedParam]", params)
         copied._gradient_hook = gradient_hook
         copied._nodes, copied._casts = [], []
-        return copied.rebuild()
+        copied.rebuild()
+        return copied
 
     # --- location --------------------------------------------------------------------------
 

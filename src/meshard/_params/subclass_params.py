@@ -8,14 +8,16 @@ The first gather creates the unsharded parameter from what ``fsdp_post_all_gathe
 ones fill it again. In between, the memory that the method named is freed by resizing its storage.
 
 Tensor subclasses form a sibling unit beside the ordinary parameters of their module, because they
-cannot lie in a flat buffer: their shards have memory of their own. Where a user sets the methods
-later, the whole unit is gathered this way, and its ordinary parameters by methods of ours.
+cannot lie in a flat buffer: their shards have memory of their own. Where users set the methods on
+local tensors, the shards stay in the flat buffer, and the ordinary parameters of the unit are
+gathered in the same way, by methods of ours.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -55,7 +57,7 @@ _SHORT, _LONG = 1, 5  # arguments of the two signatures of fsdp_pre_all_gather
 # --- the contract --------------------------------------------------------------------------
 
 
-def has_own_gather_methods(tensor: torch.Tensor) -> bool:
+def has_own_methods(tensor: torch.Tensor) -> bool:
     """Whether a method was set on ``tensor`` itself rather than on its class."""
     return PRE in tensor.__dict__ or POST in tensor.__dict__
 
@@ -85,8 +87,8 @@ def has_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
     return True
 
 
-def _num_arguments(tensor: torch.Tensor) -> int:
-    return len(inspect.signature(getattr(tensor, PRE)).parameters)
+def _num_arguments(holder: object) -> int:
+    return len(inspect.signature(getattr(holder, PRE)).parameters)
 
 
 def check_subclass_placement(
@@ -109,13 +111,20 @@ def check_subclass_placement(
         )
 
 
-def lost_gather_methods(param: ShardedParam, unit: str) -> RuntimeError:
-    """Return the error for a parameter whose new local tensor lacks the methods of the old one."""
-    return RuntimeError(
-        f"parameter {param.fqn!r} of unit {unit!r} was replaced by one whose shard is a plain "
-        f"tensor, without the {PRE} that it had; assign a tensor of the same class, edit it in "
-        "place, or, if the methods were set on the local tensor, set them again on the new one."
+def warn_of_lost_methods(fqn: str, unit: str) -> None:
+    """Warn that a parameter got another local tensor, without the methods set on the old one."""
+    warnings.warn(
+        f"{PRE} was set on the local tensor of parameter {fqn!r} of unit {unit!r}, which has "
+        "another local tensor now; set the methods again on the new one, or this parameter is "
+        "gathered like any other.",
+        stacklevel=2,
     )
+
+
+def compute_dtype(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the unsharded parameter of a shard of ``dtype``."""
+    chosen = mp_policy.param_dtype
+    return chosen if chosen and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +221,7 @@ class _OrdinaryGather:
         return None
 
 
-class SubclassParam:
+class CustomParam:
     """The unsharded tensor of one parameter, and the memory under it.
 
     Args:
@@ -239,9 +248,10 @@ class SubclassParam:
         self._shard = shard
         self._context = context
         self._param_dtype = param_dtype
-        self.is_custom = has_gather_methods(param.fqn, shard)
-        # Any: the methods are looked up at each call, because users may replace them.
-        self._methods: Any = shard if self.is_custom else _OrdinaryGather(param, shard, param_dtype)
+        # The methods are looked up at each call, because users may replace them.
+        self._methods: Any = shard
+        if not has_gather_methods(param.fqn, shard):
+            self._methods = _OrdinaryGather(param, shard, param_dtype)
         self._takes_mesh_only = _num_arguments(self._methods) == _SHORT
         self._metadata: Any = None
         self._is_made = False
@@ -361,18 +371,133 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
     return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
+class CustomGather:
+    """The gather of a unit in which shards have methods of their own.
+
+    Args:
+        params: In the order of the module; their sharded parameters exist.
+        locals_: The local tensor of each.
+        spec: Mesh and device.
+        mp_policy: As the user gave it; passed to the methods.
+        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+
+    Raises:
+        NotImplementedError: A shard with such methods is to live in host memory, or is sharded on
+            another dim than the first.
+        ValueError: A shard has one of the methods only.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        locals_: Sequence[torch.Tensor],
+        *,
+        spec: GroupSpec,
+        mp_policy: MixedPrecisionPolicy,
+        gradient_hook: GradientHookMaker,
+    ) -> None:
+        for param, local in zip(params, locals_, strict=True):
+            if has_gather_methods(param.fqn, local):
+                dim = param.layout.shard_dim
+                check_subclass_placement(param.fqn, local, spec.mesh_info, dim)
+                check_not_in_host_memory(param.fqn, spec.host)
+        self._params = params
+        self._mesh_info = spec.mesh_info
+        self._device = spec.device
+        self._gradient_hook = gradient_hook
+        mesh = shard_mesh_of(spec.mesh_info)
+        self._unsharded = [
+            CustomParam(
+                param,
+                local,
+                GatherContext(
+                    mesh=mesh,
+                    outer_size=param.layout.shape,
+                    outer_stride=torch.empty(param.layout.shape, device="meta").stride(),
+                    mp_policy=mp_policy,
+                ),
+                compute_dtype(mp_policy, local.dtype),
+            )
+            for param, local in zip(params, locals_, strict=True)
+        ]
+        self._gather: PackedGather | None = None  # made by the first gather
+        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
+
+    @property
+    def compute_dtypes(self) -> list[torch.dtype]:
+        """dtypes of the unsharded parameters; certain after the first gather."""
+        return [each.dtype for each in self._unsharded]
+
+    @torch.no_grad()
+    def start(self, comm: Communicator, label: str) -> GatherInFlight:
+        """Start the gather: see ``UnitParams.start_gather``."""
+        # What is made here may become part of an unsharded parameter, and be saved by autograd.
+        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
+            inputs = [tensor for each in self._unsharded for tensor in each.make_inputs(label)]
+            gather = self._plan([Form.of(each) for each in inputs], label)
+            return gather.start(inputs, comm=comm, group=self._mesh_info.shard_group, label=label)
+
+    def _plan(self, forms: list[Form], label: str) -> PackedGather:
+        if self._gather is not None:
+            if forms != self._own_forms:
+                raise RuntimeError(
+                    f"{PRE} of unit {label!r} returned {forms} to gather, and "
+                    f"{self._own_forms} before; a parameter must send the same dtypes and shapes "
+                    "each time."
+                )
+            return self._gather
+        count, device = self._mesh_info.shard_count, self._device
+        self._own_forms = agreed = forms
+        if any(param.layout.rows % count for param in self._params):
+            group = self._mesh_info.shard_group
+            agreed = agree_on_forms(forms, group, device=device, label=label)
+        self._gather = PackedGather(agreed, count, device)
+        return self._gather
+
+    def fill(self, gathered: Rows, *, comes_again: bool, label: str) -> None:
+        """Fill the unsharded parameters: see ``UnitParams.fill_unsharded``."""
+        assert self._gather is not None and isinstance(gathered, torch.Tensor)
+        with torch.inference_mode(False), torch.no_grad():
+            self._gather.allocate()
+            self._gather.copy_out(gathered)
+            try:
+                self._fill_each(self._gather, label)
+            except BaseException:
+                self.free()
+                raise
+        if not comes_again:
+            for each in self._unsharded:
+                each.forget_metadata()
+
+    def _fill_each(self, gather: PackedGather, label: str) -> None:
+        first = 0
+        for index, each in enumerate(self._unsharded):
+            own = range(first, first + each.num_inputs)
+            first = own.stop
+            if each.fill(gather.outputs[own.start : own.stop], label):
+                register_gradient_hook(self._params[index].unsharded, self._gradient_hook(index))
+            if each.may_free_outputs:
+                gather.free(own)
+
+    def free(self) -> None:
+        """Free the memory of the unsharded parameters."""
+        if self._gather is not None:
+            self._gather.free()
+        for each in self._unsharded:
+            each.free()
+
+
 class SubclassParams(UnitParams):
-    """Parameters of a unit that is gathered by their own methods.
+    """Parameters that are tensor subclasses; each shard has memory of its own.
 
     Args:
         params: In the order of the module; their sharded parameters exist.
         spec: Mesh and device.
-        mp_policy: As the user gave it; its dtypes are passed to the methods.
+        mp_policy: As the user gave it.
         gradient_hook: Makes the hook for the gradient of parameter ``index``.
-
-    Raises:
-        NotImplementedError: Shards are to live in host memory.
     """
+
+    has_custom_gather = True
 
     def __init__(
         self,
@@ -386,103 +511,33 @@ class SubclassParams(UnitParams):
         self.spec = spec
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
-        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
         self._adopt_shards()
 
     def _adopt_shards(self) -> None:
         self.locals = [local_of(param.sharded) for param in self.params]
-        for param, local in zip(self.params, self.locals, strict=True):
-            if has_gather_methods(param.fqn, local):
-                check_subclass_placement(
-                    param.fqn, local, self.spec.mesh_info, param.layout.shard_dim
-                )
-                check_not_in_host_memory(param.fqn, self.spec.host)
-        self._unsharded = [
-            SubclassParam(param, local, self._context(param), self._param_dtype(local))
-            for param, local in zip(self.params, self.locals, strict=True)
-        ]
-        self._gather: PackedGather | None = None  # made by the first gather
+        self._gather = CustomGather(
+            self.params,
+            self.locals,
+            spec=self.spec,
+            mp_policy=self._mp_policy,
+            gradient_hook=self._gradient_hook,
+        )
+        self._take_dtypes(self._gather.compute_dtypes)
         self.is_partly_meta = len({local.is_meta for local in self.locals}) > 1
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
-        self._read_dtypes()
-
-    def _read_dtypes(self) -> None:
-        self.compute_dtypes = [each.dtype for each in self._unsharded]
-        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
-
-    def _param_dtype(self, local: torch.Tensor) -> torch.dtype:
-        chosen = self._mp_policy.param_dtype
-        return chosen if chosen and local.dtype.is_floating_point else local.dtype
-
-    def _context(self, param: ShardedParam) -> GatherContext:
-        shape = param.layout.shape
-        return GatherContext(
-            mesh=shard_mesh_of(self.spec.mesh_info),
-            outer_size=shape,
-            outer_stride=torch.empty(shape, device="meta").stride(),
-            mp_policy=self._mp_policy,
-        )
 
     # --- gather ----------------------------------------------------------------------------
 
-    @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        group = self.spec.mesh_info.shard_group
-        # What is made here may become part of an unsharded parameter, and be saved by autograd.
-        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
-            inputs = [
-                tensor for param in self._unsharded for tensor in param.make_inputs(self.label)
-            ]
-            gather = self._plan([Form.of(each) for each in inputs])
-            return gather.start(inputs, comm=comm, group=group, label=self.label)
-
-    def _plan(self, forms: list[Form]) -> PackedGather:
-        if self._gather is not None:
-            if forms != self._own_forms:
-                raise RuntimeError(
-                    f"fsdp_pre_all_gather of unit {self.label!r} returned {forms} to gather, and "
-                    f"{self._own_forms} before; a parameter must send the same dtypes and shapes "
-                    "each time."
-                )
-            return self._gather
-        mesh_info, device = self.spec.mesh_info, self.spec.device
-        self._own_forms = agreed = forms
-        if any(param.layout.rows % mesh_info.shard_count for param in self.params):
-            agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=self.label)
-        self._gather = PackedGather(agreed, mesh_info.shard_count, device)
-        return self._gather
+        return self._gather.start(comm, self.label)
 
     def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
-        assert self._gather is not None and isinstance(gathered, torch.Tensor)
-        with torch.inference_mode(False), torch.no_grad():
-            self._gather.allocate()
-            self._gather.copy_out(gathered)
-            try:
-                self._fill_each(self._gather)
-            except BaseException:
-                self.free_unsharded()
-                raise
-        if not comes_again:
-            for unsharded in self._unsharded:
-                unsharded.forget_metadata()
-
-    def _fill_each(self, gather: PackedGather) -> None:
-        first = 0
-        for index, unsharded in enumerate(self._unsharded):
-            own = range(first, first + unsharded.num_inputs)
-            first = own.stop
-            if unsharded.fill(gather.outputs[own.start : own.stop], self.label):
-                register_gradient_hook(self.params[index].unsharded, self._gradient_hook(index))
-                self._read_dtypes()
-            if unsharded.may_free_outputs:
-                gather.free(own)
+        self._gather.fill(gathered, comes_again=comes_again, label=self.label)
+        self._take_dtypes(self._gather.compute_dtypes)
 
     def free_unsharded(self) -> None:
-        if self._gather is not None:
-            self._gather.free()
-        for unsharded in self._unsharded:
-            unsharded.free()
+        self._gather.free()
 
     # --- edits by users --------------------------------------------------------------------
 
@@ -496,17 +551,21 @@ class SubclassParams(UnitParams):
     def take_replacements(self) -> bool:
         return take_replaced_shards(self.params, self.locals, self.label, None)
 
-    def rebuild(self) -> UnitParams:
+    def rebuild(self) -> None:
         """Adopt the shards as they are now.
 
         Raises:
-            RuntimeError: A shard has lost its methods, or is on another device.
+            RuntimeError: A shard has no methods, or is on another device.
         """
         device = self.spec.device
-        for param, unsharded in zip(self.params, self._unsharded, strict=True):
+        for param in self.params:
             local = local_of(param.sharded)
-            if unsharded.is_custom and not has_gather_methods(param.fqn, local):
-                raise lost_gather_methods(param, self.label)
+            if not has_gather_methods(param.fqn, local):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was replaced by one whose "
+                    f"shard is a plain tensor, without the {PRE} that it had; assign a tensor of "
+                    "the same class, or edit it in place."
+                )
             if local.device.type not in ("meta", device.type):
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
@@ -517,19 +576,18 @@ class SubclassParams(UnitParams):
             set_local(param.sharded, local)
             tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
             param.install(param.sharded)
-        return self
 
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
         copied = copy.copy(self)
         copied.params = cast("list[ShardedParam]", params)
         copied._gradient_hook = gradient_hook
-        return copied.rebuild()
+        copied.rebuild()
+        return copied
 
     # --- location --------------------------------------------------------------------------
 
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        """Refuse: shards with a custom all-gather stay in place."""
-        raise not_built_for(self, "meshard.offload")
+        raise AssertionError("meshard.offload has refused: see check_not_subclass")
 
     def check_materialised(self) -> None:
         check_not_meta(self.params, self.label, self.spec.device)
@@ -543,20 +601,10 @@ def check_not_in_host_memory(fqn: str, host: MemoryLocation | None) -> None:
         )
 
 
-def not_built_for(tensors: SubclassParams, what: str) -> NotImplementedError:
-    """Return the error for ``what``, which cannot be done with a custom all-gather."""
-    return NotImplementedError(
-        f"{what} is not built yet for parameter {tensors.params[0].fqn!r} of unit "
-        f"{tensors.label!r}, because it has {PRE}."
-    )
-
-
 def check_not_subclass(tensors: UnitParams, what: str) -> None:
-    """Raise a NotImplementedError if the parameters of a unit have a custom all-gather.
-
-    Args:
-        tensors: Of a unit.
-        what: Cannot be done with it.
-    """
-    if isinstance(tensors, SubclassParams):
-        raise not_built_for(tensors, what)
+    """Raise a NotImplementedError if shards have a custom all-gather, so that ``what`` fails."""
+    if tensors.has_custom_gather:
+        raise NotImplementedError(
+            f"{what} is not built yet for parameter {tensors.params[0].fqn!r} of unit "
+            f"{tensors.label!r}, because it has {PRE}."
+        )

@@ -43,23 +43,31 @@ class UnitParams(abc.ABC):
         params: In the order of the module.
         spec: Mesh and device.
         label: Name of the unit for errors; known once its root is sharded.
+        comm: Shared by all units of a root; known once that is sharded.
         layout: How the shards lie, or would lie, in one buffer.
         compute_dtypes: Of the unsharded parameters, and of their gradients.
         is_one_dtype: Whether ``compute_dtypes`` are all the same.
         host_copies: Copies between host and device; None unless shards live in host memory.
         is_partly_meta: Whether some shards have memory and others are on the meta device.
         is_offloaded: Whether ``meshard.offload`` has moved the shards away.
+        has_custom_gather: Whether some shards have ``fsdp_pre_all_gather``.
     """
 
     params: Sequence[UnitParam]
     spec: GroupSpec
     label: str = ""
+    comm: Communicator
     layout: FlatLayout
     compute_dtypes: list[torch.dtype]
     is_one_dtype: bool
     host_copies: HostCopies | None = None
     is_partly_meta: bool = False
     is_offloaded: bool = False
+    has_custom_gather: bool = False
+
+    def _take_dtypes(self, compute_dtypes: list[torch.dtype]) -> None:
+        self.compute_dtypes = compute_dtypes
+        self.is_one_dtype = len(set(compute_dtypes)) == 1
 
     @abc.abstractmethod
     def start_gather(self, comm: Communicator) -> GatherInFlight:
@@ -103,12 +111,8 @@ class UnitParams(abc.ABC):
         """
 
     @abc.abstractmethod
-    def rebuild(self) -> UnitParams:
-        """Build storage and hooks anew for the adopted parameters, which must be resharded.
-
-        Returns:
-            What manages the parameters from now on; usually this object.
-        """
+    def rebuild(self) -> None:
+        """Build storage and hooks anew for the adopted parameters, which must be resharded."""
 
     @abc.abstractmethod
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
