@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import local_of, place_like, set_local
+from meshard._torch.private import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class ManualUnshard:
             if local.data_ptr() != before.address or local.dtype != before.dtype:
                 _restore(unsharded, before)
                 cast.append(param.fqn)
-            elif unsharded._version != before.version:
+            elif version_of(unsharded) != before.version:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
             warnings.warn(
@@ -111,7 +112,7 @@ def local_memory(unsharded: torch.Tensor) -> torch.Tensor:
 def _installed(unsharded: torch.Tensor) -> _Installed:
     local = local_memory(unsharded).detach()
     return _Installed(
-        unsharded.requires_grad, unsharded._version, local, local.data_ptr(), local.dtype
+        unsharded.requires_grad, version_of(unsharded), local, local.data_ptr(), local.dtype
     )
 
 

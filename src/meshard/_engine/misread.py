@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshard._engine.unit import Unit
 from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import local_of
+from meshard._torch.private import base_of
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _MAX_NODES = 8  # of a graph, between a parameter and what was computed from it
@@ -122,7 +123,8 @@ def _read_in(trace: TracebackType | None) -> _Found:
 def _origin(tensor: torch.Tensor) -> torch.Tensor:
     """Return the parameter that a tensor is, or is computed from."""
     if tensor.grad_fn is None:
-        return tensor._base if tensor._base is not None else tensor
+        base = base_of(tensor)
+        return tensor if base is None else base
     nodes: list[Any] = [tensor.grad_fn]
     for node in nodes:
         if hasattr(node, "variable"):

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from meshard._torch.private import number_of
+from meshard._torch.private import number_of, tree_flatten, tree_leaves, tree_unflatten
 
 WATCHED = "_meshard_watched"  # on an output: a unit has put its hook there
 _MAX_DEPTH = 3  # of objects in objects that are searched
@@ -45,7 +44,7 @@ def _collect(value: Any, found: list[torch.Tensor], depth: int, seen: set[int]) 
         for item in value.values():
             _collect(item, found, depth, seen)
     else:
-        leaves = pytree.tree_leaves(value)
+        leaves = tree_leaves(value)
         if len(leaves) != 1 or leaves[0] is not value:
             for leaf in leaves:
                 _collect(leaf, found, depth, seen)
@@ -120,13 +119,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if type(value) is dict:
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         return changed if any(changed[key] is not value[key] for key in value) else value
-    leaves, tree = pytree.tree_flatten(value)
+    leaves, tree = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return _map_fields(function, value)
     mapped_leaves = [map_tensors(function, leaf) for leaf in leaves]
     if all(a is b for a, b in zip(mapped_leaves, leaves, strict=True)):
         return value
-    return pytree.tree_unflatten(mapped_leaves, tree)
+    return tree_unflatten(mapped_leaves, tree)
 
 
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
