@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, units_in, units_or_raise
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.policies import GradientSync
 
@@ -46,7 +46,7 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     """
     if not isinstance(mode, GradientSync):
         raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
-    units = _units(module)
+    units = units_or_raise(module)
     before = [(unit.settings.sync, unit.settings.sync_when_on) for unit in units]
     for unit in units:
         unit.settings.sync = mode
@@ -100,7 +100,7 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    return _microbatches(module, batches, until_last, _units(module))
+    return _microbatches(module, batches, until_last, units_or_raise(module))
 
 
 def _microbatches(
@@ -175,7 +175,7 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
     partials: dict[str, DTensor | None] = {}
     is_open = False
-    for unit in _units(module):
+    for unit in units_or_raise(module):
         unit.lifecycle.finish_reductions()
         if unit.gradients is not None and unit.group is not None:
             is_open = is_open or unit.gradients.is_pending
@@ -204,22 +204,12 @@ def finalize_gradients(module: nn.Module) -> None:
     >>> bool(meshard.pending_gradients(layer)), layer.bias.grad.full_tensor()
     (False, tensor([1., 1.]))
     """
-    for unit in reversed(_units(module)):
+    for unit in reversed(units_or_raise(module)):
         unit.lifecycle.flush(unit)
-    for unit in _units(module):
+    for unit in units_or_raise(module):
         unit.lifecycle.finish_reductions()
-    for unit in reversed(_units(module)):
+    for unit in reversed(units_or_raise(module)):
         unit.lifecycle.end_window(unit)
-
-
-def _units(module: nn.Module) -> list[Unit]:
-    units = list(units_in(module))
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
-            "first."
-        )
-    return units
 
 
 def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._engine.unit import ReduceHook, Unit, units_in, units_of
+from meshard._engine.unit import ReduceHook, Unit, units_or_raise
 
 
 class ReduceHookHandle:
@@ -86,14 +86,7 @@ def register_reduce_hook(
         raise TypeError(
             f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."
         )
-    units = list(units_in(module))
-    if not recurse:
-        units = units_of(module)
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
-            "first."
-        )
+    units = units_or_raise(module, recurse=recurse)
     for unit in units:
         unit.settings.reduce_hooks.append(registration)
     return ReduceHookHandle(units, registration)

@@ -34,7 +34,7 @@ from meshard._comm.communicator import CommStream
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
-from meshard._engine.unit import Casts, Unit, units_in, units_of
+from meshard._engine.unit import Casts, Unit, units_or_raise
 from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.subclass_params import check_not_subclass
@@ -393,7 +393,7 @@ def unsharded_params(
     values: list[list[torch.Tensor]] = []
     has_failed = False
     try:
-        summoned += _summon(_units_of(module, recurse), options)
+        summoned += _summon(units_or_raise(module, recurse=recurse), options)
         try:
             yield
             if writeback:
@@ -414,16 +414,6 @@ def unsharded_params(
         for each, edited in zip(summoned, values, strict=True):
             each.write(edited)
             edited.clear()
-
-
-def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
-    units = list(units_in(module)) if recurse else units_of(module)
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; pass a module that fully_shard was "
-            "applied to, or one around it (with recurse=True)."
-        )
-    return units
 
 
 def _summon(units: list[Unit], options: SummonOptions) -> list[SummonedUnit]:

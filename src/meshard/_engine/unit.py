@@ -240,16 +240,17 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
                 yield unit
 
 
-def units_or_raise(module: nn.Module, appliers: str = "fully_shard or replicate") -> list[Unit]:
-    """Return the units of ``module`` and of everything inside it.
+def units_or_raise(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Return the units of ``module``, and with ``recurse`` those inside it.
 
     Raises:
-        ValueError: There is none; ``appliers`` are what makes some.
+        ValueError: There is none.
     """
-    units = list(units_in(module))
+    units = list(units_in(module)) if recurse else units_of(module)
     if not units:
         raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply {appliers} first."
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first."
         )
     return units
 
