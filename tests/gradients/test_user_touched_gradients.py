@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import meshard
-from meshard._engine.unit import units_in
 from tests.engine.test_lifetime import settled_tensor_bytes
 
 
@@ -151,25 +150,6 @@ class Half(nn.Module):
 
     def forward(self, x):
         return self.used(x) + 0 * self.unused(x).detach().sum()
-
-
-def unused():
-    model = Half()
-    for layer in (model.used, model.unused):
-        meshard.fully_shard(layer)
-    meshard.fully_shard(model)
-    held = []
-    for _ in range(3):
-        model(BATCH).sum().backward()
-        assert model.unused.weight.grad is None
-        model.zero_grad()
-        held += [unit.gradients.sharded._kept for unit in units_in(model.unused)]
-    return [kept is not None and kept._has_memory for kept in held]
-
-
-def test_a_unit_that_nobody_uses_keeps_no_memory_for_gradients(run_ranks):
-    for found in run_ranks(unused, 2):
-        assert not any(found)
 
 
 def cleared_on_the_way():

@@ -135,7 +135,9 @@ class Lifecycle:
             return
         group.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
-            group.forget_stale()
+            group.forget_stale(
+                voids_graphs=unit.reshards_after_forward and not unit.step.awaits_gradients
+            )
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         else:
             up_next = UpNext([], False)  # a recomputation: backward prefetches what follows
