@@ -47,14 +47,14 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     if not isinstance(mode, GradientSync):
         raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
     units = _units(module)
-    before = [(unit.settings.sync, unit.settings.sync_when_on) for unit in units]
+    before = [unit.settings.sync for unit in units]
     for unit in units:
         unit.settings.sync = mode
     try:
         yield
     finally:
-        for unit, (sync, sync_when_on) in zip(units, before, strict=True):
-            unit.settings.sync, unit.settings.sync_when_on = sync, sync_when_on
+        for unit, sync in zip(units, before, strict=True):
+            unit.settings.sync = sync
 
 
 def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -184,33 +184,29 @@ class GradientSetters:
             raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
         for unit in reached_units(self, recurse):
             unit.settings.sync = mode
-            if mode is not GradientSync.NONE:
-                unit.settings.sync_when_on = mode
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients at all, or not (``GradientSync.NONE``).
+        """Turn gradient reduction on (``GradientSync.FULL``) or off (``GradientSync.NONE``).
 
-        Turned on again, gradients are reduced as far as before: after
-        ``set_requires_all_reduce(False)`` that is ``REDUCE_SCATTER``.
+        True also undoes ``set_requires_all_reduce(False)``: the last call counts.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in reached_units(self, recurse):
-            chosen = unit.settings.sync_when_on if requires_gradient_sync else GradientSync.NONE
-            unit.settings.sync = chosen
+        self.set_gradient_sync(
+            GradientSync.FULL if requires_gradient_sync else GradientSync.NONE, recurse=recurse
+        )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Reduce across replicas (``FULL``), or inside the shard group only (``REDUCE_SCATTER``).
 
-        While gradient sync is off this is remembered, and holds once it is on again.
+        Does nothing to units that do not reduce at all (``GradientSync.NONE``).
         """
         check_bool("requires_all_reduce", requires_all_reduce)
-        chosen = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
+        mode = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
         for unit in reached_units(self, recurse):
-            unit.settings.sync_when_on = chosen
             if unit.settings.sync is not GradientSync.NONE:
-                unit.settings.sync = chosen
+                unit.settings.sync = mode
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the step follows the next backward.

@@ -167,7 +167,6 @@ class UnitSettings:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
-    sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # a gradient of zero for what no rank used
     max_input_buffers: int = 3  # whole gradients that may be on their way, the new ones included
