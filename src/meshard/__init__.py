@@ -35,7 +35,6 @@ from meshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from meshard.policies import OffloadPolicy as OffloadPolicy
 from meshard.policies import ReduceScatter as ReduceScatter
 from meshard.policies import ShardPlacementResult as ShardPlacementResult
-from meshard.reduce_hooks import DropRanks as DropRanks
 from meshard.reduce_hooks import WireCompression as WireCompression
 from meshard.reduce_hooks import register_reduce_hook as register_reduce_hook
 from meshard.replication import ReplicateModule as ReplicateModule
@@ -48,7 +47,6 @@ __all__ = [
     "Comm",
     "CommLedger",
     "DataParallelMeshDims",
-    "DropRanks",
     "FSDPModule",
     "FlatOptimizer",
     "GradientSync",

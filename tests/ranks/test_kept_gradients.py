@@ -1,7 +1,6 @@
-"""Do sharded gradients stay where they are, with the same numbers, if their memory is kept?"""
+"""Whose is the memory of a sharded gradient, and when is it freed?"""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from meshard._engine.unit import units_in
 from meshard._torch.dtensor import local_of
 from tests.ranks.test_lifetime import settled_tensor_bytes
 from tests.support.cases import CASES
-from tests.support.covering import covering
-from tests.support.parity import assert_same, full_grads, own_grads
+from tests.support.parity import assert_same, full_grads
 
 CASE = CASES["mlp_stack"]
 
@@ -31,42 +29,9 @@ def grads_of(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def same_bits(mesh_shape, modes, to_none):
-    kept, other = sharded(mesh_shape), sharded(mesh_shape)
-    kept.set_keep_gradient_memory(True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (kept, other)]
-    rank = torch.distributed.get_rank()
-    places = []
-    for step in range(4):
-        for number, mode in enumerate(modes):
-            for model in (kept, other):
-                with meshard.gradient_sync(model, meshard.GradientSync(mode)):
-                    CASE.loss(model(CASE.batch(rank, 10 * step + number))).backward()
-        assert_same(own_grads(kept), own_grads(other), bitwise=True)
-        grads = grads_of(kept)
-        places.append({name: (id(g), g.to_local().data_ptr()) for name, g in grads.items()})
-        for model, optimizer in zip((kept, other), optimizers, strict=True):
-            meshard.clip_grad_norm_(model, 0.5)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-        if to_none:
-            for grad in grads.values():
-                grad.to_local().fill_(float("nan"))  # is nobody's now, and must not show
-    assert places[1] == places[2] == places[3]
-
-
-MODES = [("full",), ("none", "reduce_scatter", "full"), ("full", "full")]
-
-
-@covering("mesh_shape, modes, to_none", product([(2,), (2, 2), (3,)], MODES, [True, False]))
-def test_the_same_tensors_hold_the_same_bits(run_ranks, mesh_shape, modes, to_none):
-    run_ranks(same_bits, torch.Size(mesh_shape).numel(), mesh_shape, modes, to_none)
-
-
-def given_back(keep):
+def given_back():
     """Return the bytes that zero_grad gives back, and those of the gradients."""
     model = sharded((2,))
-    model.set_keep_gradient_memory(keep)
     batch = CASE.batch(torch.distributed.get_rank(), 0)
     for _ in range(2):
         model.zero_grad()
@@ -77,36 +42,13 @@ def given_back(keep):
     return before - settled_tensor_bytes(), sum(flats.values())
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_the_memory_is_kept_to_the_byte(run_ranks, keep):
-    for found, flat in run_ranks(given_back, 2, keep):
-        assert found == (0 if keep else flat)
-
-
-def turned_off():
-    model = sharded((2,))
-    model.set_keep_gradient_memory(True)
-    batch = CASE.batch(torch.distributed.get_rank(), 0)
-    CASE.loss(model(batch)).backward()
-    first = grads_of(model)
-    model.set_keep_gradient_memory(False)
-    model.zero_grad()
-    values = {name: grad.to_local().clone() for name, grad in first.items()}
-    CASE.loss(model(batch)).backward()
-    for name, grad in grads_of(model).items():
-        assert grad is not first[name]
-        assert torch.equal(first[name].to_local(), values[name])  # whoever keeps one keeps it
-    with pytest.raises(TypeError, match="must be a bool"):
-        model.set_keep_gradient_memory(1)
-
-
-def test_it_can_be_turned_off(run_ranks):
-    run_ranks(turned_off, 2)
+def test_zero_grad_frees_gradients_to_the_byte(run_ranks):
+    for found, flat in run_ranks(given_back, 2):
+        assert found == flat
 
 
 def cast_between_steps():
     model = sharded((2,))
-    model.set_keep_gradient_memory(True)
     batch = CASE.batch(torch.distributed.get_rank(), 0)
     for dtype in (torch.float32, torch.float64, torch.float32):
         model.to(dtype)

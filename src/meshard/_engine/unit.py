@@ -342,6 +342,21 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
                 yield unit
 
 
+def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Return the units of ``module``, and with ``recurse`` those inside.
+
+    Raises:
+        ValueError: There is none.
+    """
+    units = list(units_in(module)) if recurse else units_of(module)
+    if not units:
+        raise ValueError(
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first, or pass a module around one that they were applied to (with recurse=True)."
+        )
+    return units
+
+
 def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__
