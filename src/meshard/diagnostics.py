@@ -148,10 +148,10 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
         yield f"param_dtype={'+'.join(computed)}"
-    if gradients.plan.reduce_dtype is not None:
-        yield f"reduce_dtype={_short(gradients.plan.reduce_dtype)}"
-    if gradients.plan.chosen_dtype is not None:
-        yield f"accumulate_dtype={_short(gradients.plan.chosen_dtype)}"
+    if gradients.rules.reduce_dtype is not None:
+        yield f"reduce_dtype={_short(gradients.rules.reduce_dtype)}"
+    if gradients.rules.chosen_dtype is not None:
+        yield f"accumulate_dtype={_short(gradients.rules.chosen_dtype)}"
     if unit.casts.outputs is not None:
         yield f"output_dtype={_short(unit.casts.outputs)}"
     if settings.sync is not GradientSync.FULL:

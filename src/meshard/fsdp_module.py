@@ -18,12 +18,6 @@ from meshard._comm.custom import GroupMemory
 from meshard._comm.divergence import share
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
-from meshard._engine.manual_unshard import (
-    end_manual_unshard,
-    finish_manual_unshard,
-    start_manual_unshard,
-)
-from meshard._engine.param_group import ParamState
 from meshard._engine.unit import (
     CommSettings,
     DivideFactor,
@@ -38,7 +32,6 @@ from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 from meshard.reduce_hooks import on_stream
-from meshard.weights import joining_hook_maker
 
 # --- helpers of the setters ----------------------------------------------------------------------
 
@@ -384,12 +377,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in units_of(as_module(self)):
-            if unit.group is None:
-                continue
-            end_manual_unshard(unit.group, stays=False)
-            if unit.group.state is not ParamState.SHARDED:
-                unit.group.reshard()
-            unit.group.finish_copies()  # the caller may edit the shards next
+            if unit.group is not None:
+                unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or retain them for backward."""
@@ -558,7 +547,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_not_summoned("moved or cast")
-                end_manual_unshard(unit.group, stays=False)
+                unit.group.end_manual_unshard()
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -591,7 +580,7 @@ class UnshardHandle:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._manual_unshards = [
-            (weakref.ref(unit.group), start_manual_unshard(unit.group, joining_hook_maker(unit)))
+            (weakref.ref(unit.group), unit.group.start_manual_unshard())
             for unit in units
             if unit.group is not None
         ]
@@ -604,7 +593,7 @@ class UnshardHandle:
         for ref, manual_unshard in self._manual_unshards:
             group = ref()
             if group is not None:
-                finish_manual_unshard(group, manual_unshard)
+                group.finish_manual_unshard(manual_unshard)
         self._manual_unshards.clear()
 
 
