@@ -113,19 +113,3 @@ def held_gradients(holder):
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_whoever_holds_a_gradient_keeps_it(run_ranks, holder):
     run_ranks(held_gradients, 2, holder)
-
-
-def steps_alone(num_steps):
-    model = sharded((2,))
-    places = []
-    for step in range(num_steps):
-        CASE.loss(model(CASE.batch(torch.distributed.get_rank(), step))).backward()
-        places.append({name: id(grad) for name, grad in grads_of(model).items()})
-        model.zero_grad()
-        assert all(unit.gradients.sharded.flat is None for unit in units_in(model))
-    return places
-
-
-def test_where_nobody_does_the_objects_are_the_same_ones(run_ranks):
-    for places in run_ranks(steps_alone, 2, 4):
-        assert places[0] == places[1] == places[2] == places[3]

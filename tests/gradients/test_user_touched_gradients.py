@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import meshard
-from meshard._engine.unit import units_in
 from tests.engine.test_lifetime import settled_tensor_bytes
 
 
@@ -114,36 +113,6 @@ def empty_shards():
 
 def test_gradients_of_empty_shards_stay_the_same_in_a_window(run_ranks):
     run_ranks(empty_shards, 2)
-
-
-class Half(nn.Module):
-    """Uses one of its layers, but the gradient of neither is None beforehand."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 64)
-
-    def forward(self, x):
-        return self.used(x) + 0 * self.unused(x).detach().sum()
-
-
-def unused():
-    model = Half()
-    for layer in (model.used, model.unused):
-        meshard.fully_shard(layer)
-    meshard.fully_shard(model)
-    held = []
-    for _ in range(3):
-        model(BATCH).sum().backward()
-        assert model.unused.weight.grad is None
-        model.zero_grad()
-        held += [unit.gradients.sharded._kept for unit in units_in(model.unused)]
-    return [kept is not None and kept._has_memory for kept in held]
-
-
-def test_a_unit_that_nobody_uses_keeps_no_memory_for_gradients(run_ranks):
-    for found in run_ranks(unused, 2):
-        assert not any(found)
 
 
 def cleared_on_the_way():
