@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,7 +46,8 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     tensor([[2., 2.],
             [2., 2.]])
     """
-    _check_mode("mode", mode)
+    if not isinstance(mode, GradientSync):
+        raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
     units = require_units(module)
     before = [unit.settings.sync for unit in units]
     for unit in units:
@@ -99,7 +100,8 @@ def microbatches(
     >>> layer.weight.grad.full_tensor()
     tensor([[3., 3.]])
     """
-    _check_mode("until_last", until_last)
+    if not isinstance(until_last, GradientSync):
+        raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
     return _microbatches(module, batches, until_last, require_units(module))
 
 
@@ -124,20 +126,15 @@ def _microbatches(
             lifecycle.is_last_backward = was_last
 
 
-def _check_mode(name: str, mode: object) -> None:
-    if not isinstance(mode, GradientSync):
-        raise TypeError(f"{name} must be a meshard.GradientSync, got {mode!r}.")
-
-
 # --- pending gradients ---------------------------------------------------------------------------
 
 
-class PendingGradients(Mapping[str, DTensor | None]):
+class PendingGradients(dict[str, DTensor | None]):
     """Gradients that are accumulated but not in ``.grad``, by parameter name.
 
     The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
     reduced over the shard group; None if its gradients have not been reduced at all. The mapping is
-    false if nothing is pending, on all ranks alike.
+    false if nothing is pending, on all ranks alike, also if it is empty on this one.
 
     Args:
         partials: By dotted name.
@@ -145,23 +142,14 @@ class PendingGradients(Mapping[str, DTensor | None]):
     """
 
     def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
-        self._partials = partials
+        super().__init__(partials)
         self._is_open = is_open
 
     def __bool__(self) -> bool:
         return self._is_open
 
-    def __getitem__(self, fqn: str) -> DTensor | None:
-        return self._partials[fqn]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._partials)
-
-    def __len__(self) -> int:
-        return len(self._partials)
-
     def __repr__(self) -> str:
-        return f"PendingGradients({', '.join(self._partials)}, is_open={self._is_open})"
+        return f"PendingGradients({', '.join(self)}, is_open={self._is_open})"
 
 
 def pending_gradients(module: nn.Module) -> PendingGradients:
