@@ -137,11 +137,6 @@ SILENT = (
         peer=_rows(_USE, "a_factor_on_a_root_without_parameters"),
     ),
     Behaviour(
-        situation="set_requires_gradient_sync(True) after set_requires_all_reduce(False)",
-        ours=("api/test_controls.py::test_the_two_old_setters_are_one_mode",),
-        peer=_rows(_GRADIENTS, "two_setters"),
-    ),
-    Behaviour(
         situation="late set_reduce_scatter_max_input_buffers",
         ours=("comm/test_comm_controls.py::test_inputs_of_reductions_are_no_more_than_allowed",),
         peer=_rows(_USE, "a_late_limit_of_input_buffers"),

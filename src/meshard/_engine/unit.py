@@ -64,7 +64,6 @@ class UnitSettings(ReduceSettings):
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
-    sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
     comm: CommSettings = CommSettings()
     unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
@@ -238,6 +237,21 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
             if unit not in seen:
                 seen.add(unit)
                 yield unit
+
+
+def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Return the units of ``module``, and with ``recurse`` those inside.
+
+    Raises:
+        ValueError: There is none.
+    """
+    units = list(units_in(module)) if recurse else units_of(module)
+    if not units:
+        raise ValueError(
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first, or pass a module around one that they were applied to (with recurse=True)."
+        )
+    return units
 
 
 def own_class(module: nn.Module) -> type:
