@@ -1,8 +1,8 @@
 """Initialization of sharded parameters.
 
-Random numbers drawn for a shard are not the shard of those drawn for the whole parameter, and on
-ranks that are seeded alike every shard would be the same. So modules are initialised on whole
-tensors, which every rank draws alike, and each rank keeps its part.
+Random numbers drawn for a shard are not the shard of those drawn for the unsharded parameter, and
+on ranks with the same seed every shard would be the same. So modules are initialised unsharded,
+with the same random numbers on every rank, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, own_class, units_in, units_of
+from meshard._engine.unit import SummonOptions, Unit, own_class, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like
 from meshard.same_start import overwrite_by_first_rank
+from meshard.weights import SummonedUnit, check_between_steps
 
 
 def _poison_of(dtype: torch.dtype) -> float | int | None:
@@ -33,15 +34,15 @@ def _poison_of(dtype: torch.dtype) -> float | int | None:
     return None
 
 
-def new_poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for ``like`` in which one can see what has not been written to."""
+def _new_poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory for ``like`` that shows which elements have not been written to."""
     new = torch.empty_like(like, device=device)
     poison = _poison_of(new.dtype)
     return new if poison is None else new.fill_(poison)
 
 
-def is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether a part of what ``new_poisoned`` returned has not been written to."""
+def _is_untouched(tensor: torch.Tensor) -> bool:
+    """Whether a part of what ``_new_poisoned`` returned has not been written to."""
     poison = _poison_of(tensor.dtype)
     if poison is None:
         return False
@@ -49,73 +50,21 @@ def is_untouched(tensor: torch.Tensor) -> bool:
     return bool(untouched.any())
 
 
-class UnitForInit:
-    """The parameters of a unit, whole, in the dtype of their shards, seen by its modules.
-
-    Not what a forward sees: that may be of another dtype.
-
-    **Collective:** the mesh of the unit, to gather what has values; nothing for meta tensors.
-    **Lifetime:** until ``close``.
-
-    Args:
-        unit: A unit with parameters, between two steps.
-        fqn: Its name, to name its parameters.
-    """
-
-    def __init__(self, unit: Unit, fqn: str) -> None:
-        assert unit.group is not None
-        self._fqn = fqn
-        self._group = unit.group
-        self._group.reshard()
-        self._group.finish_copies()
-        without_memory = self._give_memory(self._group)
-        self._is_new = [index in without_memory for index in range(len(self._group.params))]
-        device = self._group.spec.device
-        for param, is_new in zip(self._group.params, self._is_new, strict=True):
-            sharded = param.sharded
-            assert isinstance(sharded, DTensor)
-            if is_new:
-                shape = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
-                unsharded_param = new_poisoned(shape, device)
-            else:
-                local = local_of(sharded).to(device)  # the groups of the mesh serve no other
-                unsharded_param = place_like(sharded, local).full_tensor().detach().clone()
-            param.install(nn.Parameter(unsharded_param, requires_grad=sharded.requires_grad))
-
-    @staticmethod
-    def _give_memory(group: ParamGroup) -> set[int]:
-        """Allocate the shards that are on the meta device; return which those are."""
-        group.tensors.take_replacements()
-        found = set()
-        for index, param in enumerate(group.params):
-            local = local_of(param.sharded)
-            if local.is_meta:
-                found.add(index)
-                _leave_meta(param, group)
-        group.adopt_edits()  # moves them into one buffer
-        return found
-
-    def close(self) -> list[str]:
-        """Copy every rank's part back and let the rest go.
-
-        Returns:
-            The names of parameters that were on the meta device and have not been written to.
-        """
-        untouched = []
-        for param, is_new in zip(self._group.params, self._is_new, strict=True):
-            unsharded = _held(param)
-            param.install(param.sharded)
-            if unsharded is None or unsharded is param.sharded:
-                continue
-            if is_new and is_untouched(unsharded):
-                untouched.append(f"{self._fqn}.{param.fqn}" if self._fqn else param.fqn)
-            part = param.own_part(unsharded)
-            local_of(param.sharded).copy_(part)
-        return untouched
+def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
+    """Allocate the shards that are on the meta device; return which those are."""
+    group.reshard()
+    group.finish_copies()
+    group.tensors.take_replacements()
+    new = [param for param in group.params if local_of(param.sharded).is_meta]
+    for param in new:
+        _allocate(param, group)
+    group.adopt_edits()  # moves them into one buffer
+    group.tensors.check_materialised()
+    return new
 
 
-def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
-    """Give a shard memory, under the parameter object that an optimizer may hold."""
+def _allocate(param: ShardedParam, group: ParamGroup) -> None:
+    """Allocate a shard. The parameter stays the same object, which an optimizer may hold."""
     old = param.sharded
     local = torch.empty_like(local_of(old), device=group.spec.location.device)
     param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
@@ -126,13 +75,19 @@ def _leave_meta(param: ShardedParam, group: ParamGroup) -> None:
     param.sharded = old
 
 
-def _held(param: ShardedParam) -> torch.Tensor | None:
-    """Return what the modules hold, which an initialisation may have replaced."""
-    for module_ref, name in param.owners:
-        module = module_ref()
-        if module is not None:
-            return module._parameters[name]
-    return None
+def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
+    """Return a plain parameter of the global shape, in the dtype of the shard.
+
+    **Collective:** the mesh of the parameter, unless it is new.
+    """
+    sharded = param.sharded
+    if is_new:
+        meta = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
+        value = _new_poisoned(meta, device)
+    else:
+        local = local_of(sharded).to(device)  # the process groups of the mesh serve no other
+        value = place_like(sharded, local).full_tensor().detach().clone()
+    return nn.Parameter(value, requires_grad=False)
 
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -214,24 +169,25 @@ class _Initialisation:
         self._init = init
         self._device = device
         self._seen: set[nn.Module] = set()
-        self._open: dict[Unit, UnitForInit] = {}
+        self._summoned: dict[Unit, SummonedUnit] = {}
+        self._new: dict[ShardedParam, str] = {}  # of summoned units: no values yet
         self._given: dict[torch.Tensor, tuple[str, torch.Tensor]] = {}  # by the meta tensor before
 
     def run(self, root: nn.Module) -> None:
-        """Initialise everything inside ``root``; what was forgotten is in ``untouched`` then."""
+        """Initialise everything inside ``root``, and list what was not in ``untouched``."""
         try:
             self._visit("", root)
-            self.untouched += [
-                name for name, tensor in self._given.values() if is_untouched(tensor)
-            ]
+            self._finish(list(self._summoned))
         finally:
-            self._close(list(self._open))
+            for summoned in self._summoned.values():
+                summoned.close()
+        self.untouched += [name for name, tensor in self._given.values() if _is_untouched(tensor)]
 
     def _visit(self, fqn: str, module: nn.Module) -> None:
         if module in self._seen:
             return
         self._seen.add(module)
-        opened = self._open_units(fqn, module)
+        summoned = self._summon_for(fqn, module)
         self._give_memory(fqn, module)
         for name, child in module.named_children():
             self._visit(f"{fqn}.{name}" if fqn else name, child)
@@ -241,26 +197,47 @@ class _Initialisation:
             reset = _reset_of(module)
             if reset is not None:
                 reset()
-        # A unit of several modules stays open until the last of them has been visited.
-        self._close([unit for unit in opened if len(unit.modules) == 1])
+        # A unit of several modules stays unsharded until all of them have been visited.
+        self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
-    def _open_units(self, fqn: str, module: nn.Module) -> list[Unit]:
-        """Make whole what initialising ``module`` may write to."""
+    def _summon_for(self, fqn: str, module: nn.Module) -> list[Unit]:
+        """Unshard what initialising ``module`` may write to."""
         wanted = dict.fromkeys(units_of(module), fqn)
         if self._init is None and _reset_of(module) is not None:
             for name, inner in module.named_modules(prefix=fqn):
                 for unit in units_of(inner):
                     wanted.setdefault(unit, name)
-        opened = []
+        wanted = {unit: name for unit, name in wanted.items() if unit not in self._summoned}
         for unit, name in wanted.items():
-            if unit.group is not None and unit not in self._open:
-                self._open[unit] = UnitForInit(unit, name)
-                opened.append(unit)
-        return opened
+            self._summon(unit, name)
+        return [unit for unit in wanted if unit in self._summoned]
 
-    def _close(self, units: list[Unit]) -> None:
+    def _summon(self, unit: Unit, fqn: str) -> None:
+        group = unit.group
+        if group is None:
+            return
+        check_between_steps(unit, "materialize")
+        group.check_not_summoned("materialized")
+        new = _leave_meta(group)
+        self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
+        unsharded = [
+            _unsharded(param, group.spec.device, is_new=param in new) for param in group.params
+        ]
+        self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
+
+    def _finish(self, units: list[Unit]) -> None:
+        """Check and write back what was initialised, and reshard."""
         for unit in units:
-            self.untouched += self._open.pop(unit).close()
+            summoned = self._summoned[unit]
+            values = summoned.edited_values()
+            for param in summoned.params:
+                name = self._new.pop(param, None)
+                installed = param.installed()[0]
+                if name is not None and installed is not None and _is_untouched(installed):
+                    self.untouched.append(name)
+            summoned.close()
+            summoned.write(values)
+            del self._summoned[unit]
 
     def _give_memory(self, fqn: str, module: nn.Module) -> None:
         """Give memory to meta tensors that ``module`` holds and that belong to no unit."""
@@ -270,14 +247,14 @@ class _Initialisation:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in self._given:
-                    new = new_poisoned(tensor.detach(), self._device)
+                    new = _new_poisoned(tensor.detach(), self._device)
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)
                 position[name] = self._given[tensor][1]
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
-        inside = [unit for unit in units_in(module) if unit not in self._open]
+        inside = [unit for unit in units_in(module) if unit not in self._summoned]
         before = [unit.group.tensors.version for unit in inside if unit.group is not None]
         init(module)
         after = [unit.group.tensors.version for unit in inside if unit.group is not None]
