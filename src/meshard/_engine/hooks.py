@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.misread import explain
+from meshard._engine.misread import explain_mixed_tensors
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -133,7 +133,7 @@ class ModuleHooks:
         # When forward raises, torch calls this inside its except block, without an output.
         failed = output is None and sys.exc_info()[0] is not None
         if failed:
-            explain(sys.exc_info()[1])
+            explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.summoned is not None:
             return None
         of = unit.lifecycle.schedule.present
