@@ -137,8 +137,8 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
         unit.summoned.check_allows(options, unit.label)
         return False
     check_between_steps(unit, options.caller)
-    check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.adopt_edits()
+    check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.tensors.check_materialised()
     return True
 
