@@ -35,8 +35,8 @@ from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
 from meshard.fsdp_module import GradientSetters, as_module, check_bool, swap_class
+from meshard.initialization import overwrite_by_first_rank
 from meshard.policies import MixedPrecisionPolicy
-from meshard.same_start import overwrite_by_first_rank
 
 _FIRST_CAP = 2**20  # bytes: it should leave while most of backward is still to come
 

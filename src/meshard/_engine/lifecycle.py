@@ -239,6 +239,11 @@ class Lifecycle:
         Returns:
             What autograd uses instead of the gradient; None: the gradient itself.
         """
+        if unit.summoned is not None:
+            raise RuntimeError(
+                f"a backward reached unit {unit.label!r} inside {unit.summoned.caller}, from a "
+                "forward made before it; run that backward before, or after."
+            )
         self._begin_backward()
         for number in StepSchedule.over_before(of, call, self._num_backwards):
             other = self._units[number]()

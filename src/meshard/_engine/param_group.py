@@ -157,8 +157,8 @@ class ParamGroup:
         """Raise if the group is summoned and so cannot be ``what``."""
         if self.is_summoned:
             raise RuntimeError(
-                f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
-                "first."
+                f"unit {self.label!r} is inside unsharded_params, so it cannot be {what}; leave "
+                "that block first."
             )
 
     # --- edits from outside -----------------------------------------------------------
