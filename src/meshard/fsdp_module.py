@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.custom import GroupMemory
-from meshard._comm.divergence import share
+from meshard._comm.custom import CommSettings, memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
 from meshard._engine.manual_unshard import (
@@ -29,7 +28,6 @@ from meshard._engine.manual_unshard import (
 )
 from meshard._engine.param_group import ParamState
 from meshard._engine.unit import (
-    CommSettings,
     DivideFactor,
     ReduceHook,
     Unit,
@@ -483,7 +481,7 @@ class CommSetters:
         check_bool("enable", enable)
         for unit in reached_units(self, recurse):
             if enable and unit.group is not None:
-                GroupMemory(unit.group.spec.device).of(unit.group.spec.mesh_info.shard_group)
+                memory_backend(unit.group.spec.mesh_info.shard_group, unit.group.spec.device)
         _replace(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -532,7 +530,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
     for unit in units[1:]:
-        unit.lifecycle.use(share(units[0].lifecycle.comm, unit.lifecycle.comm))
+        unit.lifecycle.use(units[0].lifecycle.comm.shared_with(unit.lifecycle.comm))
 
 
 def _check_sharded(module: Any) -> bool:
@@ -577,7 +575,7 @@ def _put(unit: Unit, chosen: CommSettings) -> None:
     unit.lifecycle.finish_reductions()
     unit.settings.comm = chosen
     if unit.group is not None:
-        unit.group.comm = chosen.apply_to(unit.lifecycle.comm, unit.group.spec.device)
+        unit.group.comm = unit.lifecycle.comm.with_custom(chosen)
 
 
 _CLASSES: dict[type, type] = {}

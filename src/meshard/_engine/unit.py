@@ -25,14 +25,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._comm.communicator import Communicator
-from meshard._comm.custom import CustomCommunicator, GroupMemory
+from meshard._comm.custom import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard._gradients.accumulator import GradientState
 from meshard._gradients.reduce_plan import TensorHook
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.subclass_params import SubclassParams
-from meshard.policies import AllGather, GradientSync, ReduceScatter
+from meshard.policies import GradientSync
 
 
 class Retainer(Protocol):
@@ -138,24 +138,6 @@ class ReduceHook:
         return not (self.arrived or self.before or self.after or self.wire_dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class CommSettings:
-    """What the user put in the place of collectives, or of their memory."""
-
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
-    from_group: bool = False  # memory of the process group
-
-    def apply_to(self, comm: Communicator, device: torch.device) -> Communicator:
-        """Return ``comm`` with all that replaced."""
-        if self == CommSettings():
-            return comm
-        memory = GroupMemory(device) if self.from_group else None
-        return CustomCommunicator(
-            comm, all_gather=self.all_gather, reduce_scatter=self.reduce_scatter, memory=memory
-        )
-
-
 @dataclass(slots=True)
 class UnitSettings:
     """What may change from step to step. Written by the setters of ``FSDPModule``."""
@@ -172,7 +154,7 @@ class UnitSettings:
     zero_unused: bool = False  # a gradient of zero for what no rank used
     max_input_buffers: int = 3  # whole gradients that may be on their way, the new ones included
     scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
-    comm: CommSettings = CommSettings()
+    comm: CommSettings = field(default_factory=CommSettings)
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
     unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)

@@ -13,7 +13,7 @@ from collections import deque
 from typing import NamedTuple
 
 from meshard._comm.communicator import Communicator, InFlight, StepPhase
-from meshard._comm.divergence import CheckedCommunicator, check_fingerprint
+from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._engine.unit import ReduceHook, Unit
 from meshard._gradients.accumulator import ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceOptions
@@ -36,7 +36,7 @@ class Reductions:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._is_checked = isinstance(comm, CheckedCommunicator)
+        self._is_checked = is_debugging()
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
         self.has_sent_input = False  # what was sent may be given back before the next one starts
