@@ -31,7 +31,9 @@ def describe(module: nn.Module) -> str:
     does not divide is padded; the mesh; and what differs from the defaults of ``fully_shard``.
     Gradients and optimizer states take a multiple of the same. Below the table are warnings: units
     in which padding adds a quarter or more to what is gathered and reduced, and trainable
-    parameters that an optimizer would step in less than float32.
+    parameters that an optimizer would step in less than float32. Where several CPU ranks
+    communicate, the last line states whether they use shared memory, and why not: ``shared memory:
+    on``, or ``shared memory: off: ...``.
 
     Communicates nothing, and needs no memory: models on the meta device, and process groups that
     only pretend to have many ranks, are described all the same.
@@ -49,7 +51,7 @@ def describe(module: nn.Module) -> str:
     rows = [_Row.of(unit) for unit in units_in(module)]
     rows += _outside_of_units(module)
     lines = _aligned([_COLUMNS, *(row.cells() for row in rows), _total(rows).cells()])
-    return "\n".join([*lines, *_warnings(rows)])
+    return "\n".join([*lines, *_warnings(rows), *_memory_reports(units_in(module))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,15 @@ def _warnings(rows: Iterable[_Row]) -> Iterator[str]:
                 f"{row.narrow!r}). Keep float32 parameters, and compute in less by "
                 "mp_policy=MixedPrecisionPolicy(param_dtype=...)."
             )
+
+
+def _memory_reports(units: Iterable[Unit]) -> list[str]:
+    reports = [
+        unit.group.comm.memory_report(unit.group.spec.mesh_info.groups)
+        for unit in units
+        if unit.group is not None
+    ]
+    return [report for report in dict.fromkeys(reports) if report]
 
 
 class CommLedger:
