@@ -257,7 +257,7 @@ class Communicator:
     ) -> torch.Tensor:
         """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``comm_stream``.
 
-        With ``is_sent`` it will be the source of one collective, whole and once, then dropped.
+        With ``is_sent`` it will be the whole source of one collective, then dropped.
         """
         # The user's allocators serve what is received, and what is reduce-scattered.
         if self._custom and not is_sent and group.size() > 1:

@@ -28,7 +28,7 @@ from meshard._torch.private import timeout_of
 
 # Messages that may be in flight at once: the start of a segment has four words for each.
 _MESSAGES = 4096
-_PUBLISHED, _PLACE, _SIZE, _ACKNOWLEDGED = range(4)
+_PUBLISHED, _POSITION, _SIZE, _ACKNOWLEDGED = range(4)
 _TOKEN_WORD = 4 * _MESSAGES
 _START = aligned(8 * (_TOKEN_WORD + 1))
 
@@ -87,7 +87,7 @@ class Channel:
         words = [segment.words(0, 4 * _MESSAGES) for segment in segments]
         self._published, self._position, self._size, self._acknowledged = (
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
-            for kind in (_PUBLISHED, _PLACE, _SIZE, _ACKNOWLEDGED)
+            for kind in (_PUBLISHED, _POSITION, _SIZE, _ACKNOWLEDGED)
         )
         self._patience = patience
         self._processes = {other: _Process(processes[other]) for other in self.others}
