@@ -1,15 +1,14 @@
 """Which test shows what happens in a situation in which torch's fully_shard is wrong or fails?
 
-Data only: ``tests/architecture/test_behaviours.py`` holds that every test named here exists. What
-stands in brackets is the row of that file's ``ROWS`` under whose name the test runs.
+Data only: ``tests/house/test_behaviours.py`` holds that every test named here exists. Paths begin
+below ``tests/``; in brackets is the row of that file's ``ROWS`` under whose name the test runs.
 """
 
 from dataclasses import dataclass
 
-_RANKS = "tests/ranks/test_"
-_GRADIENTS = f"{_RANKS}peer_gradients.py::test_the_peer_beside_us"
-_STATE = f"{_RANKS}peer_state.py::test_the_peer_beside_us"
-_USE = f"{_RANKS}peer_use.py::test_the_peer_beside_us"
+_GRADIENTS = "peers/test_peer_gradients.py::test_the_peer_beside_us"
+_STATE = "peers/test_peer_state.py::test_the_peer_beside_us"
+_USE = "peers/test_peer_use.py::test_the_peer_beside_us"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +30,20 @@ SILENT = (
     Behaviour(
         situation="ranks use different parameters of one unit",
         ours=(
-            f"{_RANKS}peer_gradients.py::test_ranks_that_use_different_parameters",
-            f"{_RANKS}usage.py::test_ranks_that_use_different_parameters_of_the_same_size_stay_apart",
-            f"{_RANKS}usage.py::test_any_window_leaves_the_right_sums_and_sends_the_same_on_all_ranks",
+            "peers/test_peer_gradients.py::test_ranks_that_use_different_parameters",
+            "gradients/test_used_params.py::test_ranks_that_use_different_parameters_of_the_same_size_stay_apart",
+            "gradients/test_used_params.py::test_any_window_leaves_the_right_sums_and_sends_the_same_on_all_ranks",
         ),
         peer=(
-            f"{_RANKS}peer_gradients.py::"
+            "peers/test_peer_gradients.py::"
             "test_the_peer_mixes_parameters_of_different_ranks_up_or_dies",
         ),
     ),
     Behaviour(
         situation="ranks run different units",
         ours=(
-            f"{_RANKS}debug.py::test_ranks_that_run_different_units_are_told_which",
-            f"{_RANKS}debug_divergence.py::test_a_unit_that_one_rank_skips_in_backward",
+            "comm/test_debug.py::test_ranks_that_run_different_units_are_told_which",
+            "comm/test_debug_divergence.py::test_a_unit_that_one_rank_skips_in_backward",
         ),
         no_peer="it waits in the backend for the timeout of the process group, or adds up what "
         "does not belong together, as its units happen to have the same size or not",
@@ -52,9 +51,9 @@ SILENT = (
     Behaviour(
         situation="shards edited after an evaluation that left the root whole",
         ours=(
-            f"{_RANKS}state.py::"
+            "api/test_state.py::"
             "test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters",
-            f"{_RANKS}averages.py::test_averages_may_be_swapped_in_for_an_evaluation",
+            "engine/test_moving_averages.py::test_averages_may_be_swapped_in_for_an_evaluation",
         ),
         peer=_rows(
             _STATE,
@@ -66,28 +65,30 @@ SILENT = (
     Behaviour(
         situation="optimizer built before fully_shard",
         ours=(
-            f"{_RANKS}stale_optimizers.py::test_an_optimizer_built_before_fully_shard_is_told_so",
-            f"{_RANKS}stale_optimizers.py::test_one_parameter_of_before_among_others_is_found",
+            "engine/test_stale_optimizers.py::test_an_optimizer_built_before_fully_shard_is_told_so",
+            "engine/test_stale_optimizers.py::test_one_parameter_of_before_among_others_is_found",
         ),
         peer=(
-            f"{_RANKS}stale_optimizers.py::test_an_optimizer_built_before_fully_shard_is_told_so",
+            "engine/test_stale_optimizers.py::test_an_optimizer_built_before_fully_shard_is_told_so",
         ),
     ),
     Behaviour(
         situation="optimizer built after an evaluation",
-        ours=(f"{_RANKS}stale_optimizers.py::test_an_optimizer_built_after_an_evaluation_trains",),
+        ours=(
+            "engine/test_stale_optimizers.py::test_an_optimizer_built_after_an_evaluation_trains",
+        ),
         peer=_rows(_STATE, "an_optimizer_built_after_an_evaluation"),
     ),
     Behaviour(
         situation="zero_grad() while gradients are held that are not reduced",
-        ours=(f"{_RANKS}accumulation.py::test_zero_grad_clears_what_is_hidden",),
+        ours=("accumulation/test_accumulation.py::test_zero_grad_clears_what_is_hidden",),
         peer=_rows(_GRADIENTS, "zero_grad_in_window"),
     ),
     Behaviour(
         situation="requires_grad toggled while whole, or thawed under mixed precision",
         ours=(
-            f"{_RANKS}usage.py::test_parameters_may_be_frozen_and_thawed_between_steps",
-            f"{_RANKS}mixed_precision.py::"
+            "gradients/test_used_params.py::test_parameters_may_be_frozen_and_thawed_between_steps",
+            "api/test_mixed_precision.py::"
             "test_sums_stay_wide_when_parameters_are_frozen_and_thawed",
         ),
         peer=_rows(
@@ -101,46 +102,48 @@ SILENT = (
     Behaviour(
         situation="a child cast, or a weight assigned, after sharding",
         ours=(
-            f"{_RANKS}conversions.py::test_a_cast_reaches_the_next_forward",
-            f"{_RANKS}loading.py::test_a_whole_parameter_that_is_assigned_becomes_a_shard",
+            "api/test_conversions.py::test_a_cast_reaches_the_next_forward",
+            "api/test_loading.py::test_a_whole_parameter_that_is_assigned_becomes_a_shard",
         ),
         peer=_rows(_STATE, "parameter_assigned", "part_cast"),
     ),
     Behaviour(
         situation="weight.normal_() on shards of a CPU mesh",
         ours=(
-            f"{_RANKS}materialize.py::test_values_are_bit_for_bit_those_of_one_process",
-            f"{_RANKS}materialize.py::test_any_units_and_shard_dims_give_the_same",
+            "initialization/test_materialize.py::test_values_are_bit_for_bit_those_of_one_process",
+            "initialization/test_materialize.py::test_any_units_and_shard_dims_give_the_same",
         ),
-        peer=(f"{_RANKS}materialize.py::test_the_peer_draws_the_same_shard_on_every_rank",),
+        peer=(
+            "initialization/test_materialize.py::test_the_peer_draws_the_same_shard_on_every_rank",
+        ),
     ),
     Behaviour(
         situation="each rank starts from different weights",
         ours=(
-            f"{_RANKS}same_start.py::test_sync_init_gives_every_rank_the_values_of_the_first",
-            f"{_RANKS}same_start.py::test_different_values_are_refused_and_named",
+            "initialization/test_same_start.py::test_sync_init_gives_every_rank_the_values_of_the_first",
+            "initialization/test_same_start.py::test_different_values_are_refused_and_named",
         ),
         peer=(
-            f"{_RANKS}same_start.py::test_without_it_values_are_stitched_like_the_peers",
+            "initialization/test_same_start.py::test_without_it_values_are_stitched_like_the_peers",
             *_rows(_USE, "replicas_that_start_apart"),
         ),
     ),
     Behaviour(
         situation="setters on a root whose children own everything",
         ours=(
-            f"{_RANKS}controls.py::test_setters_recurse_unless_told_not_to",
-            f"{_RANKS}reduce_hooks.py::test_the_all_reduce_hook_of_a_root_reaches_the_units_inside",
+            "api/test_controls.py::test_setters_recurse_unless_told_not_to",
+            "gradients/test_reduce_hooks.py::test_the_all_reduce_hook_of_a_root_reaches_the_units_inside",
         ),
         peer=_rows(_USE, "a_factor_on_a_root_without_parameters"),
     ),
     Behaviour(
         situation="set_requires_gradient_sync(True) after set_requires_all_reduce(False)",
-        ours=(f"{_RANKS}controls.py::test_the_two_old_setters_are_one_mode",),
+        ours=("api/test_controls.py::test_the_two_old_setters_are_one_mode",),
         peer=_rows(_GRADIENTS, "two_setters"),
     ),
     Behaviour(
         situation="late set_reduce_scatter_max_input_buffers",
-        ours=(f"{_RANKS}comm_controls.py::test_inputs_of_reductions_are_no_more_than_allowed",),
+        ours=("comm/test_comm_controls.py::test_inputs_of_reductions_are_no_more_than_allowed",),
         peer=_rows(_USE, "a_late_limit_of_input_buffers"),
     ),
 )
@@ -149,22 +152,22 @@ FAILS = (
     Behaviour(
         situation="uneven sharding on a dim other than 0",
         ours=(
-            f"{_RANKS}placements.py::test_dims_that_nothing_divides_train_like_one_process",
-            f"{_RANKS}loading.py::test_whole_tensors_are_cut_on_any_dim",
+            "mesh/test_placements.py::test_dims_that_nothing_divides_train_like_one_process",
+            "api/test_loading.py::test_whole_tensors_are_cut_on_any_dim",
         ),
         peer=(
-            f"{_RANKS}placements.py::test_torch_shards_dim_1_evenly_only",
+            "mesh/test_placements.py::test_torch_shards_dim_1_evenly_only",
             *_rows(_GRADIENTS, "uneven_on_dim_one"),
         ),
     ),
     Behaviour(
         situation="an int for reshard_after_forward together with Shard(1)",
-        ours=(f"{_RANKS}placements.py::test_dims_that_nothing_divides_train_like_one_process",),
-        peer=(f"{_RANKS}placements.py::test_torch_keeps_no_neighbours_of_dim_1",),
+        ours=("mesh/test_placements.py::test_dims_that_nothing_divides_train_like_one_process",),
+        peer=("mesh/test_placements.py::test_torch_keeps_no_neighbours_of_dim_1",),
     ),
     Behaviour(
         situation="parameters of several dtypes in one unit",
-        ours=(f"{_RANKS}parity.py::test_float_training_agrees_to_rounding",),
+        ours=("api/test_parity.py::test_float_training_agrees_to_rounding",),
         peer=(
             *_rows(_GRADIENTS, "mixed_dtypes_in_a_unit"),
             *_rows(
@@ -177,98 +180,102 @@ FAILS = (
     Behaviour(
         situation="copy.deepcopy, moving averages",
         ours=(
-            f"{_RANKS}copies.py::test_a_copy_trains_by_itself",
-            f"{_RANKS}averages.py::test_a_moving_average_follows_and_is_evaluated",
+            "engine/test_deepcopy.py::test_a_copy_trains_by_itself",
+            "engine/test_moving_averages.py::test_a_moving_average_follows_and_is_evaluated",
         ),
         peer=_rows(_STATE, "copied", "averaged"),
     ),
     Behaviour(
         situation="set_gradient_divide_factor on gloo",
-        ours=(f"{_RANKS}divide_factor.py::test_a_divide_factor_may_be_read_at_each_reduction",),
+        ours=(
+            "gradients/test_divide_factor.py::test_a_divide_factor_may_be_read_at_each_reduction",
+        ),
         peer=_rows(_GRADIENTS, "divide_by_three"),
     ),
     Behaviour(
         situation="clipping across meshes and parameters on none",
-        ours=(f"{_RANKS}norms.py::test_norms_over_mixed_meshes_equal_those_of_whole_gradients",),
+        ours=(
+            "clipping/test_norms.py::test_norms_over_mixed_meshes_equal_those_of_whole_gradients",
+        ),
         peer=_rows(_USE, "norms_over_meshes"),
     ),
     Behaviour(
         situation="a submodule run first and the parent later",
-        ours=(f"{_RANKS}recompute.py::test_units_may_run_before_their_root_is_sharded",),
+        ours=("engine/test_recompute.py::test_units_may_run_before_their_root_is_sharded",),
         peer=_rows(_STATE, "a_part_first"),
     ),
     Behaviour(
         situation="module.forward(x) called directly",
         ours=(
-            f"{_RANKS}forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",
-            f"{_RANKS}forward_methods.py::"
+            "api/test_forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",
+            "api/test_forward_methods.py::"
             "test_a_direct_call_communicates_and_casts_like_a_call_of_the_module",
         ),
-        peer=(f"{_RANKS}forward_methods.py::test_the_peer_still_refuses_a_direct_forward",),
+        peer=("api/test_forward_methods.py::test_the_peer_still_refuses_a_direct_forward",),
     ),
     Behaviour(
         situation="a registered forward method that calls the module",
-        ours=(f"{_RANKS}forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",),
+        ours=("api/test_forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",),
         peer=_rows(_USE, "a_method_that_calls_the_module"),
     ),
     Behaviour(
         situation="load_state_dict of whole tensors, also with assign=True",
         ours=(
-            f"{_RANKS}loading.py::test_whole_tensors_are_loaded_without_communication",
-            f"{_RANKS}loading_tools.py::test_a_model_on_meta_is_filled_by_assigning",
+            "api/test_loading.py::test_whole_tensors_are_loaded_without_communication",
+            "api/test_loading_tools.py::test_a_model_on_meta_is_filled_by_assigning",
         ),
         peer=_rows(_STATE, "loaded_from_whole_tensors", "assigned_from_whole_tensors"),
     ),
     Behaviour(
         situation="inference_mode first, training later",
-        ours=(f"{_RANKS}recompute.py::test_training_follows_inference_mode",),
+        ours=("engine/test_recompute.py::test_training_follows_inference_mode",),
         peer=_rows(_STATE, "inference_first"),
     ),
     Behaviour(
         situation="double backward",
         ours=(
-            f"{_RANKS}double_backward.py::test_gradients_of_gradients_agree_with_one_process",
-            f"{_RANKS}double_backward.py::test_gradients_of_gradients_whenever_units_reshard",
+            "engine/test_double_backward.py::test_gradients_of_gradients_agree_with_one_process",
+            "engine/test_double_backward.py::test_gradients_of_gradients_whenever_units_reshard",
         ),
         peer=(
-            f"{_RANKS}double_backward.py::test_the_peer_has_freed_what_the_second_backward_reads",
+            "engine/test_double_backward.py::test_the_peer_has_freed_what_the_second_backward_reads",
         ),
     ),
     Behaviour(
         situation="torch.autograd.grad by sharded parameters",
-        ours=(f"{_RANKS}autograd_of_shards.py::test_autograd_grad_by_shards_is_refused",),
+        ours=("engine/test_autograd_of_sharded.py::test_autograd_grad_by_shards_is_refused",),
         peer=_rows(_USE, "gradients_by_autograd_grad"),
     ),
     Behaviour(
         situation="fully_shard on a child after its parent",
-        ours=("tests/unit/test_bad_input.py::test_a_child_after_its_parent_is_refused",),
+        ours=("api/test_bad_input.py::test_a_child_after_its_parent_is_refused",),
         peer=_rows(_USE, "a_child_after_its_parent"),
     ),
     Behaviour(
         situation=".to(dtype) after a forward",
         ours=(
-            f"{_RANKS}state.py::test_a_model_is_cast_after_a_step",
-            f"{_RANKS}conversions.py::test_a_cast_of_the_shards_leaves_the_compute_dtype",
+            "api/test_state.py::test_a_model_is_cast_after_a_step",
+            "api/test_conversions.py::test_a_cast_of_the_shards_leaves_the_compute_dtype",
         ),
         peer=_rows(_STATE, "cast_after_an_evaluation", "cast_and_cast_back_after_an_evaluation"),
     ),
     Behaviour(
         situation="parameters that are not contiguous, channels_last",
-        ours=(f"{_RANKS}conversions.py::test_parameters_of_any_memory_format_are_sharded",),
+        ours=("api/test_conversions.py::test_parameters_of_any_memory_format_are_sharded",),
         peer=_rows(_STATE, "channels_last"),
     ),
     Behaviour(
         situation="scalar parameters",
-        ours=("tests/unit/test_bad_input.py::test_a_scalar_parameter_is_refused_and_named",),
+        ours=("api/test_bad_input.py::test_a_scalar_parameter_is_refused_and_named",),
         peer=_rows(_USE, "a_scalar_parameter"),
     ),
     Behaviour(
         situation="tensors that require gradients inside objects of the user's",
         ours=(
-            f"{_RANKS}outputs.py::test_units_may_return_any_container",
-            f"{_RANKS}outputs.py::test_units_that_return_nothing_stay_whole_and_say_so",
+            "engine/test_outputs.py::test_units_may_return_any_container",
+            "engine/test_outputs.py::test_units_that_return_nothing_stay_whole_and_say_so",
         ),
-        peer=(f"{_RANKS}outputs.py::test_the_peer_has_freed_what_it_does_not_find",),
+        peer=("engine/test_outputs.py::test_the_peer_has_freed_what_it_does_not_find",),
     ),
 )
 
@@ -276,20 +283,20 @@ READS = (
     Behaviour(
         situation="a weight read outside the forward of its unit: the error",
         ours=(
-            f"{_RANKS}misread.py::test_an_attention_whose_out_proj_is_a_unit_says_what_helps",
-            f"{_RANKS}misread.py::test_what_was_read_is_found_however_it_was_read",
-            f"{_RANKS}misread.py::test_a_read_by_index_and_its_state_are_named",
+            "engine/test_misread.py::test_an_attention_whose_out_proj_is_a_unit_says_what_helps",
+            "engine/test_misread.py::test_what_was_read_is_found_however_it_was_read",
+            "engine/test_misread.py::test_a_read_by_index_and_its_state_are_named",
         ),
-        peer=(f"{_RANKS}misread.py::test_the_peer_names_no_parameter",),
+        peer=("engine/test_misread.py::test_the_peer_names_no_parameter",),
     ),
     Behaviour(
         situation="a weight read outside the forward of its unit: what helps",
         ours=(
-            f"{_RANKS}misread.py::test_a_loss_that_reads_the_head_trains_inside_unsharded_params",
-            f"{_RANKS}forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",
-            f"{_RANKS}on_access.py::test_an_attention_whose_out_proj_is_a_unit_trains",
-            f"{_RANKS}on_access.py::test_what_was_read_is_given_back_with_the_parent",
-            f"{_RANKS}auto_parity.py::test_attention_may_be_inside_units_or_be_one",
+            "engine/test_misread.py::test_a_loss_that_reads_the_head_trains_inside_unsharded_params",
+            "api/test_forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",
+            "engine/test_on_access.py::test_an_attention_whose_out_proj_is_a_unit_trains",
+            "engine/test_on_access.py::test_what_was_read_is_given_back_with_the_parent",
+            "api/test_auto_parity.py::test_attention_may_be_inside_units_or_be_one",
         ),
         no_peer="it has neither unsharded_params nor unshard_on_access",
     ),

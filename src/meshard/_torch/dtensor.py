@@ -2,7 +2,7 @@
 
 The only file that touches DTensor's private attributes. ``DTensor.from_local`` costs 24 us and
 ``to_local`` enters autograd; a step wraps every sharded gradient once, so both are avoided:
-``DTensor(local, spec, requires_grad=False)`` costs 2.5 us. ``tests/architecture`` notices when
+``DTensor(local, spec, requires_grad=False)`` costs 2.5 us. ``tests/house`` notices when
 one of these names goes.
 """
 

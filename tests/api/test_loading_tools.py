@@ -1,0 +1,129 @@
+"""Do the ways in which torch's checkpoint functions and other libraries load a model work?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import meshard
+from tests.api.test_loading import BATCH, Normed, same_models, shard, values
+from tests.support.cases import CASES
+from tests.support.models import MlpBlock, seeded
+from tests.support.parity import assert_same, full_state
+
+
+def load_onto_meta():
+    """As accelerate does: shard on meta, place each whole tensor like its parameter, assign."""
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = values(2)
+    with torch.device("meta"):
+        model = Normed()
+    shard(model, mesh)
+    shards = {}
+    for name, value in wanted.state_dict().items():
+        target = model.state_dict()[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        shards[name] = value.clone()
+    first = {name: value for name, value in shards.items() if "blocks" in name}
+    model.load_state_dict({**first}, strict=False, assign=True)
+    # Not everything is there yet; what is there must not get lost.
+    model.train(True)
+    for unit in (model.blocks[0], model):
+        unit._apply(lambda tensor: tensor)
+    rest = {name: value for name, value in shards.items() if name not in first}
+    model.load_state_dict(rest, strict=False, assign=True)
+    same_models(model, wanted, BATCH)
+    # The optimizer of a model loaded in this way steps it.
+    with torch.device("meta"):
+        model = Normed()
+    shard(model, mesh)
+    model.load_state_dict(shards, assign=True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, wanted)]
+    for each, optimizer in zip((model, wanted), optimizers, strict=True):
+        each.zero_grad()
+        each(BATCH).square().mean().backward()
+        optimizer.step()
+    assert_same(full_state(model), full_state(wanted))
+
+
+def test_a_model_on_meta_is_filled_by_assigning(run_ranks):
+    run_ranks(load_onto_meta, 2)
+
+
+def load_part_of_a_unit_on_meta():
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = seeded(MlpBlock(6, 7))
+    with torch.device("meta"):
+        model = MlpBlock(6, 7)
+    meshard.fully_shard(model, mesh)
+    model.load_state_dict({"up.weight": wanted.up.weight.detach()}, strict=False, assign=True)
+    with pytest.raises(RuntimeError, match=r"'up.bias' of unit '\(root\)' is still on the meta"):
+        model(BATCH)
+    with pytest.raises(RuntimeError, match=r"some parameters .* are on the meta device"):
+        copy.deepcopy(model)
+    rest = {name: value for name, value in wanted.state_dict().items() if name != "up.weight"}
+    model.load_state_dict(rest, strict=False, assign=True)
+    assert_same(model(BATCH), wanted(BATCH))
+
+
+def test_a_unit_on_meta_may_be_filled_in_parts(run_ranks):
+    run_ranks(load_part_of_a_unit_on_meta, 2)
+
+
+def through_dcp(**options):
+    """Whole state dicts by torch's own functions, of model and optimizer, there and back."""
+    rank = dist.get_rank()
+    case = CASES["transformer_tied"]
+    mesh = init_device_mesh("cpu", (2,))
+
+    def build():
+        model = case.build()
+        for unit in case.units(model):
+            meshard.fully_shard(unit, mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model, optimizer, number):
+        case.loss(model(case.batch(number, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    step(model, optimizer, 0)
+    given = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=given)
+    assert bool(model_state) is (rank == 0)
+    assert not any(isinstance(value, DTensor) for value in model_state.values())
+    other, its = build()
+    other.load_state_dict(seeded(case.build(), 7).state_dict())
+    taken = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **options)
+    # set_state_dict would let a rank with an empty dict out of the broadcast of the model.
+    set_model_state_dict(other, model_state, options=taken)
+    # On rank 0 the two optimizers would share the tensors that count steps.
+    set_optimizer_state_dict(other, its, copy.deepcopy(optimizer_state), options=taken)
+    for each in ((model, optimizer), (other, its)):
+        step(*each, 1)
+        step(*each, 2)
+    assert_same(full_state(other), full_state(model), bitwise=True)
+    # Every rank holds the whole, and no broadcast is needed.
+    everywhere = full_state(model)
+    everywhere["head.weight"] = everywhere["embedding.weight"]
+    set_model_state_dict(other, everywhere, options=StateDictOptions(full_state_dict=True))
+    assert_same(full_state(other), full_state(model), bitwise=True)
+    sharded = get_model_state_dict(other)
+    assert all(isinstance(value, DTensor) for value in sharded.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_state_dicts_go_through_torchs_checkpoint_functions(run_ranks):
+    run_ranks(through_dcp, 2)

@@ -1,0 +1,314 @@
+"""Is a deep copy of a sharded module a sharded module of its own?"""
+
+import copy
+import gc
+import io
+import pickle
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CommLedger, GradientSync
+from tests.engine.test_lifetime import live_tensor_bytes
+from tests.support.cases import CASES
+from tests.support.models import MlpBlock, seeded
+from tests.support.parity import assert_same, full_grads, full_state, train
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def shard(case, model, mesh, **kwargs):
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return model
+
+
+def units_of(model):
+    return [unit for module in model.modules() if (unit := vars(module).get("_meshard_unit"))]
+
+
+def copy_and_train(case_name, mesh_shape):
+    """Train, copy, train both on different data: both are like plain models and their copies."""
+    case = CASES[case_name]
+    mesh = init_device_mesh("cpu", mesh_shape)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model, plain = shard(case, case.build(), mesh), case.build()
+    train(model, case.batches(2, rank), sgd, loss_fn=case.loss)
+    train(plain, case.whole_batches(2, num_ranks), sgd, loss_fn=case.loss)
+
+    copied, plain_copy = copy.deepcopy(model), copy.deepcopy(plain)
+    assert [type(module) for module in copied.modules()] == [type(m) for m in model.modules()]
+    assert [name for name, _ in copied.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    assert not set(units_of(copied)) & set(units_of(model))
+    assert [unit.fqn for unit in units_of(copied)] == [unit.fqn for unit in units_of(model)]
+    for old, new in zip(model.parameters(), copied.parameters(), strict=True):
+        assert old is not new and new.device_mesh is old.device_mesh
+        assert new.requires_grad == old.requires_grad and isinstance(new, nn.Parameter)
+    for name in ("model", "copied", "model"):
+        one, other = (copied, plain_copy) if name == "copied" else (model, plain)
+        batches = [case.batch(step, rank) for step in range(3, 5)]
+        whole = [case.whole_batch(step, num_ranks) for step in range(3, 5)]
+        train(one, batches, sgd, loss_fn=case.loss)
+        train(other, whole, sgd, loss_fn=case.loss)
+        assert_same(full_state(model), full_state(plain), case.dtype)
+        assert_same(full_state(copied), full_state(plain_copy), case.dtype)
+
+
+@pytest.mark.parametrize(
+    ("case_name", "mesh_shape"),
+    [("transformer_tied", (2,)), ("uneven", (2,)), ("frozen_beside", (2,)), ("mixed_dtype", (2,))],
+)
+def test_a_copy_trains_by_itself(run_ranks, case_name, mesh_shape):
+    run_ranks(copy_and_train, 2, case_name, mesh_shape)
+
+
+def test_a_copy_trains_by_itself_on_a_2d_mesh(run_ranks):
+    run_ranks(copy_and_train, 4, "transformer", (2, 2))
+
+
+def copy_keeps():
+    case = CASES["mlp_stack"]
+    model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
+    model.set_requires_all_reduce(False)
+    model.blocks[0].set_reshard_after_forward(False)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
+    heard = []
+    model.blocks[1].register_forward_hook(lambda module, args, output: heard.append(module))
+    batch = case.batch(0, dist.get_rank())
+    case.loss(model(batch)).backward()
+    model.blocks[0].unshard()  # whole, and shown whole
+
+    copied = copy.deepcopy(model)
+    settings = [vars(m.blocks[0])["_meshard_unit"].settings for m in (model, copied)]
+    assert settings[1].reshard_after_forward is False
+    assert settings[1].sync is settings[0].sync is GradientSync.REDUCE_SCATTER
+    assert settings[1].forward_prefetch[0]() is vars(copied.blocks[2])["_meshard_unit"]
+    assert settings[0].forward_prefetch[0]() is vars(model.blocks[2])["_meshard_unit"]
+    # The gradients are those of an open window, also in the copy.
+    for each in (model, copied):
+        with pytest.raises(RuntimeError, match="window"):
+            each.set_gradient_divide_factor(3.0)
+    copied.set_requires_all_reduce(True)
+    assert settings[0].sync is GradientSync.REDUCE_SCATTER
+
+    model.blocks[0].reshard()
+    before = full_grads(model)
+    assert_same(full_grads(copied), before, bitwise=True)
+    heard.clear()
+    with CommLedger(copied) as ledger, CommLedger(model) as of_the_first:
+        case.loss(copied(batch)).backward()
+    assert not of_the_first.counts
+    assert ledger.counts["reduce_scatter"] == 4
+    assert heard == [copied.blocks[1]]
+    assert_same(full_grads(model), before, bitwise=True)
+    assert_same(full_grads(copied), {k: 2 * v for k, v in before.items()}, bitwise=True)
+
+
+def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own(run_ranks):
+    run_ranks(copy_keeps, 2)
+
+
+def copy_of_a_part():
+    case = CASES["mlp_stack"]
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(case, case.build(), mesh)
+    rank = dist.get_rank()
+    case.loss(model(case.batch(0, rank))).backward()
+    block = copy.deepcopy(model.blocks[1])
+    plain = copy.deepcopy(case.build().blocks[1])
+    block.zero_grad()
+    (unit,) = units_of(block)
+    assert unit.is_root and unit.fqn == "" and unit.label == "(root)"
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    block(xs[rank]).square().mean().backward()
+    plain(xs.flatten(0, 1)).square().mean().backward()
+    assert_same(full_grads(block), full_grads(plain))
+    # The copy may become a part of something else.
+    outer = nn.Sequential(block, nn.Linear(6, 2))
+    meshard.fully_shard(outer, mesh)
+    outer(xs[rank]).sum().backward()
+    assert not unit.is_root
+
+
+def test_a_unit_is_copied_out_of_its_root(run_ranks):
+    run_ranks(copy_of_a_part, 2)
+
+
+def copy_of_lists(root_is_sharded):
+    mesh = init_device_mesh("cpu", (2,))
+    plain = seeded(nn.Sequential(nn.Linear(6, 6), MlpBlock(6, 8), nn.Tanh(), nn.Linear(6, 6)))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard(model[1].up, mesh)  # a unit inside one of the list
+    meshard.fully_shard([model[0], model[3], model[1]], mesh)
+    if root_is_sharded:
+        meshard.fully_shard(model, mesh)
+    copied = copy.deepcopy(model)
+    del model
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with CommLedger(copied) as ledger:
+            copied(xs[dist.get_rank()]).square().mean().backward()
+        plain(xs.flatten(0, 1)).square().mean().backward()
+        assert_same(full_grads(copied), full_grads(plain))
+        assert ledger.counts["reduce_scatter"] == 2
+
+
+@pytest.mark.parametrize("root_is_sharded", [True, False])
+def test_units_of_several_modules_are_copied(run_ranks, root_is_sharded):
+    run_ranks(copy_of_lists, 2, root_is_sharded)
+
+
+class CopiesItself(nn.Module):
+    """Copies a module inside its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, what=None):
+        if what is not None:
+            copy.deepcopy(what)
+        return self.inner(x)
+
+
+def refused_copies():
+    mesh = init_device_mesh("cpu", (2,))
+    model = CopiesItself()
+    for unit in (model.inner, model):
+        meshard.fully_shard(unit, mesh)
+    x = torch.ones(1, 4)
+    with pytest.raises(RuntimeError, match=r"unit '\(root\)' is in its forward or backward"):
+        model(x, what=model)
+    model.inner.register_forward_hook(lambda *_: copy.deepcopy(model.inner))
+    with pytest.raises(RuntimeError, match="unit 'inner' is in its forward or backward"):
+        model(x)
+    model.inner._forward_hooks.popitem()
+    with meshard.no_sync(model):
+        model(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'inner', which are not reduced yet .* zero_grad"):
+        copy.deepcopy(model)
+    meshard.finalize_gradients(model)
+    copied = copy.deepcopy(model)
+    assert_same(full_grads(copied), full_grads(model), bitwise=True)
+    for wrong in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"CopiesItself cannot be pickled.* state_dict"):
+            wrong()
+    with pytest.raises(TypeError, match=r"nor copied by copy\.copy"):
+        copy.copy(model)
+    with pytest.raises(TypeError, match=r"belong to a unit of fully_shard cannot be pickled"):
+        pickle.dumps(meshard.fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh)[0])
+    copied(x).sum().backward()  # nothing of this left a trace
+
+
+def test_a_copy_in_the_middle_of_something_is_refused(run_ranks):
+    run_ranks(refused_copies, 2)
+
+
+def delete_the_copy():
+    case = CASES["transformer_tied"]
+    model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
+    rank = dist.get_rank()
+    case.loss(model(case.batch(0, rank))).backward()
+    first = copy.deepcopy(model)
+    case.loss(first(case.batch(0, rank))).backward()
+    sgd(first.parameters()).step()
+    del first  # what is made or imported once has been
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_tensor_bytes()
+        copied = copy.deepcopy(model)
+        optimizer = sgd(copied.parameters())
+        case.loss(copied(case.batch(0, rank))).backward()
+        optimizer.step()
+        watched = [weakref.ref(copied), *map(weakref.ref, units_of(copied))]
+        watched += [weakref.ref(unit.lifecycle) for unit in units_of(copied)]
+        watched += [weakref.ref(unit.group) for unit in units_of(copied)]
+        assert live_tensor_bytes() > before
+        del copied, optimizer
+        assert [ref() for ref in watched if ref() is not None] == []
+        dist.barrier()
+        time.sleep(0.2)
+        assert live_tensor_bytes() == before
+    finally:
+        gc.enable()
+    case.loss(model(case.batch(0, rank))).backward()
+
+
+def test_deleting_a_copy_frees_every_byte_without_the_garbage_collector(run_ranks):
+    run_ranks(delete_the_copy, 2)
+
+
+def copy_with_its_optimizer(optimizer_first):
+    case = CASES["mlp_stack"]
+    model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
+    optimizer = sgd(model.parameters())
+    rank = dist.get_rank()
+
+    def step(one, its):
+        case.loss(one(case.batch(0, rank))).backward()
+        its.step()
+        its.zero_grad()
+
+    step(model, optimizer)
+    if optimizer_first:
+        its, copied = copy.deepcopy((optimizer, model))
+    else:
+        copied, its = copy.deepcopy((model, optimizer))
+    step(model, optimizer)
+    between = full_state(model)
+    assert all(not torch.equal(between[k], v) for k, v in full_state(copied).items())
+    step(copied, its)
+    assert_same(full_state(copied), between, bitwise=True)
+
+
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_a_model_and_its_optimizer_are_copied_together(run_ranks, optimizer_first):
+    run_ranks(copy_with_its_optimizer, 2, optimizer_first)
+
+
+def save_gradients():
+    case = CASES["transformer"]
+    model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    case.loss(model(case.batch(0, dist.get_rank()))).backward()
+    optimizer.step()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    sharded_bytes = sum(grad.to_local().nbytes for grad in grads.values())
+    file = io.BytesIO()
+    torch.save(grads, file)
+    assert file.tell() < 2 * sharded_bytes + 50_000
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=False), copy.deepcopy(grads)):
+        assert_same(
+            {name: grad.to_local() for name, grad in loaded.items()},
+            {name: grad.to_local() for name, grad in grads.items()},
+            bitwise=True,
+        )
+        assert all(loaded[name].placements == grad.placements for name, grad in grads.items())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    assert file.tell() < 3 * sharded_bytes + 100_000
+    file.seek(0)
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(torch.load(file, weights_only=False))
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(
+                getattr(other.state[param][key], "_local_tensor", other.state[param][key]),
+                getattr(value, "_local_tensor", value),
+            )
+
+
+def test_gradients_and_optimizer_states_are_pickled_and_copied(run_ranks):
+    run_ranks(save_gradients, 2)

@@ -1,0 +1,28 @@
+"""Is a divide factor that is not a number read when gradients are reduced?"""
+
+import pytest
+import torch
+
+from tests.accumulation.test_accumulation import make, run, values
+from tests.support.threads import run_threads
+
+
+def count_tokens(kind):
+    model = make()
+    tokens = torch.tensor(0.0)
+    model.set_gradient_divide_factor(tokens if kind == "tensor" else lambda: tokens.item())
+    found = []
+    for count in (8.0, 2.0):
+        tokens.fill_(count)
+        model.zero_grad()
+        run(model, "F", 4.0)
+        found.append(values(model)["a"])
+    tokens.fill_(0.0)
+    with pytest.raises(ValueError, match=r"positive and finite, got 0\.0"):
+        run(model, "F", 4.0)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tensor", "callable"])
+def test_a_divide_factor_may_be_read_at_each_reduction(kind):
+    assert run_threads(count_tokens, 4, kind) == [[2.0, 8.0]] * 4

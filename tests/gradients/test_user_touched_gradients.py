@@ -1,0 +1,190 @@
+"""Whose is a gradient that its user has touched, taken away or put aside, in the steps after?"""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import meshard
+from meshard._engine.unit import units_in
+from tests.engine.test_lifetime import settled_tensor_bytes
+
+
+def small(out_features=4):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, out_features), nn.Linear(out_features, 2))
+    for layer in model:
+        meshard.fully_shard(layer)
+    return meshard.fully_shard(model)
+
+
+BATCH = torch.arange(12.0).reshape(3, 4)
+
+
+def local(model):
+    return model[0].weight.grad.to_local()
+
+
+def scale_in_graph(model):
+    model[0].weight.grad.mul_(torch.ones((), requires_grad=True))
+
+
+TOUCHES = {
+    "numpy": lambda model: local(model).numpy().sum(),
+    "other processes": lambda model: local(model).share_memory_().sum(),
+    "weak reference": lambda model: weakref.ref(model[0].weight.grad),
+    "requires grad": lambda model: model[0].weight.grad.requires_grad_().shape,
+    "graph": scale_in_graph,
+    "attribute": lambda model: setattr(model[0].weight.grad, "seen", True),
+}
+
+
+def touched(touch):
+    model = small()
+    expected = None
+    for _ in range(4):
+        model(BATCH).sum().backward()
+        gradient = model[0].weight.grad
+        assert not gradient.requires_grad and not hasattr(gradient, "seen")
+        expected = local(model).clone() if expected is None else expected
+        torch.testing.assert_close(local(model), expected, rtol=0, atol=0)
+        del gradient
+        left = TOUCHES[touch](model)
+        model.zero_grad()
+        if touch == "weak reference":
+            assert left() is None
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_what_a_user_did_to_a_gradient_goes_with_it(run_ranks, touch):
+    run_ranks(touched, 2, touch)
+
+
+def drop_one(model):
+    model[0].weight.grad = None
+
+
+def replace_all(model):
+    for param in model.parameters():
+        param.grad = param.grad.clone()
+
+
+def held_in_a_window(take_away):
+    model = small()
+    model(BATCH).sum().backward()
+    held, expected = model[0].weight.grad, local(model).clone()
+    take_away(model)
+    model(BATCH).sum().backward()
+    torch.testing.assert_close(held.to_local(), expected, rtol=0, atol=0)
+    times = 1 if take_away is drop_one else 2
+    torch.testing.assert_close(local(model), times * expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("take_away", [drop_one, replace_all])
+def test_a_gradient_taken_away_within_a_window_keeps_its_value(run_ranks, take_away):
+    run_ranks(held_in_a_window, 2, take_away)
+
+
+def cast_there_and_back():
+    model = small()
+    model.set_keep_gradient_memory(True)
+    model(BATCH).sum().backward()
+    expected = local(model).clone()
+    model.double()
+    model.float()
+    model.zero_grad()
+    model(2 * BATCH).sum().backward()
+    torch.testing.assert_close(local(model), 2 * expected, rtol=0, atol=0)
+
+
+def test_kept_gradients_that_were_cast_are_made_anew(run_ranks):
+    run_ranks(cast_there_and_back, 2)
+
+
+def turned_off_between_steps():
+    model = small()
+    model.set_keep_gradient_memory(True)
+    model(BATCH).sum().backward()
+    held, expected = model[0].weight.grad, local(model).clone()
+    before = settled_tensor_bytes()
+    model.zero_grad()
+    del held
+    model.set_keep_gradient_memory(False)
+    assert settled_tensor_bytes() < before
+    model(BATCH).sum().backward()
+    model.zero_grad()
+    model.set_keep_gradient_memory(True)
+    model(BATCH).sum().backward()
+    held = model[0].weight.grad
+    model.zero_grad()
+    model.set_keep_gradient_memory(False)
+    model(2 * BATCH).sum().backward()
+    torch.testing.assert_close(held.to_local(), expected, rtol=0, atol=0)
+
+
+def test_memory_that_is_not_to_be_kept_any_more_goes_at_once(run_ranks):
+    run_ranks(turned_off_between_steps, 2)
+
+
+def empty_shards():
+    model = small(out_features=1)  # one rank of two owns nothing of the first layer's parameters
+    for _ in range(3):
+        model(BATCH).sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        model(BATCH).sum().backward()
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+        del grads
+        model.zero_grad()
+
+
+def test_gradients_of_empty_shards_stay_the_same_in_a_window(run_ranks):
+    run_ranks(empty_shards, 2)
+
+
+class Half(nn.Module):
+    """Uses one of its layers, but the gradient of neither is None beforehand."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 64)
+
+    def forward(self, x):
+        return self.used(x) + 0 * self.unused(x).detach().sum()
+
+
+def unused():
+    model = Half()
+    for layer in (model.used, model.unused):
+        meshard.fully_shard(layer)
+    meshard.fully_shard(model)
+    held = []
+    for _ in range(3):
+        model(BATCH).sum().backward()
+        assert model.unused.weight.grad is None
+        model.zero_grad()
+        held += [unit.gradients.sharded._kept for unit in units_in(model.unused)]
+    return [kept is not None and kept._has_memory for kept in held]
+
+
+def test_a_unit_that_nobody_uses_keeps_no_memory_for_gradients(run_ranks):
+    for found in run_ranks(unused, 2):
+        assert not any(found)
+
+
+def cleared_on_the_way():
+    model = small()
+    for _ in range(2):
+        model(BATCH).sum().backward()
+        model.zero_grad()
+    before = settled_tensor_bytes()
+    model.set_is_last_backward(False)
+    model(BATCH).sum().backward()
+    model.zero_grad()
+    meshard.finalize_gradients(model)
+    assert all(param.grad is None for param in model.parameters())
+    assert settled_tensor_bytes() <= before
+
+
+def test_gradients_cleared_on_the_way_keep_no_memory(run_ranks):
+    run_ranks(cleared_on_the_way, 2)

@@ -1,0 +1,79 @@
+"""Does every block of Python in the documents run as it stands?"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.pages import blocks
+from tests.house.sources import ROOT
+
+SECONDS = 240
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def run_page():
+    """``run_page(page, folder)``: its exit code and what it printed."""
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    server = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "tests.house.pages"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def run_page(page, folder):
+        output = folder / "output.txt"
+        request = json.dumps([str(page), str(folder), str(output), SECONDS])
+        print(request, file=server.stdin, flush=True)
+        return int(server.stdout.readline()), output.read_text()
+
+    with server:  # which closes its input, and waits
+        yield run_page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if not page.exists() or blocks(page)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_a_page_runs(run_page, page, tmp_path):
+    code, output = run_page(page, tmp_path)
+    assert not code, output
+
+
+def test_blocks_share_names_and_a_no_run_block_is_only_compiled(run_page, tmp_path):
+    page = _page(tmp_path, "x = 1", "print(x + 1)", "<!-- no-run: needs a GPU -->", "1 / 0")
+    assert [block.runs for block in blocks(page)] == [True, True, False]
+    assert run_page(page, tmp_path) == (0, "2\n")
+
+
+def test_a_failing_block_names_its_line_of_the_page(run_page, tmp_path):
+    page = _page(tmp_path, "x = 1", "y = x / 0")
+    code, output = run_page(page, tmp_path)
+    assert code == 1
+    line = page.read_text().splitlines().index("y = x / 0") + 1
+    assert f'page.md", line {line}' in output
+
+
+def test_a_page_ends_like_a_script_and_what_it_changes_is_its_own(run_page, tmp_path):
+    at_exit = "import atexit, sys\natexit.register(print, 'at exit')\nsys.argv.append('changed')"
+    page = _page(tmp_path, at_exit, "import warnings\nwarnings.warn('careful')")
+    code, output = run_page(page, tmp_path)
+    assert code == 1 and "UserWarning: careful" in output and output.endswith("at exit\n")
+    assert (
+        run_page(_page(tmp_path, "import sys\nassert 'changed' not in sys.argv"), tmp_path)[0] == 0
+    )
+
+
+def _page(folder: Path, *parts: str) -> Path:
+    page = folder / "page.md"
+    texts = [part if part.startswith("<") else f"```python\n{part}\n```" for part in parts]
+    page.write_text("# A page\n\n" + "\n\n".join(texts) + "\n")
+    return page

@@ -1,0 +1,185 @@
+"""Are gradients freed as docs/optimizer-overlap.md says, byte for byte, with the right numbers?"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import overlap_optimizer
+from tests.optim.test_overlapped_steps import SYNC
+from tests.support.allocations import recorded
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_state
+from tests.support.rank_pool import RankError
+
+WIDTH, UNITS = 128, 8
+UNIT = WIDTH * WIDTH * 4  # bytes of a unit, and on one rank of its gradient
+ROW = WIDTH * 4  # bytes of the gradient of an activation; what is smaller is a number
+# Optimizers that take nothing for the time of their step.
+IN_PLACE = {
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+}
+
+
+@pytest.fixture
+def run_ranks(run_ranks):
+    """Three tries: torch's profiler loses allocation events, and a defect would be there each time.
+
+    Measured: 15 of 2088 recordings of one backward lacked two or three events of one node, with the
+    same code as all others and with the right tensors alive before and after.
+    """
+
+    def run(*args):
+        for tries_left in (2, 1, 0):
+            try:
+                return run_ranks(*args)
+            except RankError as error:
+                if not tries_left or "AssertionError" not in str(error):
+                    raise
+        return None
+
+    return run
+
+
+def make():
+    """One rank: what a collective would take for itself is not there, and numbers are exact."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = seeded(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS))))
+    for layer in model:
+        meshard.fully_shard(layer, mesh)
+    return meshard.fully_shard(model, mesh)
+
+
+def step(model, optimizer, schedule):
+    """Run a window; return what its last backward, and then the step, has allocated."""
+    for place in range(len(schedule)):
+        is_last = place == len(schedule) - 1
+        model.set_is_last_backward(is_last)
+        model.set_gradient_sync(SYNC[schedule[place]])
+        loss = model(torch.full((1, WIDTH), 0.1 + place)).sum()
+        if not is_last:
+            loss.backward()
+    with recorded(ROW) as in_backward:
+        loss.backward()
+    with recorded(ROW) as in_step:
+        optimizer.step()
+    optimizer.zero_grad()
+    return in_backward, in_step
+
+
+def alone(model, cls, **options):
+    """Each unit is stepped by itself, though it is small."""
+    return overlap_optimizer(model, cls, **options, min_step_bytes=0)
+
+
+def both(cls, options, overlap=alone):
+    found = []
+    for make_optimizer in (overlap, lambda m, cls, **kw: cls(m.parameters(), **kw)):
+        model = make()
+        optimizer = make_optimizer(model, cls, **options)
+        for _ in range(2):  # the first step makes the state
+            step(model, optimizer, "F")
+        found.append((*step(model, optimizer, "F"), full_state(model)))
+    assert_same(found[0][2], found[1][2], bitwise=True)
+    return found[0][:2], found[1][:2]
+
+
+def freed(name):
+    cls, options = IN_PLACE[name]
+    (backward, later), (plain_backward, plain_later) = both(cls, options)
+    # Of all gradients, those of the units reduced before are alive: none here but all there.
+    assert backward.left == 0
+    assert plain_backward.left == UNITS * UNIT
+    assert plain_later.peak == later.peak == 0
+    # The last unit: its weight and its gradient, beside all others.
+    assert plain_backward.peak == (UNITS + 2) * UNIT
+    # Any unit: likewise, beside that of one unit that is being reduced.
+    assert backward.peak == (1 + 2) * UNIT + 2 * ROW
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_no_gradient_is_left_and_one_is_alive_at_the_peak(run_ranks, name):
+    run_ranks(freed, 1, name)
+
+
+def waiting(name):
+    """Up to ``min_step_bytes`` of gradients wait for others to be stepped with."""
+    cls, options = IN_PLACE[name]
+    for count in (2, 3, UNITS):
+        for limit in ((count - 1) * UNIT + 1, count * UNIT):
+            (backward, later), _ = both(
+                cls,
+                options,
+                lambda model, cls, limit=limit, **options: overlap_optimizer(
+                    model, cls, **options, min_step_bytes=limit
+                ),
+            )
+            assert backward.left == 0 and later.peak == 0
+            # A unit's weight and gradient, that which is being reduced, and those that wait.
+            assert backward.peak == ((1 + 2) + count - 1) * UNIT + (2 if count < UNITS else 0) * ROW
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_small_units_wait_until_they_have_so_many_bytes(run_ranks, name):
+    run_ranks(waiting, 1, name)
+
+
+def with_scratch():
+    """What an optimizer takes for its step, it takes for one unit."""
+    (backward, later), (plain_backward, plain_later) = both(
+        torch.optim.AdamW, {"lr": 0.01, "foreach": True}
+    )
+    assert backward.left == 0 and later.peak == 0
+    assert plain_later.peak == UNITS * UNIT
+    assert plain_backward.left + plain_later.peak == 2 * UNITS * UNIT
+    assert backward.peak == (1 + 2 + 1) * UNIT + ROW
+
+
+def test_what_a_step_takes_it_takes_for_one_unit(run_ranks):
+    run_ranks(with_scratch, 1)
+
+
+def accumulated():
+    """What microbatches have added up is freed, too."""
+    cls, options = IN_PLACE["momentum"]
+    states = []
+    for schedule in ("NNF", "FFF"):
+        for is_overlapped in (True, False):
+            model = make()
+            if is_overlapped:
+                optimizer = alone(model, cls, **options)
+            else:
+                optimizer = cls(model.parameters(), **options)
+            step(model, optimizer, schedule)
+            with recorded(ROW) as in_window:
+                for place, letter in enumerate(schedule):
+                    model.set_is_last_backward(place == 2)
+                    model.set_gradient_sync(SYNC[letter])
+                    model(torch.full((1, WIDTH), 0.1)).sum().backward()
+            assert in_window.left == (0 if is_overlapped else UNITS * UNIT)
+            optimizer.step()
+            states.append(full_state(model))
+    for other in states[1:]:
+        assert_same(states[0], other, bitwise=True)
+
+
+def test_accumulated_gradients_are_freed(run_ranks):
+    run_ranks(accumulated, 1)
+
+
+def put_aside():
+    """Deferred steps keep the gradients until the next forward, and no longer."""
+    model = make()
+    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, clip="deferred", max_norm=1.0)
+    for _ in range(2):
+        backward, _ = step(model, optimizer, "F")
+        with recorded(ROW) as in_forward, torch.no_grad():
+            model(torch.full((1, WIDTH), 0.1))
+        assert backward.left == UNITS * UNIT
+        assert in_forward.left == -UNITS * UNIT
+
+
+def test_deferred_steps_keep_them_until_the_next_forward(run_ranks):
+    run_ranks(put_aside, 1)

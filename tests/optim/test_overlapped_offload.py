@@ -1,0 +1,153 @@
+"""Is a step in backward the ordinary one, where shards live in host memory?"""
+
+import threading
+import time
+from itertools import product
+
+import pytest
+import torch
+
+import meshard
+from meshard import CPUOffloadPolicy, overlap_optimizer
+from meshard._comm.host_copies import HostCopies
+from meshard._gradients.host_grads import HostBuffers
+from tests.optim.test_deferred_steps import DEFERRED, clipped, deferred
+from tests.optim.test_flat_optimizer import MANY
+from tests.optim.test_overlapped_steps import (
+    DTYPES,
+    SCHEDULES,
+    grads,
+    make,
+    train_both,
+    window,
+)
+from tests.optim.test_overlapped_use import SignDescent
+from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, trainable
+from tests.support.covering import covering
+from tests.support.parity import assert_same, full_state
+
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+
+
+def make_offloaded(shape=(2,), **kwargs):
+    return make(shape, offload_policy=OFFLOAD, **kwargs)
+
+
+def compare(shape, name, dtype, schedule):
+    cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
+    policy = DTYPES[dtype]
+    train_both(lambda: make_offloaded(shape, policy=policy), cls, options, schedule=schedule)
+
+
+NAMES = ("adamw", "momentum", "another class")
+
+
+@covering("shape, name, dtype, schedule", product([(2,), (2, 2)], NAMES, DTYPES, SCHEDULES))
+def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
+    run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)
+
+
+def as_without_offload():
+    ours, theirs = make_offloaded(), make((2,))
+    for model in (ours, theirs):
+        optimizer = overlap_optimizer(model, ADAMW, **OPTIONS, max_unit_norm=0.5)
+        for number in range(4):
+            window(model, number, "RF")
+            optimizer.step()
+            model.zero_grad()
+    assert_same(full_state(ours), full_state(theirs), bitwise=True)
+    late, plain = make_offloaded(), make_offloaded()
+    optimizer = overlap_optimizer(late, ADAMW, **OPTIONS, **DEFERRED)
+    norms = deferred(late, optimizer, range(4))
+    assert norms == clipped(plain, ADAMW(trainable(plain), **OPTIONS), range(4))
+    assert_same(full_state(late), full_state(plain), bitwise=True)
+
+
+def test_clipping_beside_it(run_ranks):
+    run_ranks(as_without_offload, 2)
+
+
+def gated():
+    """Backward, its end, ``step`` and ``zero_grad`` go on while no step has been taken."""
+    model = make_offloaded()
+    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
+    window(model, 0)
+    before = full_state(model)
+    gate, links, names = threading.Event(), [], []
+    wait, run = HostCopies.wait, meshard.optim.flat.FlatStepper.run
+
+    def note_wait(self):
+        if threading.current_thread().name.startswith("meshard optimizer"):
+            links.append(self)
+        wait(self)
+
+    def gated_run(self, *args):
+        assert gate.wait(30)
+        names.append(threading.current_thread().name)
+        run(self, *args)
+
+    HostCopies.wait, meshard.optim.flat.FlatStepper.run = note_wait, gated_run
+    try:
+        window(model, 1)
+        assert grads(model) == []
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        assert names == []
+        time.sleep(0.1)
+        assert len(links) == 1  # of the first unit that was reduced; its step is held up
+        threading.Timer(0.1, gate.set).start()
+        after = full_state(model)  # waits
+        assert len(names) == 5 == len(set(links))
+        assert all(name.startswith("meshard optimizer") for name in names)
+        assert not torch.equal(after["first.weight"], before["first.weight"])
+    finally:
+        gate.set()
+        HostCopies.wait, meshard.optim.flat.FlatStepper.run = wait, run
+
+
+def test_backward_does_not_wait_for_a_step(run_ranks):
+    run_ranks(gated, 2)
+
+
+def same_addresses():
+    """In a steady state no host memory is allocated: the same buffers get the gradients."""
+    model = make_offloaded()
+    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
+    taken = []
+    take = HostBuffers.take
+
+    def note(self, like, but):
+        buffer = take(self, like, but)
+        taken.append(buffer.data_ptr())
+        return buffer
+
+    HostBuffers.take = note
+    try:
+        for number in range(4):
+            window(model, number, "RF")
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()
+    finally:
+        HostBuffers.take = take
+    assert len(taken) == 4 * 5 and len(set(taken)) == 5
+
+
+def test_gradient_buffers_stay_where_they_are(run_ranks):
+    run_ranks(same_addresses, 2)
+
+
+def raised():
+    """What the optimizer raises in the worker comes where someone needs its result."""
+    model = make_offloaded()
+    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
+    window(model, 0)
+    optimizer.param_groups[0]["lr"] = "fast"
+    window(model, 1)
+    with pytest.raises(TypeError):
+        optimizer.wait()
+
+
+def test_errors_of_the_worker(run_ranks):
+    run_ranks(raised, 2)

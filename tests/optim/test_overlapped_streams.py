@@ -1,0 +1,290 @@
+"""Is a step in backward ordered with all that reads what it writes, and with nothing else?"""
+
+import copy
+import functools
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+import meshard._engine.build
+import meshard.optim.pending_step
+import meshard.optim.unit_step
+from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
+from meshard._comm.communicator import CommStream
+from meshard._comm.streams import StreamCommunicator
+from meshard.optim.joined_steps import JoinedSteps
+from tests.comm.test_streams import MIXED, make_model
+from tests.support.covering import covering
+from tests.support.fake import fake_group
+from tests.support.fake_device import FakeDevice, Recorder, Stream
+
+SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
+
+
+UNIT_NORM = {"max_unit_norm": 1.0, "clip_value": 0.5}
+DEFERRED = {"clip": "deferred", "max_norm": 0.1}
+ALONE = {"min_step_bytes": 0}  # each unit; by default all of these wait for the end of backward
+TWO = {"min_step_bytes": 200}  # a block has 136 bytes of gradients on each of four ranks
+
+
+class Run:
+    """A model on a recording device, with an optimizer that steps in backward."""
+
+    def __init__(self, monkeypatch, mesh_shape=(4,), cls=torch.optim.AdamW, options=None, **kwargs):
+        self.device = FakeDevice()
+        self.recorder = Recorder(self.device)
+        self.comm = StreamCommunicator(self.device)
+        monkeypatch.setattr(meshard._engine.build, "make_communicator", lambda _: self.comm)
+        mesh = init_device_mesh("cpu", mesh_shape)
+        self.model = make_model()
+        for block in self.model[1:4]:
+            meshard.fully_shard(block, mesh, **kwargs)
+        meshard.fully_shard(self.model, mesh, **kwargs)
+        self.optimizer = overlap_optimizer(self.model, cls, lr=0.1, **(options or {}))
+
+    def window(self, schedule="F"):
+        for place, letter in enumerate(schedule):
+            self.model.set_is_last_backward(place == len(schedule) - 1)
+            self.model.set_gradient_sync(SYNC[letter])
+            self.model(torch.ones(2, 5)).sum().backward()
+
+    def on_stream(self, comm_stream):
+        return self.comm._streams[comm_stream]
+
+    @property
+    def ticks(self):
+        """How far the optimizer's lane has got."""
+        number = self.on_stream(CommStream.OPTIMIZER).number
+        return self.on_stream(CommStream.OPTIMIZER).clock[number]
+
+    def seen_by(self, stream):
+        optimizer = self.comm._streams.get(CommStream.OPTIMIZER)
+        return 0 if optimizer is None else stream.clock.get(optimizer.number, 0)
+
+
+MESHES = [(4,), (2, 2), (1,)]
+
+
+@pytest.fixture(params=MESHES, ids=str)
+def run_on(monkeypatch, request):
+    with fake_group(torch.Size(request.param).numel()):
+        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    with fake_group(4):
+        yield Run(monkeypatch)
+
+
+@pytest.fixture
+def sgd_run(monkeypatch):
+    """Without counters of steps, which are on the CPU, but that the recording device cannot know:
+    to read them would order everything.
+    """
+    with fake_group(4):
+        cls = functools.partial(torch.optim.SGD, momentum=0.9)
+        yield Run(monkeypatch, cls=cls, options=ALONE)
+
+
+@covering(
+    "run_on, is_mixed, cls, options",
+    product(
+        MESHES,
+        [False, True],
+        [torch.optim.SGD, torch.optim.AdamW],
+        [{}, ALONE, TWO, UNIT_NORM, DEFERRED],
+    ),
+    indirect=["run_on"],
+)
+def test_training_has_no_race(run_on, is_mixed, cls, options):
+    run = run_on(mp_policy=MIXED if is_mixed else MixedPrecisionPolicy(), cls=cls, options=options)
+    with run.recorder:
+        for schedule in ("F", "FFF", "NNF", "RNF"):
+            run.window(schedule)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert run.device.races == []
+    assert run.on_stream(CommStream.OPTIMIZER).number in run.recorder.streams_used
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_every_way_of_resharding_has_no_race(run_on, reshard):
+    run = run_on(reshard_after_forward=reshard)
+    with run.recorder:
+        for schedule in ("F", "RF", "F"):
+            run.window(schedule)
+        with torch.no_grad():
+            run.model(torch.ones(2, 5))
+        run.window()
+    assert run.device.races == []
+
+
+READS = {
+    "full_tensor": lambda run: [p.full_tensor() for p in run.model.parameters()],
+    "to_local": lambda run: [p.to_local() + 1 for p in run.model.parameters()],
+    "an operator": lambda run: torch._foreach_norm(list(run.model.parameters())),
+    "state_dict": lambda run: [each + 1 for each in run.model.state_dict().values()],
+    "an edit": lambda run: [p.data.mul_(2.0) for p in run.model.parameters()],
+    "loading": lambda run: run.model.load_state_dict(run.model.state_dict()),
+    "unsharded_params": lambda run: _open(run.model),
+    "the state": lambda run: [
+        value + 1
+        for state in run.optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    ],
+    "its state_dict": lambda run: [
+        value + 1
+        for state in run.optimizer.state_dict()["state"].values()
+        for value in state.values()
+        if value.dim()
+    ],
+    "loading the state": lambda run: run.optimizer.load_state_dict(
+        copy.deepcopy(run.optimizer.state_dict())
+    ),
+    "wait": lambda run: run.optimizer.wait(),
+}
+
+
+def _open(model):
+    with meshard.unsharded_params(model):
+        return [param + 1 for param in model.parameters()]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("options", [{}, ALONE, DEFERRED], ids=str)
+def test_whatever_reads_waits(monkeypatch, read, options):
+    with fake_group(4):
+        check_read(Run(monkeypatch, options=options), READS[read])
+
+
+def check_read(run, read):
+    with run.recorder, torch.no_grad():
+        for _ in range(2):
+            with torch.enable_grad():
+                run.window()
+            read(run)
+        with torch.enable_grad():
+            run.window()
+    assert run.device.races == []
+
+
+def test_a_read_waits_for_its_unit_only(sgd_run):
+    run = sgd_run
+    with run.recorder:
+        run.window()
+        assert run.seen_by(run.device.compute) == 0
+        last, first = run.model[3], run.model[1]  # in the order of backward, last comes first
+        last[0].weight.to_local()
+        seen = run.seen_by(run.device.compute)
+        assert 0 < seen < run.ticks
+        first[0].weight.to_local()
+        assert seen < run.seen_by(run.device.compute) <= run.ticks
+
+
+def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
+    run = sgd_run
+    steps, gathers, in_backward = {}, {}, []
+    step, gather = meshard.optim.unit_step.UnitStepper.step, StreamCommunicator.all_gather
+    wait = Stream.wait_event
+
+    def log_step(self, *args):
+        found = step(self, *args)
+        steps[self.unit.label] = run.ticks
+        return found
+
+    def log_gather(self, output, source, *, group, label):
+        gathers.setdefault(label, run.seen_by(run.device.current_stream()))
+        return gather(self, output, source, group=group, label=label)
+
+    def log_wait(self, event):
+        optimizer = run.comm._streams.get(CommStream.OPTIMIZER)
+        if optimizer is not None and self is not optimizer and event.clock.get(optimizer.number):
+            in_backward.append(self.number)
+        wait(self, event)
+
+    monkeypatch.setattr(meshard.optim.unit_step.UnitStepper, "step", log_step)
+    monkeypatch.setattr(StreamCommunicator, "all_gather", log_gather)
+    monkeypatch.setattr(Stream, "wait_event", log_wait)
+    with run.recorder:
+        run.window()
+        assert len(steps) == 4
+        assert in_backward == []  # nor at its end
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        assert in_backward == []
+        assert run.seen_by(run.device.compute) == 0
+        gathers.clear()
+        with torch.no_grad():
+            run.model(torch.ones(2, 5))
+    # The units are stepped last first; what is gathered has seen its own step, and no later one.
+    order = sorted(steps, key=steps.get)
+    for label, seen in gathers.items():
+        assert seen >= steps[label], label
+    last_gathered = max(gathers, key=lambda label: steps[label])
+    assert gathers[order[-1]] <= steps[order[-1]], last_gathered
+    assert run.device.races == []
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, [4]), (TWO, [2, 2]), (ALONE, [1] * 4)])
+def test_units_are_stepped_together_until_they_have_so_many_bytes(monkeypatch, options, expected):
+    found = []
+    step = JoinedSteps._step
+
+    def log_step(self, units):
+        found.append(len(units))
+        step(self, units)
+
+    monkeypatch.setattr(JoinedSteps, "_step", log_step)
+    with fake_group(4):
+        run = Run(monkeypatch, options=options)
+        run.window()  # makes the state, unit by unit
+        with run.recorder:
+            run.window()
+            run.window("RF")
+    assert found == 2 * expected
+    assert run.device.races == []
+
+
+def test_gradients_are_given_back_when_the_step_is_over(run):
+    with run.recorder:
+        run.window()
+        assert all(param.grad is None for param in run.model.parameters())
+        held = [tensor for _, tensors in run.comm._held_until_done for tensor in tensors]
+        assert len(held) > 0
+        run.device.is_through = True
+        run.optimizer.step()
+        assert len(run.comm._held_until_done) == 0
+
+
+# --- what the checks find ------------------------------------------------------------------
+
+
+def test_a_gather_that_does_not_wait_is_found_out(monkeypatch, run):
+    monkeypatch.setattr(StreamCommunicator, "enter_after", lambda self, comm_stream, pending: None)
+    with run.recorder:
+        run.window()
+        run.window()
+    assert any("read by" in race for race in run.device.races)
+
+
+def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
+    run = sgd_run
+    monkeypatch.setattr(StreamCommunicator, "hold_until_done", lambda self, tensors: None)
+    with run.recorder:
+        run.window()
+        run.window()
+    assert any("reuse of memory" in race for race in run.device.races)
+
+
+def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
+    monkeypatch.setattr(meshard.optim.pending_step, "hide_shards", lambda group: None)
+    with run.recorder, torch.no_grad():
+        with torch.enable_grad():
+            run.window()
+        READS["full_tensor"](run)
+    assert any("read by" in race for race in run.device.races)

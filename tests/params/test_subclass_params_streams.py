@@ -1,0 +1,76 @@
+"""Do parameters that say themselves what is gathered of them keep the order of streams?"""
+
+from itertools import product
+
+import pytest
+
+from meshard._comm.all_gather import PackedGather
+from meshard._comm.streams import StreamCommunicator
+from tests.comm.test_streams import MIXED, run_steps
+from tests.support.covering import covering
+from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
+from tests.support.fake_device import FakeDevice
+
+KINDS = [Int8OnWire, Bfloat16Whole]
+
+
+def run(monkeypatch, kind, mesh_shape, device=None, **kwargs):
+    return run_steps(
+        monkeypatch,
+        mesh_shape,
+        device,
+        prepare=lambda model: with_matrices_as(model, kind),
+        **kwargs,
+    )
+
+
+@covering(
+    "kind, mesh_shape, reshard_after_forward",
+    product(KINDS, [(4,), (2, 2), (1,)], [None, True, False]),
+)
+def test_a_step_has_no_race(monkeypatch, kind, mesh_shape, reshard_after_forward):
+    device, recorder = run(
+        monkeypatch,
+        kind,
+        mesh_shape,
+        mp_policy=MIXED,
+        reshard_after_forward=reshard_after_forward,
+    )
+    assert device.races == []
+    assert recorder.num_checked > 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_keeps_its_rows(monkeypatch, kind):
+    assert run(monkeypatch, kind, (4,), reshard_after_forward=2)[0].races == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
+    """What is sent must be written on the lane of the gather, or before it."""
+    device, pack = FakeDevice(), PackedGather._pack
+    stray = device.Stream()
+
+    def pack_elsewhere(self, parts):
+        with device.stream(stray):
+            return pack(self, [part + 0 for part in parts])
+
+    monkeypatch.setattr(PackedGather, "_pack", pack_elsewhere)
+    run(monkeypatch, kind, (4,), device)
+    assert device.races
+
+
+def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
+    device, start = FakeDevice(), StreamCommunicator.all_gather
+
+    class Never:
+        def wait(self):
+            pass
+
+    def all_gather(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        return Never()
+
+    monkeypatch.setattr(StreamCommunicator, "all_gather", all_gather)
+    run(monkeypatch, Int8OnWire, (4,), device)
+    assert any("split_with_sizes_copy" in race for race in device.races)

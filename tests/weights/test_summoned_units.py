@@ -1,0 +1,204 @@
+"""When may units be opened, by whom, and what happens to gradients meanwhile?"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+import meshard
+from meshard import CommLedger, unsharded_params
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.weights.test_unsharded_params import build, edit
+
+
+def edits_that_differ():
+    mesh = init_device_mesh("cpu", (2, 2))
+    rank = dist.get_rank()
+    model = meshard.fully_shard(nn.Linear(2, 4, bias=False), mesh)
+    with unsharded_params(model), torch.no_grad():
+        model.weight.fill_(rank)
+    # Rows are owned by shard rank 0 and 1; the first replica's ranks are 0 and 1.
+    assert model.weight.full_tensor().tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    with unsharded_params(model, writeback=False), torch.no_grad():
+        model.weight.fill_(7)
+    assert model.weight.full_tensor()[0, 0] == 0
+
+
+def test_of_edits_that_differ_the_owner_in_the_first_replica_wins(run_ranks):
+    run_ranks(edits_that_differ, 4)
+
+
+def open_twice():
+    case, model, plain = build("mlp_stack")
+    x = case.batch(0, 0)
+    with unsharded_params(model.blocks[1]):
+        assert isinstance(model.scale, DTensor) and isinstance(model.blocks[0].up.weight, DTensor)
+        with unsharded_params(model, writeback=False), CommLedger(model) as ledger:
+            edit(model)  # of these, only those of the outer context are written
+            model(x)
+        assert not ledger.counts
+        assert not isinstance(model.blocks[1].up.weight, DTensor)
+        with pytest.raises(RuntimeError, match=r"'blocks\.1' is open already, with other"):
+            unsharded_params(model, rank0_only=True).__enter__()
+        assert isinstance(model.scale, DTensor)
+    numbers = {id(p): number for number, p in enumerate(plain.parameters())}
+    with torch.no_grad():
+        for param in plain.blocks[1].parameters():
+            param.mul_(0.5).add_(numbers[id(param)] / 64)
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+    with (
+        unsharded_params(model.blocks[0], writeback=False),
+        pytest.raises(RuntimeError, match="edits will be dropped"),
+        unsharded_params(model),
+    ):
+        pass
+    with unsharded_params(model, recurse=False):
+        assert not isinstance(model.scale, DTensor) and isinstance(
+            model.blocks[0].up.weight, DTensor
+        )
+        assert_same(model(x), plain(x))  # the root as it is, the blocks gathered
+
+
+def test_contexts_nest(run_ranks):
+    run_ranks(open_twice, 2)
+
+
+def gradients_join(mesh_shape, mode, inside):
+    """The whole parameters train: with and without what an ordinary forward gives."""
+    case, model, plain = build("integer", mesh_shape)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model.set_gradient_divide_factor(1.0)
+    for k in meshard.microbatches(model, range(2), until_last=mode):
+        with unsharded_params(model.blocks[1]):
+            loss = case.loss(model(case.batch(k, rank)))
+            loss = loss + (rank + 1) * model.blocks[1].linear.bias.sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        case.loss(model(case.batch(5, rank))).backward()
+    for k in range(2):
+        for r in range(num_ranks):
+            loss = case.loss(plain(case.batch(k, r))) + case.loss(plain(case.batch(5, r)))
+            (loss + (r + 1) * plain.blocks[1].linear.bias.sum()).backward()
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
+    assert not meshard.pending_gradients(model)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("mode", list(meshard.GradientSync))
+def test_gradients_of_whole_parameters_are_reduced(run_ranks, mode, inside):
+    run_ranks(gradients_join, 2, (2,), mode, inside)
+
+
+def test_gradients_of_whole_parameters_are_reduced_over_replicas(run_ranks):
+    run_ranks(gradients_join, 4, (2, 2), meshard.GradientSync.REDUCE_SCATTER, False)
+
+
+def wrong_moments():
+    case, model, _ = build("mlp_stack")
+    x = case.batch(0, 0)
+    refused = []
+
+    def open_now(*args):
+        with pytest.raises(RuntimeError, match="while a forward or backward of its root runs"):
+            unsharded_params(model.blocks[0]).__enter__()
+        refused.append(True)
+
+    handle = model.blocks[1].register_forward_hook(lambda m, a, out: open_now())
+    loss = case.loss(model(x))
+    handle.remove()
+    model.blocks[1].down.weight.register_post_accumulate_grad_hook(open_now)
+    loss.backward()
+    assert refused == [True] * 2
+    model.zero_grad()
+    loss = case.loss(model(x))
+    text = "a backward reached unit '.*' inside unsharded_params"
+    with pytest.raises(RuntimeError, match=text), unsharded_params(model):
+        loss.backward()
+    case.loss(model(x)).backward()
+    for call, text in [
+        (model.unshard, r"is open, so it cannot be gathered by unshard"),
+        (model.double, r"is open, so it cannot be moved or cast"),
+        (lambda: copy.deepcopy(model), r"is open, so it cannot be copied"),
+    ]:
+        with unsharded_params(model), pytest.raises(RuntimeError, match=text):
+            call()
+    with unsharded_params(model, rank0_only=True):
+        if dist.get_rank():
+            with pytest.raises(RuntimeError, match="open on rank 0 only"):
+                model(x)
+        else:
+            model(x)
+    model(x)
+
+
+def test_wrong_moments_are_refused(run_ranks):
+    run_ranks(wrong_moments, 2)
+
+
+def peer_refuses():
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    summoned = FullyShardedDataParallel.summon_full_params
+    with pytest.raises(NotImplementedError, match="is not supported"):
+        summoned(model, rank0_only=True, writeback=True).__enter__()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_refuses_to_write_back_what_rank_0_edits(run_ranks):
+    run_ranks(peer_refuses, 2)
+
+
+@pytest.fixture
+def one_rank():
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_bad_arguments_and_meta_are_refused():
+    with pytest.raises(ValueError, match="no unit in this Linear"):
+        unsharded_params(nn.Linear(2, 2)).__enter__()
+    root = nn.Sequential(nn.Linear(2, 2))
+    meshard.fully_shard(root[0])
+    with pytest.raises(ValueError, match="with recurse=True"):
+        unsharded_params(root, recurse=False).__enter__()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    meshard.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' .* still on the meta device"):
+        unsharded_params(model).__enter__()
+    ignored = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    meshard.fully_shard(ignored, ignored_params=set(ignored[0].parameters()))
+    held = ignored[0].weight
+    with unsharded_params(ignored):
+        assert ignored[0].weight is held and not isinstance(ignored[1].weight, DTensor)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_functional_call_is_for_the_inside():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    plain = copy.deepcopy(model)
+    for unit in (model[0], model):
+        meshard.fully_shard(unit)
+    x = torch.ones(1, 3)
+    with unsharded_params(model):
+        scaled = {name: param * 2 for name, param in model.named_parameters()}
+        out = functional_call(model, scaled, (x,))
+        out.sum().backward()
+    expected = {name: param * 2 for name, param in plain.named_parameters()}
+    functional_call(plain, expected, (x,)).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+    before = full_state(model)
+    assert_same(functional_call(model, dict(model.named_parameters()), (x,)), plain(x))
+    for given in (expected, {name: param * 2 for name, param in model.named_parameters()}):
+        with pytest.raises(RuntimeError, match=r"functional_call.*unsharded_params"):
+            functional_call(model, given, (x,))
+        assert_same(full_state(model), before, bitwise=True)
+        assert_same(model(x), plain(x))

@@ -1,0 +1,284 @@
+"""Are whole weights right to read and edit, and is nothing of them left?"""
+
+import copy
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import meshard
+from meshard import MixedPrecisionPolicy, unsharded_params
+from tests.engine.test_lifetime import live_tensor_bytes, settled_tensor_bytes
+from tests.support.cases import CASES
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads, full_state
+
+
+def build(name, mesh_shape=(2,), **kwargs):
+    case = CASES[name]
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, plain = case.build(), case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return case, model, plain
+
+
+def named(module):
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def edit(module):
+    with torch.no_grad():
+        for number, param in enumerate(module.parameters()):
+            param.mul_(0.5).add_(number / 64)
+
+
+def read_edit_and_train(name, mesh_shape, **kwargs):
+    case, model, plain = build(name, mesh_shape)
+    batch = case.batch(0, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch)  # leaves the root whole
+    ids = [id(param) for param in model.parameters()]
+    here = dist.get_rank() == 0 or not kwargs.get("rank0_only")
+    with unsharded_params(model, **kwargs):
+        if here:
+            assert not any(isinstance(param, DTensor) for param in model.parameters())
+            assert_same(named(model), named(plain), bitwise=True)
+            assert [p.requires_grad for p in model.parameters()] == [
+                p.requires_grad for p in plain.parameters()
+            ]
+            edit(model)
+            state = model.state_dict()
+        else:
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+    edit(plain)
+    assert [id(param) for param in model.parameters()] == ids
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+    if here:
+        assert_same(dict(state), dict(plain.state_dict()), bitwise=True)
+    if mesh_shape == (2, 2):
+        local = [p._local_tensor for p in model.parameters()]
+        theirs = [torch.empty_like(each) for each in local]
+        group = next(model.parameters()).device_mesh.get_group(0)
+        for ours, other in zip(local, theirs, strict=True):
+            both = [other, torch.empty_like(other)]
+            dist.all_gather(both, ours.contiguous(), group=group)
+            assert torch.equal(both[0], both[1])
+    dtype = case.dtype
+    assert_same(model(batch), plain(batch), dtype)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    case.loss(model(case.batch(0, rank))).backward()
+    case.loss(plain(case.whole_batch(0, num_ranks))).backward()
+    assert_same(full_grads(model), full_grads(plain), dtype)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same(full_state(model), full_state(plain), dtype)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize(
+    "name", ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"]
+)
+def test_edits_reach_shards_forwards_and_optimizers(run_ranks, name, rank0_only):
+    run_ranks(read_edit_and_train, 2, name, (2,), rank0_only=rank0_only)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_replicas_and_empty_shards_get_edits_too(run_ranks, rank0_only):
+    run_ranks(read_edit_and_train, 4, "uneven", (2, 2), rank0_only=rank0_only)
+    run_ranks(read_edit_and_train, 4, "uneven", (4,), rank0_only=rank0_only, offload_to_cpu=True)
+
+
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(5, 3)
+        self.table = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
+
+    def forward(self, x):
+        return self.wide(x) + self.table[0].to(x.dtype)
+
+
+def masters_are_not_rounded():
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    placement = {"shard_placement_fn": lambda p: Shard(p.dim() - 1), "mp_policy": policy}
+    model = meshard.fully_shard(seeded(Narrow()), mesh, **placement)
+    plain = seeded(Narrow())
+    with unsharded_params(model):
+        assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()]
+        assert_same(named(model), named(plain), bitwise=True)
+        assert model(torch.ones(1, 5)).dtype == torch.float32  # no casts: a plain module
+        with torch.no_grad():
+            model.wide.bias.add_(2.0**-20)
+    with torch.no_grad():
+        plain.wide.bias.add_(2.0**-20)
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+    assert model(torch.ones(1, 5)).dtype == torch.bfloat16
+
+
+def test_masters_are_not_rounded_to_the_compute_dtype(run_ranks):
+    run_ranks(masters_are_not_rounded, 2)
+
+
+def bytes_left(rank0_only, fails):
+    case, model, plain = build("transformer_tied", reshard_after_forward=True)
+    case.loss(model(case.batch(0, 0))).backward()
+    model.zero_grad()
+    edit_outside, first = copy.deepcopy(plain), dist.get_rank() == 0
+    for turn in range(2):  # what is made once is made in the first
+        before = settled_tensor_bytes()
+        try:
+            with unsharded_params(model, rank0_only=rank0_only):
+                inside = settled_tensor_bytes() - before
+                if first or not rank0_only:
+                    edit(model)
+                if fails and turn:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        else:
+            edit(edit_outside)
+        after = settled_tensor_bytes()
+        assert turn == 0 or after == before
+    whole = sum(param.nbytes for param in plain.parameters())
+    assert inside == (whole if first or not rank0_only else 0)
+    assert_same(full_state(model), full_state(edit_outside), bitwise=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_not_a_byte_is_left_behind(run_ranks, rank0_only, fails):
+    run_ranks(bytes_left, 2, rank0_only, fails)
+
+
+def freed_without_the_garbage_collector():
+    case, model, _ = build("mlp_stack")
+
+    def train_inside():
+        with unsharded_params(model):
+            case.loss(model(case.batch(0, 0))).backward()
+            edit(model)
+        assert all(param.grad is not None for param in model.parameters())
+        model.zero_grad()
+        with torch.no_grad():
+            model(case.batch(0, 0))
+
+    train_inside()  # whatever is made once is made now
+    before = settled_tensor_bytes()
+    gc.disable()
+    try:
+        train_inside()
+        dist.barrier()
+        time.sleep(0.2)  # for gloo's threads to let go of works that are over
+        assert live_tensor_bytes() == before
+    finally:
+        gc.enable()
+
+
+def test_no_cycle_keeps_whole_parameters(run_ranks):
+    run_ranks(freed_without_the_garbage_collector, 2)
+
+
+def replace_by_assignment():
+    case, model, plain = build("transformer_tied")
+    ids = [id(param) for param in model.parameters()]
+    for module in (model, plain):
+        with unsharded_params(model) if module is model else torch.no_grad():
+            new = nn.Parameter(torch.full((11, 8), 0.25))
+            module.embedding.weight = module.head.weight = new
+            module.norm.weight = nn.Parameter(torch.ones(8).double(), requires_grad=False)
+            module.norm.bias.data = torch.arange(8.0)
+            module.blocks[0].attention.out.weight.requires_grad_(False)
+            state = {name: v * 2 for name, v in module.blocks[1].state_dict().items()}
+            module.blocks[1].load_state_dict(state, assign=True)
+            torch.manual_seed(1)
+            module.blocks[0].mlp[0].reset_parameters()
+    assert [id(param) for param in model.parameters()] == ids
+    expected = {name: value.float() for name, value in full_state(plain).items()}
+    assert_same(full_state(model), expected, bitwise=True)
+    flags = {name: param.requires_grad for name, param in plain.named_parameters()}
+    assert {name: param.requires_grad for name, param in model.named_parameters()} == flags
+    plain.float()
+    case.loss(model(case.batch(0, dist.get_rank()))).backward()
+    case.loss(plain(case.whole_batch(0, 2))).backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_parameters_may_be_replaced_and_frozen_inside(run_ranks):
+    run_ranks(replace_by_assignment, 2)
+
+
+def assign_what_cannot_be_written():
+    _, model, _ = build("transformer_tied")
+    before = full_state(model)
+
+    def wrong_shape():
+        model.norm.weight = nn.Parameter(torch.ones(3))
+
+    def cut_a_tie():
+        model.head.weight = nn.Parameter(torch.ones(11, 8))
+
+    def remove():
+        del model.norm.bias
+
+    def shard_again():
+        model.norm.bias = nn.Parameter(sharded)
+
+    def step():
+        optimizer.step()
+
+    def open_and(model, spoil):
+        with unsharded_params(model):
+            with torch.no_grad():
+                model.blocks[0].mlp[0].weight.add_(1)
+            spoil()
+
+    for spoil, text in [
+        (wrong_shape, r"'norm\.weight' of unit '\(root\)' was replaced .* shape \(3,\)"),
+        (cut_a_tie, r"'embedding\.weight' of unit '\(root\)' is tied"),
+        (remove, r"'norm\.bias' of unit '\(root\)' was removed"),
+        (shard_again, r"replaced inside unsharded_params by a DTensor"),
+        (step, r"shards of unit '.*' were edited while it was open"),
+    ]:
+        sharded = model.norm.bias
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sharded.grad = sharded.detach().clone()
+        with pytest.raises(RuntimeError, match=text):
+            open_and(model, spoil)
+        sharded.grad = None
+        assert_same(full_state(model), before, bitwise=True)
+        model(torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_what_cannot_be_written_back_is_named_and_nothing_is_written(run_ranks):
+    run_ranks(assign_what_cannot_be_written, 2)
+
+
+def one_rank_fails(rank0_only, mesh_shape, failing):
+    _, model, _ = build("mlp_stack", mesh_shape)
+    before = full_state(model)
+    mine = dist.get_rank() == failing
+    error = ZeroDivisionError if mine else RuntimeError
+    text = None if mine else "another rank raised inside unsharded_params"
+
+    def edit_or_fail():
+        with unsharded_params(model, rank0_only=rank0_only):
+            if not rank0_only or dist.get_rank() == 0:
+                edit(model)
+            assert not mine, 1 / 0
+
+    with pytest.raises(error, match=text):
+        edit_or_fail()
+    assert_same(full_state(model), before, bitwise=True)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_an_exception_on_one_rank_writes_nothing_on_any(run_ranks, rank0_only):
+    run_ranks(one_rank_fails, 2, rank0_only, (2,), 1)
+    run_ranks(one_rank_fails, 4, rank0_only, (2, 2), 0)
