@@ -14,12 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.custom import GroupMemory
-from meshard._comm.divergence import share
+from meshard._comm.custom import CommSettings, memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
 from meshard._engine.unit import (
-    CommSettings,
     DivideFactor,
     ReduceHook,
     Unit,
@@ -513,7 +511,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         check_bool("enable", enable)
         for unit in selected_units(self, recurse):
             if enable and unit.group is not None:
-                GroupMemory(unit.group.spec.device).of(unit.group.spec.mesh_info.shard_group)
+                memory_backend(unit.group.spec.mesh_info.shard_group, unit.group.spec.device)
         _replace_comm(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -630,7 +628,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
         if unit.group is not None:
-            unit.group.comm = settings.apply_to(unit.lifecycle.comm, unit.group.spec.device)
+            unit.group.comm = unit.lifecycle.comm.with_custom(settings)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
@@ -659,4 +657,4 @@ def share_comm_ctx(modules: list[Any]) -> None:
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
     for unit in units[1:]:
-        unit.lifecycle.use(share(units[0].lifecycle.comm, unit.lifecycle.comm))
+        unit.lifecycle.use(units[0].lifecycle.comm.shared_with(unit.lifecycle.comm))

@@ -155,7 +155,7 @@ class Buckets:
         unit.group = ParamGroup(tensors, gradients)
         if lifecycle is not None:
             tensors.label = unit.label
-            unit.group.comm = unit.settings.comm.apply_to(lifecycle.comm, self._spec.device)
+            unit.group.comm = lifecycle.comm.with_custom(unit.settings.comm)
 
     def _tell(self, gradients: GradientAccumulator) -> None:
         """Let a bucket know what holds for all."""

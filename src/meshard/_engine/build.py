@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import number_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -39,7 +38,7 @@ from meshard._params.flat_params import FlatParams, GroupSpec, UnitParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import SubclassParams, check_gather_methods
-from meshard._shared_memory.factory import make_communicator
+from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import queue_backward_callback
 from meshard.fsdp_module import FSDPModule
@@ -442,5 +441,5 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     innermost.children.append(weakref.ref(inner))
     comm = make_communicator(device)
     mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
-    number_root(comm, [group for mesh_info in mesh_infos for group in mesh_info.groups])
+    comm.number_root([group for mesh_info in mesh_infos for group in mesh_info.groups])
     Lifecycle(queue_backward_callback, comm).set_units(units)
