@@ -22,16 +22,16 @@ from meshard._comm.divergence import is_debugging
 from meshard._engine.build import UnitPlan, allocate, collect, commit, plan, resolve_mesh_info
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
+from meshard._params.storage import host_location
 from meshard._torch.versions import TorchDataParallelMeshDims
 from meshard.fsdp_module import FSDPModule, check_bool
-from meshard.offloading import host_for
+from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
 )
-from meshard.same_start import check_same_start
 
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
 PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
@@ -114,7 +114,7 @@ def fully_shard(
     plans = plan(found, mesh_info, shard_placement_fn)
     device = device_of(mesh_info.mesh)
     subclass_fqns = [param.fqn for each in plans if each.is_subclass for param in each.params]
-    host = host_for(offload_policy, device, subclass_fqns)
+    host = host_location(offload_policy, device, subclass_fqns)
     if is_debugging():
         _check_values(modules, plans, device)
     settings = [_settings(reshard_after_forward, each.mesh_info) for each in plans]

@@ -31,7 +31,6 @@ from meshard._engine.build import (
     collect,
     give_params,
 )
-from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
@@ -41,9 +40,9 @@ from meshard._params.unit_params import GroupSpec
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
-from meshard.fsdp_module import GradientSetters, as_module, check_bool, own_unit
+from meshard.fsdp_module import GradientSetters, as_module, check_bool
+from meshard.initialization import overwrite_by_first_rank
 from meshard.policies import MixedPrecisionPolicy
-from meshard.same_start import overwrite_by_first_rank
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
 
@@ -168,7 +167,7 @@ class Buckets:
         lifecycle = getattr(unit, "lifecycle", None)  # not the first time
         if lifecycle is not None and unit.group is not None:
             tensors.label = unit.label
-            unit.group.comm = unit.settings.comm.apply_to(lifecycle.comm, self._spec.device)
+            unit.group.comm = lifecycle.comm.with_custom(unit.settings.comm)
 
     def _configure_gradients(self, unit: Unit) -> None:
         if unit.gradients is not None:
@@ -320,10 +319,6 @@ class ReplicateModule(GradientSetters):
         buckets: Buckets = as_module(self).__dict__["_meshard_buckets"]
         return buckets.replaced.count
 
-    def reset_iter_state(self) -> None:
-        """Reset after an interrupted step: no collective in flight, no accumulation window open."""
-        own_unit(self).lifecycle.abort()
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""
         result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
@@ -336,10 +331,6 @@ class ReplicateModule(GradientSetters):
             if isinstance(unit.gradients.sharded, ReplicatedGrads):
                 unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return another replicated module, on the same mesh."""
-        return copy_with_units(as_module(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise a TypeError: hooks and process groups cannot be pickled."""

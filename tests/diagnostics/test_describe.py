@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
+from meshard._shared_memory import channel
+from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from meshard.diagnostics import readable_bytes
 from tests.support.fake import fake_group
 from tests.support.models import Adapted, MixedDtype, Transformer
@@ -21,7 +24,7 @@ def rows(table):
         if not line.startswith("warning"):
             cells[line.split("  ")[0].strip()] = line.split()
     assert lines[0].split() == (
-        ["unit", "parameters", "dtype", "whole", "per", "rank", "padding", "mesh", "policies"]
+        ["unit", "parameters", "dtype", "unsharded", "per", "rank", "padding", "mesh", "policies"]
     )
     return cells, [line for line in lines if line.startswith("warning")]
 
@@ -31,11 +34,11 @@ def test_a_table_of_a_transformer_on_eight_ranks():
         model = Transformer(vocab=16, dim=8, depth=2, tied=True)
         fully_shard_units(model)
         assert describe(model).splitlines() == [
-            "unit      parameters  dtype     whole  per rank  padding  mesh     policies",
-            "(root)           144  float32   576 B      72 B      0 B  shard 8",
-            "blocks.0         848  float32  3392 B     424 B      0 B  shard 8",
-            "blocks.1         848  float32  3392 B     424 B      0 B  shard 8",
-            "total          1,840           7360 B     920 B      0 B",
+            "unit      parameters  dtype    unsharded  per rank  padding  mesh     policies",
+            "(root)           144  float32      576 B      72 B      0 B  shard 8",
+            "blocks.0         848  float32     3392 B     424 B      0 B  shard 8",
+            "blocks.1         848  float32     3392 B     424 B      0 B  shard 8",
+            "total          1,840              7360 B     920 B      0 B",
         ]
 
 
@@ -78,8 +81,8 @@ def test_bytes_are_those_that_are_sent():
     assert len(ledger.events) == len(cells) - 1
     for event in ledger.events:
         assert event.payload_bytes == 6 * int(cells[event.unit][5])  # "per rank"
-        whole, padding = int(cells[event.unit][3]), int(cells[event.unit][7])
-        assert event.payload_bytes == whole + padding
+        unsharded, padding = int(cells[event.unit][3]), int(cells[event.unit][7])
+        assert event.payload_bytes == unsharded + padding
 
 
 def test_several_dtypes_and_policies():
@@ -117,7 +120,45 @@ def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
         assert not rows(describe(model.requires_grad_(False)))[1]
 
 
-def test_what_is_in_no_unit_is_whole_on_every_rank():
+def last_lines(variable):
+    """Return the last line before and after the first collective, on ranks of one host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHARD_SHARED_MEMORY", variable)
+        layer = fully_shard(nn.Linear(4, 4))
+        before = describe(layer).splitlines()[-1]
+        layer(torch.ones(1, 4))
+        return before, describe(layer).splitlines()[-1]
+
+
+def test_the_last_line_states_whether_ranks_use_shared_memory(run_ranks):
+    for before, after in run_ranks(last_lines, 2, "1"):
+        if WHY_UNSUPPORTED:
+            assert before == after == f"shared memory: off: {WHY_UNSUPPORTED}"
+        else:
+            assert before.endswith("decided at the first collective of each process group")
+            assert after == "shared memory: on"
+
+
+def test_the_last_line_states_why_ranks_do_not_use_shared_memory(run_ranks):
+    for lines in run_ranks(last_lines, 2, "0"):
+        assert lines == (f"shared memory: off: {WHY_UNSUPPORTED or 'MESHARD_SHARED_MEMORY=0'}",) * 2
+
+
+def one_is_unable():
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(channel, "WHY_UNSUPPORTED", "an example")
+        layer = fully_shard(nn.Linear(4, 4))
+        layer(torch.ones(1, 4))
+    return describe(layer).splitlines()[-1]
+
+
+def test_one_rank_that_is_unable_is_a_reason(run_ranks):
+    for line in run_ranks(one_is_unable, 2):
+        assert line.startswith("shared memory: off: ")
+
+
+def test_parameters_in_no_unit_have_a_line():
     with fake_group(4):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model[1])

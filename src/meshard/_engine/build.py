@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import number_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -28,7 +27,6 @@ from meshard._engine.hooks import (
     run_in_unit,
 )
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.misread import watch_reads
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
@@ -51,7 +49,7 @@ from meshard._params.subclass_params import (
     has_own_methods,
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
-from meshard._shared_memory.factory import make_communicator
+from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.dtensor import is_plain, local_of
 from meshard._torch.private import queue_backward_callback
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
@@ -506,7 +504,6 @@ def commit(
     for each in reversed(chain):  # the hooks of the outermost are to run first, and last
         register_hooks(each)
         register_load_hooks(each)
-        watch_reads(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
     adopt_inner_units(unit, modules, device_of(plans[0].mesh_info.mesh))
@@ -567,5 +564,5 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     innermost.children.append(weakref.ref(inner))
     comm = make_communicator(device)
     mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
-    number_root(comm, [group for mesh_info in mesh_infos for group in mesh_info.groups])
+    comm.number_root([group for mesh_info in mesh_infos for group in mesh_info.groups])
     Lifecycle(queue_backward_callback, comm).set_units(units)
