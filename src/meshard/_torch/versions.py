@@ -25,7 +25,7 @@ TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMe
 def start_all_gather_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
 ) -> dist.Work:
-    """Start ``all_gather_single`` without the checks that torch's function repeats at each call."""
+    """Start an all-gather without the checks of arguments that torch's function repeats."""
     if _METHODS_ARE_RENAMED:
         return group.all_gather_single(output, source)
     return group._allgather_base(output, source)
@@ -34,7 +34,7 @@ def start_all_gather_on(
 def start_all_to_all_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
 ) -> dist.Work:
-    """Likewise start ``all_to_all_single``: ``sizes`` rows with each rank, or equally many."""
+    """Start an all-to-all, likewise; ``sizes`` by rank, empty for equal sizes."""
     if _METHODS_ARE_RENAMED:
         return group.all_to_all_single(output, source, sizes, sizes)
     return group.alltoall_base(output, source, sizes, sizes)
