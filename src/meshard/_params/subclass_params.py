@@ -258,7 +258,7 @@ class CustomParam:
         if self._takes_mesh_only:
             returned = pre(self._mesh)
         else:
-            module = next((module for module, _ in self._param.live_owners()), None)
+            module = next((module for module, _ in self._param.owners), None)
             size = self._param.layout.shape
             returned = pre(self._mesh, size, self._stride, module, self._mp_policy)
         inputs, self._metadata = _check_inputs(name, returned)
