@@ -1,14 +1,43 @@
-"""Is each private name of torch used in one file only, and is it still there?"""
+"""Private names of torch stand in ``_torch`` only, and exist."""
 
+import ast
 import importlib
-from collections import defaultdict
 
 import pytest
 
-from tests.house.sources import FILES, short, torch_uses
+from tests.house.sources import FILES, SRC, short, torch_names, torch_uses, tree
+
+OUTSIDE = [path for path in FILES if path.relative_to(SRC).parts[0] != "_torch"]
+# Of tensors, meshes and process groups. Those of modules (``_parameters``) may be read anywhere.
+PRIVATE_ATTRIBUTES = {
+    "_allgather_base",
+    "_backward_hooks",
+    "_base",
+    "_concatenate",
+    "_execution_engine",
+    "_flatten",
+    "_get_backend",
+    "_is_view",
+    "_local_tensor",
+    "_post_accumulate_grad_hooks",
+    "_register_hook_dict",
+    "_sequence_nr",
+    "_use_count",
+    "_version",
+}
+# Still to be moved.
+REMAINING = {
+    ("_comm/buffers.py", "torch._foreach_copy_"),
+    ("_comm/communicator.py", "torch.autograd._profiler_enabled"),
+    ("_comm/gradient_buffer.py", "torch._chunk_cat"),
+    ("optim/flat_slices.py", "_base"),
+    ("_engine/averages.py", "AveragedModel.update_parameters"),
+    ("_engine/optimizer_hooks.py", "Optimizer.zero_grad"),
+    ("_engine/optimizer_hooks.py", "nn.Module.zero_grad"),
+}
 
 
-def _private_part(name):
+def private_part(name):
     """Return ``name`` up to its first private part, or None."""
     parts = name.split(".")
     for length, part in enumerate(parts, 1):
@@ -17,21 +46,28 @@ def _private_part(name):
     return None
 
 
-def _uses():
-    """Return which files use which private name, cut at the first private part."""
-    found = defaultdict(set)
-    for path in FILES:
-        for name, _ in torch_uses(path):
-            private = _private_part(name)
-            if private is not None:
-                found[private].add(short(path))
-    return found
+def private_names(path):
+    """Return the private names of torch in a file, each with its line."""
+    names = [(private_part(name), line) for name, line in torch_uses(path)]
+    return [
+        (name, line)
+        for name, line in names
+        if name is not None and not name.startswith("torch.nn.Module.")
+    ]
 
 
-USES = _uses()
+def private_attributes(path):
+    """Return reads of private attributes of other objects than ``self``, each with its line."""
+    return [
+        (node.attr, node.lineno)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr in PRIVATE_ATTRIBUTES
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    ]
 
 
-def _resolve(name):
+def resolve(name):
     parts = name.split(".")
     value = importlib.import_module(parts[0])
     for length, part in enumerate(parts[1:], 2):
@@ -41,18 +77,53 @@ def _resolve(name):
     return value
 
 
-def test_each_private_name_is_used_in_one_file():
-    twice = {name: sorted(files) for name, files in USES.items() if len(files) > 1}
-    assert not twice
+def test_private_names_are_used_in_one_folder_only():
+    offenders = [
+        f"{short(path)}:{line} {name}"
+        for path in OUTSIDE
+        for name, line in (*private_names(path), *private_attributes(path))
+        if (short(path), name) not in REMAINING
+    ]
+    assert not offenders, "\n".join(offenders)
 
 
-def test_the_private_names_are_still_there():
-    for name in USES:
-        assert _resolve(name) is not None, name
+def root_of(node):
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def assigned_attributes(path):
+    """Return assignments to attributes of what a file imports from torch."""
+    for node in ast.walk(tree(path)):
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = [each for each in node.targets if isinstance(each, ast.Attribute)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = node.args[:1]
+        for target in targets:
+            if root_of(target) in torch_names(path):
+                yield ast.unparse(target), node.lineno
+
+
+def test_torch_is_changed_in_one_folder_only():
+    offenders = [
+        f"{short(path)}:{line} {name}"
+        for path in OUTSIDE
+        for name, line in assigned_attributes(path)
+        if (short(path), name) not in REMAINING
+    ]
+    assert not offenders, "\n".join(offenders)
+
+
+def test_the_private_names_exist():
+    for path in set(FILES) - set(OUTSIDE):
+        for name, _ in private_names(path):
+            assert resolve(name) is not None, name
 
 
 def test_a_name_that_is_gone_is_noticed():
-    assert _private_part("torch.utils._pytree.tree_map") == "torch.utils._pytree"
-    assert _private_part("torch.Tensor.__add__") is None
+    assert private_part("torch.utils._pytree.tree_map") == "torch.utils._pytree"
+    assert private_part("torch.Tensor.__add__") is None
     with pytest.raises((AttributeError, ModuleNotFoundError)):
-        _resolve("torch.utils._never_there")
+        resolve("torch.utils._never_there")
