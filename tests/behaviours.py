@@ -279,8 +279,8 @@ READS = (
         situation="a weight read outside the forward of its unit: the error",
         ours=(
             "engine/test_misread.py::test_an_attention_whose_out_proj_is_a_unit_says_what_helps",
-            "engine/test_misread.py::test_what_was_read_is_found_however_it_was_read",
-            "engine/test_misread.py::test_a_read_by_index_and_its_state_are_named",
+            "engine/test_misread.py::test_a_parameter_that_a_local_variable_holds_is_named",
+            "engine/test_misread.py::test_of_other_reads_the_sharded_units_inside_are_named",
         ),
         peer=("engine/test_misread.py::test_the_peer_names_no_parameter",),
     ),

@@ -19,9 +19,9 @@ BELOW: dict[str, set[str]] = {
     "policies": set(),
     "_torch": set(),
     "_mesh": {"_torch"},
-    "_comm": {"_mesh", "_torch"},
+    "_comm": {"policies", "_mesh", "_torch"},
     "_shared_memory": {"_comm", "_torch"},
-    "foreach_reduce": {"_comm"},
+    "foreach_reduce": {"_comm", "_mesh"},
     "_params": {"policies", "_comm", "_mesh", "_torch"},
 }
 LAYERS = set(BELOW)

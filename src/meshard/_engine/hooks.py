@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.misread import explain
+from meshard._engine.misread import explain_mixed_tensors
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -32,10 +32,10 @@ from meshard._engine.outputs import (
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import Unit, units_of
-from meshard._params.flat_params import GradientHook
 from meshard._params.sharded_param import ShardedParam
+from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
-from meshard._torch.private import hook_gradient, next_node, skip_dynamo, skip_dynamo_once
+from meshard._torch.private import base_of, hook_gradient, next_node, skip_dynamo, skip_dynamo_once
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -109,6 +109,9 @@ class ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
+        if unit.summoned is not None:
+            unit.summoned.check_may_run(unit)
+            return None
         if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
             # Only Exceptions reach post_forward: a KeyboardInterrupt ended the last forward.
             unit.lifecycle.abort()
@@ -129,9 +132,11 @@ class ModuleHooks:
             return None
         # When forward raises, torch calls this inside its except block, without an output.
         failed = output is None and sys.exc_info()[0] is not None
-        of = unit.lifecycle.schedule.present
         if failed:
-            explain(sys.exc_info()[1])
+            explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
+        if unit.summoned is not None:
+            return None
+        of = unit.lifecycle.schedule.present
         # A root without parameters too: its units may hold gradients and not run in this forward.
         is_watched = unit.group is not None or unit.is_root
         records = is_watched and not failed and torch.is_grad_enabled()
@@ -229,7 +234,7 @@ def watch_outputs(
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             hook_gradient(tensor, hook)
-            if tensor._is_view():
+            if base_of(tensor) is not None:
                 _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
 
 
@@ -248,7 +253,7 @@ def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> N
     A linear layer returns a view, and adding to it in place (``x = layer(x); x += y``) makes
     autograd drop the hooks of the view; what made the base of the view stays in the graph.
     """
-    base = view._base
+    base = base_of(view)
     if base is not None and base.grad_fn is not None:
         base.grad_fn.register_prehook(hook)
 
@@ -356,6 +361,7 @@ class _LoadHook:
         for name, index in self._names:
             given = state_dict.get(prefix + name)
             param = unit.group.params[index]
+            assert isinstance(param, ShardedParam)
             if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
                 continue  # torch has a message for that
             held = module._parameters.get(name)

@@ -108,7 +108,7 @@ class Lifecycle:
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
             if unit.group is not None:
-                unit.group.comm = unit.settings.comm.apply_to(comm, unit.group.spec.device)
+                unit.group.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""
@@ -239,6 +239,11 @@ class Lifecycle:
         Returns:
             What autograd uses instead of the gradient; None: the gradient itself.
         """
+        if unit.summoned is not None:
+            raise RuntimeError(
+                f"a backward reached unit {unit.label!r} inside {unit.summoned.caller}, from a "
+                "forward made before it; run that backward before, or after."
+            )
         self._begin_backward()
         for number in StepSchedule.over_before(of, call, self._num_backwards):
             other = self._units[number]()
