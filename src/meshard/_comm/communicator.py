@@ -186,6 +186,7 @@ class Communicator:
     def __init__(self) -> None:
         self.identity = object()
         self._custom = CommSettings()
+        self._is_custom = False
         # None: not checked. Else the number of the root by group.
         self._root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
 
@@ -196,7 +197,7 @@ class Communicator:
         if not custom:
             return self
         variant = copy.copy(self)
-        variant._custom = custom
+        variant._custom, variant._is_custom = custom, True
         variant.may_keep_buffers = False
         return variant
 
@@ -260,7 +261,7 @@ class Communicator:
         With ``is_sent`` it will be the whole source of one collective, then dropped.
         """
         # The user's allocators serve what is received, and what is reduce-scattered.
-        if self._custom and not is_sent and group.size() > 1:
+        if self._is_custom and not is_sent and group.size() > 1:
             if self._custom.from_group:
                 backend = memory_backend(group, device)
                 tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
@@ -362,7 +363,7 @@ class Communicator:
             if source[0] is not output:
                 output.copy_(source[0])
             return self.record(*source)
-        self._announce("reduce_scatter", source[0], group, label, rows=len(source))
+        self._announce("reduce_scatter", source[0], group, label, rows=group.size())
         with profiled("reduce_scatter", label):
             if self._custom.reduce_scatter is None:
                 return self._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
