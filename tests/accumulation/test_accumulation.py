@@ -181,7 +181,7 @@ def step_too_early(schedule, is_last=True):
     [
         ("N", True, "not reduced yet"),
         ("FR", True, "not reduced across the replicas yet"),
-        ("F", False, "still on their way"),
+        ("F", False, "still in flight"),
     ],
 )
 def test_a_step_in_an_open_window_is_refused(schedule, is_last, text):

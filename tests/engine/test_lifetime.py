@@ -142,7 +142,7 @@ def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
 
 
 def whole_bytes(unit):
-    return sum(storage.nbytes() for storage, _ in unit.group.tensors.whole._storages)
+    return sum(storage.nbytes() for storage, _ in unit.group.tensors.unsharded._storages)
 
 
 def watch_residence():
@@ -184,7 +184,9 @@ def gradients_die_with_zero_grad():
     model.zero_grad()
     with torch.no_grad():
         model(case.batch(1, rank))
-    held = [vars(module)["_meshard_unit"].gradients.sharded._shown for module in case.units(model)]
+    held = [
+        vars(module)["_meshard_unit"].gradients.sharded._published for module in case.units(model)
+    ]
     assert held == [None] * 4
 
 
