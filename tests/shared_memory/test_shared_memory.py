@@ -304,6 +304,21 @@ def test_ranks_that_send_different_sizes_are_told(run_ranks):
     run_ranks(another_size, 2)
 
 
+def reshard_at_once():
+    model, plain = meshard.fully_shard(seeded(MlpStack())), seeded(MlpStack())
+    for _ in range(3):
+        model.unshard(async_op=True)
+        model.reshard()
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(2, 6)).sum().backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+def test_a_gather_that_is_not_waited_for_can_be_resharded(run_ranks):
+    run_ranks(reshard_at_once, 2)
+
+
 def too_late():
     met = open_channel(dist.group.WORLD)
     met._patience = 0.2

@@ -80,12 +80,7 @@ class _Copies(NamedTuple):
 
 
 def start_all_gather(
-    source: torch.Tensor,
-    count: int,
-    *,
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    label: str,
+    source: torch.Tensor, count: int, *, comm: Communicator, group: dist.ProcessGroup, label: str
 ) -> GatherInFlight:
     """Start gathering ``source [n]`` of every rank into ``[count, n]``.
 

@@ -321,12 +321,7 @@ class Communicator:
         return None
 
     def all_gather(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
+        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
 
@@ -428,13 +423,7 @@ class Communicator:
         return self._in_flight(work, (source, received), lambda: output.copy_(received))
 
     def _announce(
-        self,
-        op: str,
-        payload: torch.Tensor,
-        group: dist.ProcessGroup,
-        label: str,
-        *,
-        rows: int = 1,
+        self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, *, rows: int = 1
     ) -> None:
         if not _observers and self._root_numbers is None:
             return
