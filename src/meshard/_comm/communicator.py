@@ -73,7 +73,7 @@ class InFlight(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the collective. May be called on any stream."""
+        """Order what the caller does next after the collective. May be called again."""
 
     def poll(self) -> bool:
         """Do what ``wait`` does, if the host need not block for it. Return whether it is done."""
@@ -99,15 +99,12 @@ class RecordedWork(InFlight, Protocol):
 class Done:
     """A collective that needed no communication."""
 
-    def wait(self) -> None:
-        """Return at once."""
+    def wait(self) -> None: ...
 
     def poll(self) -> bool:
-        """Return True."""
         return True
 
-    def synchronize(self) -> None:
-        """Return at once."""
+    def synchronize(self) -> None: ...
 
 
 DONE = Done()

@@ -191,7 +191,7 @@ class FlatParams:
             device = META.device if is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(self.plan.on_wire, device)
             unsharded_params = self.unsharded.as_parameters(flags)
-        self.plan.bind(self.unsharded.views, self.unsharded)
+        self.plan.bind(self.unsharded.views, self.unsharded.allocate)
         unsharded_params = [
             param.as_used(unsharded_param)
             for param, unsharded_param in zip(self.params, unsharded_params, strict=True)
