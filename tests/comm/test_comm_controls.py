@@ -1,4 +1,4 @@
-"""Do the user's own collectives, groups and limits change how we communicate, and nothing else?"""
+"""Custom collectives, groups and limits that the user sets."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Does a job whose ranks diverge end in an error that names unit and ranks?"""
+"""Errors of MESHARD_DEBUG=1 that name unit and ranks."""
 
 import copy
 import os

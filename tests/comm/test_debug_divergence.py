@@ -1,4 +1,4 @@
-"""Does every way in which ranks can diverge end in an error, after which the model still trains?"""
+"""Ways in which ranks diverge under MESHARD_DEBUG=1, and training after the error."""
 
 import os
 import time
@@ -38,12 +38,13 @@ class Choosing(nn.Module):
         return x
 
 
-def make():
+def make(param_dtype=None):
     model = seeded(Choosing())
     mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()])
+    policy = meshard.MixedPrecisionPolicy(param_dtype=param_dtype)
     for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+        meshard.fully_shard(block, mesh, mp_policy=policy)
+    return meshard.fully_shard(model, mesh, mp_policy=policy)
 
 
 def step(model, *args):
@@ -112,8 +113,8 @@ def pause_between_steps(model, _):
     step(model)
 
 
-def diverge(how, patience=LONG):
-    model, second, untouched = make(), make(), make()
+def diverge(how, patience=LONG, param_dtype=None):
+    model, second, untouched = (make(param_dtype) for _ in range(3))
     dist.barrier()  # the ranks of a new pool are seconds apart
     os.environ["MESHARD_DEBUG_TIMEOUT"] = str(patience)
     start = time.monotonic()
@@ -162,9 +163,12 @@ def test_a_divide_factor_that_differs(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.1', divided by 3.0" in message
 
 
+@pytest.mark.parametrize(
+    "param_dtype", [None, torch.bfloat16]
+)  # what is cast is sent from new memory
 @pytest.mark.parametrize("how", [other_order_of_roots, other_order_on_shared_streams])
-def test_two_models_in_another_order(run_ranks, how):
-    for message, _ in run_ranks(diverge, 2, how):
+def test_two_models_in_another_order(run_ranks, how, param_dtype):
+    for message, _ in run_ranks(diverge, 2, how, LONG, param_dtype):
         # The fourth and the eighth call of fully_shard.
         assert "rank 0: all_gather of unit 'blocks.0' (root 4, " in message
         assert "rank 1: all_gather of unit 'blocks.0' (root 8, " in message

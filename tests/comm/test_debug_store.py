@@ -1,4 +1,4 @@
-"""What do the checks ask of the store, and what if it goes away?"""
+"""Requests to the store under MESHARD_DEBUG=1, and the loss of the store."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Is every read ordered after its write, and every reuse of memory after its last use?"""
+"""Order of reads, writes and reuse of memory on streams."""
 
 import pytest
 import torch
