@@ -338,37 +338,28 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
 @contextlib.contextmanager
 def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
     """Draw the random numbers of the first rank of all meshes on every rank."""
-    sources: list[Any] = [torch.default_generator]
+    generators: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]
+    generators = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":
-        sources.append(_DeviceGenerator(device))
-    own = [source.get_state() for source in sources]
-    shared = [state.clone() for state in own]
-    for source, state in zip(sources, shared, strict=True):
+        accelerator = torch.get_device_module(device.type)
+        generators.append(
+            (
+                lambda: accelerator.get_rng_state(device),
+                lambda state: accelerator.set_rng_state(state, device),
+            )
+        )
+    own = [get_state() for get_state, _ in generators]
+    first = [state.clone() for state in own]
+    for (_, set_state), state in zip(generators, first, strict=True):
         for mesh_info in meshes:
             overwrite_by_first_rank(state, mesh_info, device, label="(materialize)")
-        source.set_state(state)
+        set_state(state)
     try:
         yield
     finally:
-        for source, before, drawn_from in zip(sources, own, shared, strict=True):
-            if not torch.equal(before, drawn_from):
-                source.set_state(before)
-
-
-class _DeviceGenerator:
-    """The default generator of an accelerator, with the two methods of ``torch.Generator``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device.type)
-        self._device = device
-
-    def get_state(self) -> torch.Tensor:
-        """Return the state, a tensor of bytes on the host."""
-        return self._module.get_rng_state(self._device)  # type: ignore[no-any-return]
-
-    def set_state(self, state: torch.Tensor) -> None:
-        """Continue from ``state``."""
-        self._module.set_rng_state(state, self._device)
+        for (_, set_state), before, state in zip(generators, own, first, strict=True):
+            if not torch.equal(before, state):
+                set_state(before)
 
 
 # --- the same values on all ranks ----------------------------------------------------------
