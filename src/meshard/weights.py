@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from meshard._comm.blocking import (
 from meshard._comm.buffers import matching_parts
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import SummonOptions, Unit, units_in, units_of
-from meshard._params.flat_params import FlatParams, GradientHook
+from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
@@ -186,12 +186,12 @@ class SummonedUnit:
         self._version = self._group.version
         self._is_unsharded = bool(unsharded)
         unit.summoned = options
-        make_hook = joining_hook_maker(unit)
+        unit_ref = weakref.ref(unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
             if unsharded_param.is_floating_point():
                 unsharded_param.requires_grad_(True)  # torch refuses a hook otherwise
-                unsharded_param.register_post_accumulate_grad_hook(make_hook(index))
+                unsharded_param.register_post_accumulate_grad_hook(partial(_join, unit_ref, index))
                 unsharded_param.requires_grad_(param.sharded.requires_grad)
             param.install(unsharded_param)
 
@@ -353,21 +353,8 @@ def _pairs(
 # --- gradients -----------------------------------------------------------------------------
 
 
-def joining_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
-    """Return a function that makes the hook of parameter ``index``.
-
-    The hook hands the gradient of an unsharded parameter to the unit, to be reduced with those of
-    ordinary forwards.
-    """
-    unit_ref = weakref.ref(unit)
-
-    def make(index: int) -> GradientHook:
-        return partial(_join, unit_ref, index)
-
-    return make
-
-
 def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> None:
+    """Add the gradient of an unsharded parameter to the unit's, to be reduced with them."""
     unit, gradient = unit_ref(), unsharded.grad
     unsharded.grad = None
     if unit is None or unit.group is None or gradient is None:
