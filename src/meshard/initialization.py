@@ -21,6 +21,7 @@ from meshard._comm.blocking import broadcast_from_first, gather_from_all
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import SummonOptions, Unit, own_class, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, plain_tensors_in
 from meshard.weights import SummonedUnit, check_between_steps
@@ -217,7 +218,7 @@ class _Initialisation:
 
     def _summon(self, unit: Unit, fqn: str) -> None:
         group = unit.group
-        if group is None:
+        if group is None or isinstance(group.tensors, ReplicatedParams):
             return
         check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")

@@ -29,6 +29,7 @@ from meshard._comm.buffers import matching_parts
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import SummonOptions, Unit, units_in, units_of
 from meshard._params.flat_params import FlatParams
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
@@ -71,7 +72,7 @@ def unsharded_params(
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
         RuntimeError: A forward or backward is running; the units are summoned already with other
             arguments; what was assigned cannot be written back; or another rank raised inside.
-        ValueError: There is no unit in ``module``.
+        ValueError: There is no unit in ``module``, or ``rank0_only`` and one is replicated.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2, bias=False))
@@ -125,13 +126,21 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit: not without parameters, nor if that was done.
+    """Return whether to summon a unit: not without shards, nor if that was done.
 
     Raises:
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
         RuntimeError: It cannot be summoned now, or was with other options.
+        ValueError: It is replicated, so that edits of rank 0 would stay there.
     """
     if unit.group is None:
+        return False
+    if isinstance(unit.group.tensors, ReplicatedParams):
+        if options.rank0_only:
+            raise ValueError(
+                f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits "
+                "of rank 0 would not reach the others; make them on all ranks, without rank0_only."
+            )
         return False
     if unit.summoned is not None:
         unit.summoned.check_allows(options, unit.label)
