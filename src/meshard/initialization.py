@@ -55,6 +55,7 @@ def _is_untouched(tensor: torch.Tensor) -> bool:
 def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     """Allocate the shards that are on the meta device; return which those are."""
     group.reshard()
+    group.finish_pending_step()
     group.finish_copies()
     group.tensors.take_replacements()
     new = [param for param in group.params if local_of(param.sharded).is_meta]
