@@ -87,7 +87,7 @@ def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
     return full_grads(model)["a"]
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, mode):
     policy = MixedPrecisionPolicy(reduce_dtype=BF16)
@@ -95,7 +95,7 @@ def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, m
         assert grad.tolist() == [512.0] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_bfloat16_parameters_accumulate_in_float32_too(mode):
     grads = run_threads(add_ones, 4, (2, 2), mode, 512, MixedPrecisionPolicy(), BF16)

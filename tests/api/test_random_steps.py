@@ -153,7 +153,7 @@ def play(seeds):
                 optimizer.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first", SEEDS)
 def test_any_mixture_trains_like_one_process(run_ranks, first):
     run_ranks(play, 4, range(first, first + SEEDS_PER_TEST), timeout=200)

@@ -4,7 +4,6 @@ The rules are those of ``test_scripts``, and what only a machine that sees the s
 load what was saved earlier. Hypothesis shrinks a failure to the few rules that are needed.
 """
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -114,4 +113,3 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(stateful_step_count=12)
-TestMachine.pytestmark = [pytest.mark.slow]

@@ -50,7 +50,6 @@ def diverge(choices):
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
     for message in run_ranks(diverge, 2, [(0, 1), (0, 2)]):
         assert "rank 0: all_gather of unit 'blocks.1' (" in message
@@ -74,7 +73,6 @@ def run_less():
     return str(error.value), time.monotonic() - start
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
     message, seconds = run_ranks(run_less, 2)[0]
     assert "rank 1: nothing within 2 s" in message
@@ -92,7 +90,6 @@ def clip_on_one_rank():
     return str(error.value), time.monotonic() - start
 
 
-@pytest.mark.slow
 def test_a_rank_that_clips_alone_is_named(run_ranks, debug):
     for message, seconds in run_ranks(clip_on_one_rank, 3):
         assert "rank 0: all_gather of unit '(norm)'" in message

@@ -147,7 +147,7 @@ def test_a_unit_that_one_rank_skips_in_backward(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.1', divided by 2.0" in message
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_comes_late_gets_the_error_that_the_others_had(run_ranks):
     punctual, tardy = run_ranks(diverge, 2, late, SECONDS)
     for message, _ in (punctual, tardy):
@@ -176,7 +176,7 @@ def test_another_number_of_microbatches(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.2'" in message
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
     for message, _ in run_ranks(diverge, 2, pause_between_steps, SECONDS):
         assert "rank 0: all_gather of unit 'blocks.0'" in message
@@ -185,7 +185,6 @@ def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
         )
 
 
-@pytest.mark.slow
 def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
     results = run_ranks(diverge, 4, other_unit_in_forward)
     for rank, (message, seconds) in enumerate(results):
@@ -198,7 +197,6 @@ def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
             assert "Before that, among other ranks: the ranks are about to issue" in message
 
 
-@pytest.mark.slow
 def test_replicas_that_reduce_to_different_depths(run_ranks):
     for rank, (message, _) in enumerate(run_ranks(diverge, 4, other_sync, SECONDS)):
         first = rank % 2

@@ -88,7 +88,6 @@ def count(kind, nesting, reshard, mode=GradientSync.REDUCE_SCATTER):
 GATHERS = {None: 7, True: 8, False: 4}
 
 
-@pytest.mark.slow
 @covering(
     "kind, nesting, reshard",
     itertools.product(KINDS, ["inside", "outside", "parts"], [None, True, False]),

@@ -142,7 +142,7 @@ def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
 
 
 def whole_bytes(unit):
-    return sum(storage.nbytes() for storage, _ in unit.group.tensors.whole._storages)
+    return sum(storage.nbytes() for storage, _ in unit.group.tensors.unsharded._storages)
 
 
 def watch_residence():

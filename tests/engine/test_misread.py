@@ -182,7 +182,6 @@ loss(torch.ones(1, 4))
 """
 
 
-@pytest.mark.slow
 def test_a_loss_function_outside_of_any_forward_ends_the_program_with_the_explanation(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -66,7 +66,7 @@ def shard_attention(model, mesh, mha_too=False, **kwargs):
 
 def whole_bytes(model):
     units = [vars(module).get("_meshard_unit") for module in model.modules()]
-    storages = [u.group.tensors.whole._storages for u in units if u is not None]
+    storages = [u.group.tensors.unsharded._storages for u in units if u is not None]
     return sum(storage.nbytes() for each in storages for storage, _ in each)
 
 
@@ -163,6 +163,7 @@ def train_integers(mesh_shape, until_last):
         assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", list(meshard.GradientSync))
 def test_units_that_are_read_and_called_agree_bit_for_bit(run_ranks, mode):
     run_ranks(train_integers, 2, (2,), mode)
@@ -222,7 +223,7 @@ def compile_the_reader():
     assert whole_bytes(model) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_parent_reads(run_ranks):
     run_ranks(compile_the_reader, 2, timeout=240)
 

@@ -303,7 +303,6 @@ def run_peer(form):
         loss.backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, "slots", "attributes"])
 def test_the_peer_has_freed_what_it_does_not_find(run_ranks, form):
     run_ranks(run_peer, 2, form)

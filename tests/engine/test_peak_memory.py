@@ -147,7 +147,7 @@ def formula(width, units, reshards, ranks):
     return peaks(sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @covering(
     "width, units, ranks, reshards",
     [

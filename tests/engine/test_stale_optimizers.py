@@ -95,12 +95,12 @@ class BuildsInside(MlpStack):
 def test_an_optimizer_of_whole_copies_is_told_so():
     model = shard(BuildsInside())
     model(X).sum().backward()
-    with pytest.raises(RuntimeError, match=r"'scale' as the whole copy .* outside of forward"):
+    with pytest.raises(RuntimeError, match=r"'scale' as the unsharded copy .* outside of forward"):
         model.optimizer.step()
     model.blocks[0].unshard()
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
     model.blocks[0].reshard()
-    with pytest.raises(RuntimeError, match=r"'up.weight' as the whole copy .* after reshard"):
+    with pytest.raises(RuntimeError, match=r"'up.weight' as the unsharded copy .* after reshard"):
         step(model, optimizer)
 
 

@@ -152,7 +152,7 @@ def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
         assert_same_run(run, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("placement_fn", [None, last_dim])
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):
@@ -174,7 +174,7 @@ def train_compiled():
         return train(model, batches(2, data_rank), SGD, loss_fn=loss_of, reduce_loss="mean")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_blocks_may_be_cut(run_ranks):
     expected = train_plain(build(), whole_batches(2, 2), SGD, loss_fn=loss_of)
     for run in run_ranks(train_compiled, 4, timeout=300):
@@ -261,7 +261,7 @@ def accumulate_plain(num_batches):
     return full_grads(model)
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule):

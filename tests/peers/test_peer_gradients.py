@@ -239,7 +239,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 4, row), peer, ours)
@@ -255,7 +255,7 @@ def test_ranks_that_use_different_parameters(run_ranks, numel_b):
     assert run_ranks(use_different_parameters, 4, "ours", numel_b) == [(2.0, 4.0)] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies():
     """Also a test that these two cases are what they are said to be. In processes of its own."""
     pool = RankPool()
