@@ -11,7 +11,7 @@ from torch import nn
 
 from meshard._comm.communicator import CommEvent, add_observer, remove_observer
 from meshard._engine.unit import Unit, units_in
-from meshard._gradients.accumulator import GradientState
+from meshard._gradients.accumulator import GradientAccumulator
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync
@@ -167,11 +167,11 @@ def _policies(unit: Unit) -> Iterator[str]:
         yield "frozen" if frozen == len(unit.group.params) else "partly frozen"
 
 
-def _gradient_dtypes(gradients: GradientState) -> Iterator[str]:
-    if gradients.plan.reduce_dtype is not None:
-        yield f"reduce_dtype={_short(gradients.plan.reduce_dtype)}"
-    if gradients.plan.chosen_dtype is not None:
-        yield f"accumulate_dtype={_short(gradients.plan.chosen_dtype)}"
+def _gradient_dtypes(gradients: GradientAccumulator) -> Iterator[str]:
+    if gradients.rules.reduce_dtype is not None:
+        yield f"reduce_dtype={_short(gradients.rules.reduce_dtype)}"
+    if gradients.rules.chosen_dtype is not None:
+        yield f"accumulate_dtype={_short(gradients.rules.chosen_dtype)}"
 
 
 def _outside_of_units(module: nn.Module) -> list[_Row]:

@@ -22,12 +22,6 @@ from meshard._comm.custom import GroupMemory
 from meshard._comm.divergence import share
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
-from meshard._engine.manual_unshard import (
-    end_manual_unshard,
-    finish_manual_unshard,
-    start_manual_unshard,
-)
-from meshard._engine.param_group import ParamState
 from meshard._engine.unit import (
     CommSettings,
     DivideFactor,
@@ -38,12 +32,10 @@ from meshard._engine.unit import (
     units_in,
     units_of,
 )
-from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
 from meshard.policies import AllGather, GradientSync, ReduceScatter
 from meshard.reduce_hooks import OnStream
-from meshard.weights import joining_hook_maker
 
 
 def as_module(module: Any) -> nn.Module:
@@ -258,26 +250,6 @@ class GradientSetters:
     def set_reduce_scatter_divide_factor(self, factor: DivideFactor) -> None:
         """Do what ``set_gradient_divide_factor`` does; FSDP2's older name for it."""
         self.set_gradient_divide_factor(factor)
-
-    def set_keep_gradient_memory(self, keep_gradient_memory: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of sharded gradients from step to step.
-
-        The ``.grad`` of a unit's parameters are views of one flat tensor in any case, and in small
-        units on the CPU the same DTensors in every step, unless somebody holds one, or has put an
-        attribute or a graph on it. With this, they are the same DTensors at the same addresses in
-        every unit, and no step allocates gradients; who keeps a ``.grad`` beyond ``zero_grad()``
-        sees the next one in it. It costs the memory of a gradient shard while the unit has none,
-        mostly in forward. Gradients of parameters that are narrower than ``accumulate_dtype`` are
-        copies, made anew in each step.
-
-        Args:
-            keep_gradient_memory: Whether to.
-            recurse: Also for the units inside.
-        """
-        check_bool("keep_gradient_memory", keep_gradient_memory)
-        for unit in reached_units(self, recurse):
-            if unit.gradients is not None and isinstance(unit.gradients.sharded, ShardedGrads):
-                unit.gradients.sharded.keep_memory(keep_gradient_memory)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -592,7 +564,7 @@ class UnshardHandle:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._manual_unshards = [
-            (weakref.ref(unit.group), start_manual_unshard(unit.group, joining_hook_maker(unit)))
+            (weakref.ref(unit.group), unit.group.start_manual_unshard())
             for unit in units
             if unit.group is not None
         ]
@@ -605,7 +577,7 @@ class UnshardHandle:
         for ref, manual_unshard in self._manual_unshards:
             group = ref()
             if group is not None:
-                finish_manual_unshard(group, manual_unshard)
+                group.finish_manual_unshard(manual_unshard)
         self._manual_unshards.clear()
 
 
@@ -644,7 +616,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_not_summoned("moved or cast")
-                end_manual_unshard(unit.group, stays=False)
+                unit.group.end_manual_unshard()
                 unit.group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -685,10 +657,7 @@ class FSDPModule(GradientSetters, GatherSetters, CommSetters, TorchFSDPModule):
         for unit in own_units(self):
             if unit.group is None:
                 continue
-            end_manual_unshard(unit.group, stays=False)
-            if unit.group.state is not ParamState.SHARDED:
-                unit.group.reshard()
-            unit.group.finish_copies()  # whoever reshards by hand may edit the shards next
+            unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def reset_iter_state(self) -> None:
         """Forget a step that was interrupted: nothing whole, nothing on its way."""

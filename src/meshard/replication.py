@@ -27,8 +27,8 @@ from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
-from meshard._gradients.accumulator import GradientState
-from meshard._gradients.replicated_grads import Replaced, ReplicatedGrads
+from meshard._gradients.accumulator import GradientAccumulator
+from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.flat_params import GroupSpec
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
@@ -122,7 +122,7 @@ class Buckets:
         self._are_views = are_views
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders: list[torch.utils.hooks.RemovableHandle] = []
-        self.replaced = Replaced()
+        self.replaced = ReplacedCount()
         order = list(range(len(params)))[::-1]
         self._fill(order)
         self._record()
@@ -137,7 +137,7 @@ class Buckets:
             if number < len(parts):
                 self._give(unit, [self._params[order[position]] for position in parts[number]])
             else:
-                unit.group = unit.gradients = None
+                unit.group = None
 
     def _give(self, unit: Unit, params: list[ReplicatedParam]) -> None:
         lifecycle = getattr(unit, "lifecycle", None)
@@ -147,19 +147,18 @@ class Buckets:
             param_dtype=self._policy.param_dtype,
             gradient_hook=gradient_hook_maker(unit),
         )
-        unit.group = ParamGroup(tensors)
-        unit.gradients = GradientState(
-            unit.group,
+        gradients = GradientAccumulator(
+            tensors,
             reduce_dtype=self._policy.reduce_dtype,
             accumulate_dtype=self._policy.accumulate_dtype,
         )
-        self._tell(unit.gradients)
-        unit.group.accumulated = weakref.ref(unit.gradients)
+        self._tell(gradients)
+        unit.group = ParamGroup(tensors, gradients)
         if lifecycle is not None:
             tensors.label = unit.label
             unit.group.comm = unit.settings.comm.apply_to(lifecycle.comm, self._spec.device)
 
-    def _tell(self, gradients: GradientState) -> None:
+    def _tell(self, gradients: GradientAccumulator) -> None:
         """Let a bucket know what holds for all."""
         assert isinstance(gradients.sharded, ReplicatedGrads)
         gradients.sharded.are_views = self._are_views
@@ -169,7 +168,7 @@ class Buckets:
         """Be the buckets of the units' copies, which have the order that was found by then."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied._params, copied._recorders, copied.replaced = [], [], Replaced()
+        copied._params, copied._recorders, copied.replaced = [], [], ReplacedCount()
         for unit in copied.units:
             if unit.gradients is not None:
                 copied._tell(unit.gradients)

@@ -31,9 +31,10 @@ from meshard._comm.blocking import (
 )
 from meshard._comm.buffers import matching_parts
 from meshard._comm.communicator import CommStream
-from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.lifecycle import Lifecycle
+from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
-from meshard._engine.unit import Casts, StepEvents, Unit, units_in, units_of
+from meshard._engine.unit import Casts, Unit, units_in, units_of
 from meshard._params.flat_params import FlatParams, GradientHook, GroupSpec
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.subclass_params import check_not_subclass
@@ -71,7 +72,7 @@ class SummonedLifecycle:
         has_unsharded: Whether this rank has the whole parameters.
     """
 
-    def __init__(self, root: StepEvents, options: SummonOptions, *, has_unsharded: bool) -> None:
+    def __init__(self, root: Lifecycle, options: SummonOptions, *, has_unsharded: bool) -> None:
         self.root = root
         self.options = options
         self._has_unsharded = has_unsharded
@@ -157,8 +158,8 @@ class SummonedUnit:
         self._unsharded = self._gather()
         self._casts, unit.casts = unit.casts, Casts(None, None)
         events = SummonedLifecycle(unit.lifecycle, options, has_unsharded=bool(self._unsharded))
-        unit.lifecycle = cast("StepEvents", events)
-        self._group.state = ParamState.SUMMONED
+        unit.lifecycle = cast("Lifecycle", events)
+        self._group.summon()
         if self._unsharded:
             for param, unsharded in zip(self._group.params, self._unsharded, strict=True):
                 param.install(unsharded)
@@ -273,7 +274,7 @@ class SummonedUnit:
             if self._unsharded and not self.options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
-        self._group.state = ParamState.SHARDED
+        self._group.dismiss()
         self._unsharded.clear()
         self.unit.casts = self._casts
         if isinstance(self.unit.lifecycle, SummonedLifecycle):  # or it got another root meanwhile

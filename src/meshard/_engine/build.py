@@ -27,7 +27,7 @@ from meshard._engine.misread import watch_reads
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
-from meshard._gradients.accumulator import GradientState
+from meshard._gradients.accumulator import GradientAccumulator
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, mesh_info_of_named_axes
 from meshard._mesh.placement import (
@@ -362,13 +362,13 @@ def make_unit(
     if not found:
         return unit
     spec = GroupSpec(shard_specs[0].mesh_info, device, host)
-    unit.group = ParamGroup(_make_unsharded_params(unit, found, shard_specs, spec, policy))
-    unit.gradients = GradientState(
-        unit.group,
+    storage = _make_unsharded_params(unit, found, shard_specs, spec, policy)
+    gradients = GradientAccumulator(
+        storage,
         reduce_dtype=policy.reduce_dtype,
         accumulate_dtype=policy.accumulate_dtype,
     )
-    unit.group.accumulated = weakref.ref(unit.gradients)
+    unit.group = ParamGroup(storage, gradients)
     return unit
 
 
@@ -438,7 +438,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     continue
                 units.append(inner)
                 inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
-                inner.reset_step()  # it may have run by itself
+                inner.step.reset()  # it may have run by itself
                 if inner.parent is None:
                     inner.parent = weakref.ref(innermost)
                     innermost.children.append(weakref.ref(inner))

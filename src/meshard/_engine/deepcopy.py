@@ -125,10 +125,8 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
         )
     params = [param.for_copy(memo) for param in tensors.params]
     with torch.no_grad():
-        group = ParamGroup(tensors.for_copy(params, gradient_hook_maker(copied)))
-    copied.group = group
-    copied.gradients = unit.gradients.for_copy(group)
-    group.accumulated = weakref.ref(copied.gradients)
+        storage = tensors.for_copy(params, gradient_hook_maker(copied))
+    copied.group = ParamGroup(storage, unit.group.gradients.for_copy(storage))
     return copied
 
 

@@ -1,54 +1,47 @@
-"""What happens at each moment of a step.
-
-At the end of a backward, unless more of the same window are to come; at the end of an evaluation;
-when reductions are finished by hand; and when an interrupted step is cleaned up. In between, shards
-and gradients in host memory belong to the device.
+"""What happens at each moment of a step. Here schedule and parameter groups meet.
 
 Every rank must issue the same collectives in the same order, also when ranks use different
-parameters of a unit. Gathers follow the order of the modules. A reduction is issued once a unit's
-gradients are complete, and at the latest when an earlier unit begins its backward; a unit that
-contains others comes after them, whenever its own gradients were complete. So the order depends
-on which units ran, never on which of their parameters got a gradient.
+parameters of a unit. Gathers follow the order of the modules. A unit is reduced once its gradients
+are complete, and at the latest when an earlier unit begins its backward; a unit that contains
+others is reduced after them, whenever its own gradients were complete. So the order depends on
+which units ran, never on which of their parameters got a gradient.
+
+The host waits for copies between its memory and the device at the end of a backward, unless more
+backwards of the same window follow; at the end of an evaluation; when reductions are finished by
+hand; and when an interrupted step is cleaned up. In between, shards and gradients in host memory
+belong to the device.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import torch
 
 from meshard._comm.communicator import Communicator
-from meshard._engine.autograd_calls import num_nested
-from meshard._engine.manual_unshard import end_manual_unshard
-from meshard._engine.prefetch import Ahead, Prefetcher
+from meshard._engine.prefetch import Prefetcher, UpNext
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
 from meshard._engine.unit import Unit
-from meshard._gradients.reduce_queue import Reductions
+from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._torch.private import skip_dynamo
+from meshard._torch.private import graph_task_id, skip_dynamo
 from meshard.policies import GradientSync
 
-
-class BackwardEvents(Protocol):
-    """Who wants to know: see ``lifecycle``."""
-
-    def finish_backward(self) -> None:
-        """Autograd is done."""
-
-    def record_failure(self) -> None:
-        """A backward has raised."""
+# Numbers of backwards, over all roots: a unit may get another root.
+_backward_ids = itertools.count()
 
 
 class EndOfBackward:
-    """Runs at the end of a backward, or learns that there was none.
+    """The callback at the end of a backward. It also notices a backward that failed.
 
     Autograd destroys its callbacks without calling them when a backward raises.
     """
 
-    def __init__(self, lifecycle: BackwardEvents) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = weakref.ref(lifecycle)
         self._was_called = False
 
@@ -62,7 +55,7 @@ class EndOfBackward:
         try:
             lifecycle.finish_backward()
         except BaseException:
-            lifecycle.record_failure()  # or all that follows would be taken for a recomputation
+            lifecycle.record_failure()  # otherwise what follows would be taken for a recomputation
             raise
 
     def __del__(self) -> None:
@@ -71,133 +64,37 @@ class EndOfBackward:
             lifecycle.record_failure()
 
 
-class HostWaits:
-    """The units of a root whose shards live in host memory; usually none."""
-
-    def __init__(self) -> None:
-        self._units: list[weakref.ref[Unit]] = []
-
-    def watch(self, units: Iterable[Unit]) -> None:
-        """Wait for those of ``units`` that need it from now on."""
-        self._units = [
-            weakref.ref(unit)
-            for unit in units
-            if unit.group is not None and unit.group.tensors.host_copies is not None
-        ]
-
-    def settle(self) -> None:
-        """Wait until nothing moves, and have all gradients in ``.grad``. Blocks the host."""
-        for ref in self._units:
-            unit = ref()
-            if unit is None or unit.gradients is None:
-                continue
-            if unit.group is None or unit.group.pending_step is None:  # else an optimizer waits
-                unit.gradients.settle()
-
-
-class HiddenGrads:
-    """The buckets of a root; none, unless ``replicate`` was applied to it."""
-
-    def __init__(self) -> None:
-        self._units: list[weakref.ref[Unit]] = []
-
-    def watch(self, units: Iterable[Unit]) -> None:
-        """Look after those of ``units`` that keep their parameters whole, from now on."""
-        self._units = [weakref.ref(unit) for unit in units if _grads_of(unit) is not None]
-
-    def _all(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
-        for ref in self._units:
-            unit = ref()
-            grads = None if unit is None else _grads_of(unit)
-            if unit is not None and grads is not None:
-                yield unit, grads
-
-    def hide(self, early: tuple[Unit, int] | None) -> None:
-        """A backward begins.
-
-        Args:
-            early: A unit and a parameter of it that has got its gradient already.
-        """
-        for unit, grads in self._all():
-            grads.hide(early[1] if early is not None and early[0] is unit else None)
-
-    def show(self) -> None:
-        """A backward is over."""
-        for _, grads in self._all():
-            grads.show()
-
-
-def _grads_of(unit: Unit) -> ReplicatedGrads | None:
-    grads = None if unit.gradients is None else unit.gradients.sharded
-    return grads if isinstance(grads, ReplicatedGrads) else None
-
-
-def mark_units_failed(units: Iterable[Unit]) -> None:
-    """A backward has raised. Called while the exception is on its way: do not communicate."""
-    for unit in units:
-        if unit.group is not None:
-            unit.group.install_sharded()
-            unit.group.has_failed = True
-
-
-def has_open_window(units: Iterable[Unit]) -> bool:
-    """Whether microbatches have been accumulated, and the last one has not come."""
-    return any(unit.gradients is not None and unit.gradients.is_window_open for unit in units)
-
-
-def put_to_rest(units: Iterable[Unit], *, is_void: bool) -> None:
-    """Have units be as between two steps.
-
-    Args:
-        units: With nothing on its way.
-        is_void: Forget their gradients too.
-    """
-    for unit in units:
-        unit.reset_step()
-        if unit.group is not None:
-            if is_void and unit.group.pending_step is not None:
-                unit.group.pending_step.abandon()
-            unit.group.reshard()
-            unit.group.has_failed = False
-        if unit.gradients is not None:
-            unit.gradients.drop_arrived()
-            unit.gradients.forget_in_flight()
-            if is_void:
-                unit.gradients.clear_window()
-
-
 class Lifecycle:
     """The steps of one root and all units inside it.
 
     Args:
-        queue_callback: Has autograd call something when the present backward ends.
-        comm: What all units talk through: their collectives share its lanes.
+        queue_callback: Registers a function that autograd calls at the end of the present backward.
+        comm: The communicator of all units, whose collectives share its streams.
     """
 
     def __init__(
         self, queue_callback: Callable[[Callable[[], None]], None], comm: Communicator
     ) -> None:
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         self.is_last_backward = True
-        self.has_failed = False  # a backward ended in an exception
+        self.has_failed = False  # a backward raised, and nothing was cleaned up since
         self.schedule = StepSchedule()
-        self._queue_callback = queue_callback
-        self.comm = comm  # given to every unit
-        self._units: list[weakref.ref[Unit]] = []
-        self._open: list[tuple[Unit, ForwardCall]] = []
-        self._resume = Phase.RESTING  # the phase around a backward
-        self._num_backwards = self._nested_before = 0
-        self._prefetcher = Prefetcher(self._units)
-        self._reductions = Reductions(comm)
         self.retained = RetainedUnits()
-        self._host_waits = HostWaits()
-        self._hidden_grads = HiddenGrads()
+        self.comm = comm
+        self._queue_callback = queue_callback
+        self._units: list[weakref.ref[Unit]] = []
+        self._running: list[tuple[Unit, ForwardCall]] = []  # forwards that have not ended
+        self._phase_around = Phase.IDLE  # the phase to go back to after a backward
+        self._num_backwards = 0
+        self._backward_id = next(_backward_ids)
+        self._graph_task = -1  # the autograd run in which the present backward began
+        self._has_nested = False  # another autograd run began inside it
+        self._prefetcher = Prefetcher(self._units)
+        self._queue = ReduceQueue(comm)
 
     def set_units(self, units: list[Unit]) -> None:
-        """Take these units over, given in module order, outermost first."""
+        """Take over these units, given in module order, outermost first."""
         self._units[:] = [weakref.ref(unit) for unit in units]
-        self._host_waits.watch(units)
-        self._hidden_grads.watch(units)
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
@@ -206,9 +103,9 @@ class Lifecycle:
         self.use(self.comm)
 
     def use(self, comm: Communicator) -> None:
-        """Talk through ``comm`` from now on. Nothing may be on its way."""
-        self._reductions.finish_all()
-        self.comm, self._reductions = comm, Reductions(comm)
+        """Communicate through ``comm`` from now on. No collective may be in flight."""
+        self._queue.finish_all()
+        self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
             if unit.group is not None:
                 unit.group.comm = unit.settings.comm.apply_to(comm, unit.group.spec.device)
@@ -220,41 +117,42 @@ class Lifecycle:
             if unit is not None:
                 yield unit
 
-    # --- forward ---------------------------------------------------------------------------
+    # --- forward ----------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> None:
-        """A module of ``unit`` is about to run."""
+        """Unshard ``unit``: one of its modules is about to run."""
         if self.has_failed:
             self.abort()
-        if self.phase is Phase.RESTING:
+        if self.phase is Phase.IDLE:
             self.retained.begin_forward()
-            self._reductions.begin_forward()
+            self._queue.begin_forward()
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             self.phase = Phase.FORWARD
         if self.phase is Phase.FORWARD:
-            self._open.append((unit, self.schedule.enter(unit.number)))
+            self._running.append((unit, self.schedule.enter(unit.number)))
         group = unit.group
         if group is None:
             return
-        if unit.gradients is not None:
-            unit.gradients.sharded.release_cleared()
+        group.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
-            group.forget_stale(leftover=unit.settings.reshard_after_forward is None)
-            ahead = self._prefetcher.after_entry(unit, self.schedule)
+            group.forget_stale()
+            up_next = self._prefetcher.after_entry(unit, self.schedule)
         else:
-            ahead = Ahead([], False)  # a recomputation: backward knows what is next
-        keeps_post_forward_shard = (
-            unit.settings.post_forward_group is not None and torch.is_grad_enabled()
-        )
+            up_next = UpNext([], False)  # a recomputation: backward prefetches what follows
+        keeps_shard = unit.settings.post_forward_group is not None and torch.is_grad_enabled()
         self._prefetcher.unshard(
-            unit, ahead, keep=keeps_post_forward_shard and unit.reshards_after_forward
+            unit, up_next, keep_shard=keeps_shard and unit.reshards_after_forward
         )
         group.install_unsharded(read_flags=self.phase is Phase.FORWARD)
         if group.num_trainable:
             unit.step.record_forward(with_graph=torch.is_grad_enabled())
 
     def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
-        """A module of ``unit`` has run, or raised. Return the call that this was."""
+        """Reshard ``unit`` if its policy says so: one of its modules has run, or raised.
+
+        Returns:
+            The call that ended.
+        """
         group = unit.group
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
@@ -262,65 +160,83 @@ class Lifecycle:
                 group.install_sharded()
             return self.schedule.present.last_call.get(unit.number)
         call = None
-        if self._open and self._open[-1][0] is unit:
-            call = self._open.pop()[1]
+        if self._running and self._running[-1][0] is unit:
+            call = self._running.pop()[1]
             self.schedule.exit(call)
-        if self._is_open(unit):
+        if self._runs(unit):
             return call  # a module that called itself
         if group is not None:
             group.install_sharded()
         unit.step.modules_run.add(module_position)
         if group is not None and (failed or unit.may_reshard):
-            group.reshard(keep=not failed)
-        elif group is not None and not self._open:
-            unit.mark_leftover()
-        if not self._open:
+            group.reshard(keep_post_forward=not failed)
+        elif not self._running:
+            unit.distrust_leftovers()
+        if not self._running:
             self._end_forward(failed=failed)
         return call
 
-    def _is_open(self, unit: Unit) -> bool:
-        return bool(self._open) and any(other is unit for other, _ in self._open)
+    def _runs(self, unit: Unit) -> bool:
+        return bool(self._running) and any(other is unit for other, _ in self._running)
 
     def _end_forward(self, *, failed: bool) -> None:
-        self.phase = Phase.RESTING
+        self.phase = Phase.IDLE
         if failed:
             self.abort()
             return
         self._prefetcher.drop_unused()
         if not torch.is_grad_enabled():
-            self._host_waits.settle()  # whoever evaluates may edit shards next
+            self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
                 if unit.group is not None and unit.reshards_after_forward:
-                    unit.group.reshard(keep=True)  # of several modules, not all have run
+                    # Of several modules, not all have run.
+                    unit.group.reshard(keep_post_forward=True)
                 unit.step.modules_run.clear()
 
     def running(self) -> list[Unit]:
         """Return the units whose forward has begun and not ended, outermost first."""
-        return [unit for unit, _ in self._open]
+        return [unit for unit, _ in self._running]
 
     def is_running(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of ``unit``."""
-        return bool(self._open) and self._open[0][0] is unit
+        return bool(self._running) and self._running[0][0] is unit
 
-    # --- backward --------------------------------------------------------------------------
+    # --- backward ---------------------------------------------------------------------
+
+    @property
+    def backward_number(self) -> int:
+        """The number of the backward that runs, or of the next one."""
+        return self._num_backwards + (self.phase is not Phase.BACKWARD)
 
     def _begin_backward(self, early: tuple[Unit, int] | None = None) -> None:
+        """Begin a backward, unless it has begun.
+
+        Args:
+            early: A unit and the index of a parameter that got its gradient already.
+        """
         if self.has_failed:
             self.abort()
-        if self.phase is not Phase.BACKWARD:
-            self._resume, self.phase = self.phase, Phase.BACKWARD
-            self._num_backwards += 1
-            self._nested_before = num_nested()
-            self._reductions.begin_backward()
-            self._queue_callback(EndOfBackward(self))
-            self._hidden_grads.hide(early)
-            self.retained.begin_backward()
+        if self.phase is Phase.BACKWARD:
+            return
+        self._phase_around, self.phase = self.phase, Phase.BACKWARD
+        self._num_backwards += 1
+        self._backward_id = next(_backward_ids)
+        self._graph_task, self._has_nested = graph_task_id(), False
+        self._queue.begin_backward()
+        self._queue_callback(EndOfBackward(self))
+        for unit, grads in self._replicated():
+            grads.hide(early[1] if early is not None and early[0] is unit else None)
+        self.retained.begin_backward()
 
     def pre_backward(
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
     ) -> torch.Tensor | None:
-        """The first gradient of an output of ``unit`` is there."""
+        """Unshard ``unit``: the first gradient of one of its outputs is there.
+
+        Returns:
+            What autograd uses instead of the gradient; None: the gradient itself.
+        """
         self._begin_backward()
         for number in StepSchedule.over_before(of, call, self._num_backwards):
             other = self._units[number]()
@@ -328,27 +244,24 @@ class Lifecycle:
                 self._complete(other, of)
         self.schedule.in_backward = unit.step.in_pass = of
         unit.step.in_call = call
-        if unit.group is None:
+        group = unit.group
+        if group is None:
             return None
-        if unit.group.manual_unshard is not None:
-            # Before the graph of forward lets go of what another one may hold.
-            end_manual_unshard(unit.group, refuse=False)
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
-            unit.step.awaits_gradients |= unit.group.num_trainable > 0
-        used = None
+            unit.step.awaits_gradients |= group.num_trainable > 0
+        replacement = None
         if unit.settings.unshard_in_backward:
-            ahead = self._prefetcher.after_backward_of(unit, of, call)
-            self._prefetcher.unshard(unit, ahead, keep=False)
-            # Checkpointing may run parts of forward again
-            unit.group.install_unsharded(read_flags=False)
-            used = self.retained.on_backward(unit, gradient)
-        if unit.step.arrived and unit.step.has_all(unit.group.num_trainable):
+            up_next = self._prefetcher.after_backward_of(unit, of, call)
+            self._prefetcher.unshard(unit, up_next, keep_shard=False)
+            group.install_unsharded(read_flags=False)  # checkpointing may run forward again
+            replacement = self.retained.on_backward(unit, gradient)
+        if unit.step.arrived and unit.step.has_all(group.num_trainable):
             self._on_complete_gradients(unit)  # they were complete in a later call
-        return used
+        return replacement
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
-        """The whole gradient of one parameter is complete."""
+        """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
         if self.phase is not Phase.BACKWARD or self.has_failed:
             self._begin_backward((unit, index))
         step, group = unit.step, unit.group
@@ -356,30 +269,32 @@ class Lifecycle:
         step.awaits_gradients = True
         step.arrived.add(index)
         if step.has_all(group.num_trainable):
-            # Not freed yet: a node may have saved a weight without contributing to its gradient.
+            # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
             self._on_complete_gradients(unit)
-        elif self._reductions.has_sent_input:
-            self._reductions.free_input_if_sent()
-
-    @property
-    def backward_number(self) -> int:
-        """Number of the backward that runs, or of the next one."""
-        return self._num_backwards + (self.phase is not Phase.BACKWARD)
+        elif self._queue.has_sent_input:
+            self._queue.free_input_if_sent()
 
     def gradient_joins(self, unit: Unit) -> None:
-        """A whole gradient comes from outside the unit's forward. Reduced once all is over."""
+        """Record a gradient from outside of the unit's forward; it is reduced at the very end."""
         self._begin_backward()
         unit.step.awaits_gradients = True
 
     def _on_complete_gradients(self, unit: Unit) -> None:
-        is_whole = num_nested() == self._nested_before  # else checkpoints hand over parts
-        if is_whole and not self.schedule.runs_before(unit.step.in_pass, unit.number):
+        # A reentrant checkpoint runs a backward of its own inside this one. Gradients that arrive
+        # since are parts: others come from around it.
+        self._has_nested |= graph_task_id() != self._graph_task
+        if not self._has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
 
     def _complete(self, unit: Unit, of: ForwardPass | None = None) -> None:
-        """Nothing of this unit is left to run in this backward, or (``of``) in that of a pass."""
-        if self._is_open(unit):
+        """Reshard and reduce a unit of which nothing is left to run in this backward.
+
+        Args:
+            unit: The unit.
+            of: Nothing is left to run of this pass only.
+        """
+        if self._runs(unit):
             return  # a backward inside the forward of this unit
         unit.step.end_backward()
         if unit.group is not None:
@@ -395,7 +310,7 @@ class Lifecycle:
     def _reduce_if_ready(self, unit: Unit) -> None:
         if (unit.step.awaits_gradients and not unit.step.is_ready) or unit.has_open_children:
             return
-        if unit.step.is_ready:  # else nothing in it is trained
+        if unit.step.is_ready:  # otherwise it has nothing to train
             unit.step.record_taken()
             self._take_gradients(unit)
         parent = unit.parent() if unit.parent is not None else None
@@ -404,85 +319,150 @@ class Lifecycle:
 
     def _take_gradients(self, unit: Unit) -> None:
         if unit.settings.sync is GradientSync.NONE:
-            self._reductions.accumulate(unit)
+            if unit.group is not None:
+                self._queue.accumulate(unit.group.gradients, unit.settings)
             return
         is_full = unit.settings.sync is GradientSync.FULL
-        ends_window = self.is_last_backward and is_full
-        self._reductions.start(unit, over_replicas=is_full, ends_window=ends_window)
+        self._start_reduction(
+            unit, over_replicas=is_full, ends_window=self.is_last_backward and is_full
+        )
+
+    def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
+        group = unit.group
+        if group is None:
+            return
+        on_reduced = None
+        if unit.on_reduced:
+            self._queue.finish_of(group.gradients)
+            if unit.reduced_in == self._backward_id:
+                raise RuntimeError(
+                    f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
+                    "this backward: its parameters take part in something that autograd runs "
+                    "later. Step it in the ordinary way (detach() of what overlap_optimizer has "
+                    "returned)."
+                )
+            on_reduced = functools.partial(self._signal_reduced, unit) if ends_window else None
+        self._queue.start(
+            group.gradients,
+            unit.settings,
+            group.spec.mesh_info,
+            over_replicas=over_replicas,
+            on_reduced=on_reduced,
+        )
+
+    def _signal_reduced(self, unit: Unit) -> None:
+        """Call the subscribers of a unit, once per window: its gradient is in ``.grad``."""
+        if unit.reduced_in != self._backward_id:
+            unit.reduced_in = self._backward_id
+            for subscriber in tuple(unit.on_reduced):
+                subscriber(unit)
 
     def finish_backward(self) -> None:
-        """Autograd is done: sweep up what never came, and finish what was started."""
+        """End the backward: reduce what is left, and finish what was started."""
         units = list(self.units())
         self.schedule.end_backward()
         self.retained.end_backward()
-        for unit in reversed(units):  # what is inside comes before what is around it
+        for unit in reversed(units):  # units inside before the unit around them
             self._complete(unit)
         for unit in reversed(units):
             if unit.settings.sync is GradientSync.FULL:
-                # It may have got nothing today, but hold something.
+                # It may have got nothing today, and hold gradients of earlier microbatches.
                 self.flush(unit, ends_window=self.is_last_backward)
         if self.is_last_backward:
-            self._reductions.finish_all()
+            self._queue.finish_all()
             for unit in reversed(units):
                 if unit.on_reduced and unit.settings.sync is GradientSync.FULL:
-                    self._reductions.signal(unit)
-            self._host_waits.settle()
+                    self._signal_reduced(unit)
+            self._settle_host()
         self._prefetcher.drop_unused()
-        self._hidden_grads.show()
-        self.phase = self._resume
+        for _, grads in self._replicated():
+            grads.show()
+        self.phase = self._phase_around
+
+    # --- outside of a backward --------------------------------------------------------
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
         """Reduce fully what a unit has accumulated, if anything."""
         if self.has_failed:
             self.abort()
-        if unit.gradients is not None:
-            self._reductions.finish_partials_of(unit)
-            if unit.gradients.is_pending:
-                self._reductions.start(unit, over_replicas=True, ends_window=ends_window)
-            unit.gradients.close_window()
+        if unit.group is not None:
+            gradients = unit.group.gradients
+            self._queue.finish_partials_of(gradients)
+            if gradients.is_pending:
+                self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
+            gradients.close_window()
 
     def end_window(self, unit: Unit) -> None:
-        """The gradient of a window is in ``.grad``, whatever backwards have said."""
+        """End a unit's window by hand: its gradient is in ``.grad``."""
         if unit.on_reduced:
-            self._reductions.signal(unit)
+            self._signal_reduced(unit)
 
     def finish_reductions(self) -> None:
-        """Have every reduction that was started in ``.grad``, or in its partial."""
+        """Finish every reduction in flight."""
         if self.has_failed:
             self.abort()
-        self._reductions.finish_all()
-        self._host_waits.settle()
+        self._queue.finish_all()
+        self._settle_host()
 
-    # --- when something went wrong ---------------------------------------------------------
+    def _settle_host(self) -> None:
+        """Wait for copies to and from host memory, and publish their gradients."""
+        for unit in self.units():
+            group = unit.group
+            # A pending optimizer step waits by itself.
+            if group is not None and group.tensors.host_copies and group.pending_step is None:
+                group.gradients.settle()
+
+    def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
+        """Iterate over units of ``replicate``, with their gradients."""
+        for unit in self.units():
+            if unit.gradients is not None and isinstance(unit.gradients.sharded, ReplicatedGrads):
+                yield unit, unit.gradients.sharded
+
+    # --- failures ---------------------------------------------------------------------
 
     def record_failure(self) -> None:
-        """A backward has raised. Called while the exception is on its way: do not communicate."""
+        """Record that a backward raised. The exception is propagating: do not communicate."""
         self.has_failed = True  # the next step begins with abort()
         self._prefetcher.forget()
-        self._open.clear()
-        mark_units_failed(self.units())
+        self._running.clear()
+        for unit in self.units():
+            if unit.group is not None:
+                unit.group.install_sharded()
+                unit.group.has_failed = True
 
     def is_between_steps(self) -> bool:
-        """Whether no module runs, forward or backward. Ends a step that has failed."""
+        """Whether no module runs, forward or backward. Cleans up a step that failed."""
         if self.has_failed:
             self.abort()
-        return self.phase is Phase.RESTING
+        return self.phase is Phase.IDLE
 
     def abort(self) -> None:
-        """Be as before a step: nothing whole, nothing on its way, no window open.
+        """Reset every unit to idle: resharded, no collective in flight, no window open.
 
-        What an interrupted window had accumulated is void, because its microbatches are not all
-        there; gradients of a window that had ended stay, unless a backward has failed.
+        Gradients of an interrupted window are dropped, because its microbatches are not all there.
+        Gradients of a window that had ended stay, unless a backward failed.
         """
-        is_void = self.has_failed or not self._reductions.is_idle
+        is_void = self.has_failed or not self._queue.is_idle
         self.has_failed = False
-        self.phase = self._resume = Phase.RESTING
-        self._open.clear()
+        self.phase = self._phase_around = Phase.IDLE
+        self._running.clear()
         self._prefetcher.forget()
         self.schedule.forget()
         self.retained.release()
-        is_void = is_void or has_open_window(self.units())
-        self._reductions.abandon()
-        put_to_rest(self.units(), is_void=is_void)
-        self._hidden_grads.show()
-        self._host_waits.settle()
+        groups = [unit.group for unit in self.units() if unit.group is not None]
+        is_void = is_void or any(group.gradients.is_window_open for group in groups)
+        self._queue.abandon()
+        for unit in self.units():
+            unit.step.reset()
+        for group in groups:
+            if is_void and group.pending_step is not None:
+                group.pending_step.abandon()
+            group.reshard()
+            group.has_failed = False
+            group.gradients.drop_arrived()
+            group.gradients.forget_in_flight()
+            if is_void:
+                group.gradients.clear_window()
+        for _, grads in self._replicated():
+            grads.show()
+        self._settle_host()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -98,9 +98,6 @@ class Stepped(Protocol):
 
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this very tensor is one of its parameters."""
-
-    def unsharded_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What autograd sees in the place of one of its parameters."""
 
     def sharded_of(self, unsharded: torch.Tensor) -> torch.Tensor | None:
         """Return the sharded parameter that this very tensor is the whole of, if it is."""

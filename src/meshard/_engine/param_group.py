@@ -1,47 +1,82 @@
 """The parameters of a unit, gathered and resharded together.
 
-They follow every operation, also those that only move shards, and refuse some of them.
-
-They are gathered (``start_unshard``, ``finish_unshard``) and let go (``reshard``). When that
-happens is decided elsewhere. Gradients are in ``gradient_state``.
+The lifecycle decides when; here is only how.
 """
 
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, StepPhase
-from meshard._engine.autograd_calls import explain_autograd
-from meshard._engine.averages import watch_averages
-from meshard._engine.manual_unshard import ManualUnshard, end_manual_unshard
-from meshard._engine.optimizer_hooks import watch_optimizers
+from meshard._engine.manual_unshard import ManualUnshard, local_memory
+from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
+from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.flat_params import UnitParams
 from meshard._params.sharded_param import OwnerDicts
 
+_UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
+
 
 class PendingStep(Protocol):
-    """The step of a group that an optimizer has begun; until its next gather is there."""
+    """An optimizer step of a unit that is not visible yet. The unit's next gather waits for it."""
 
     def before_gather(self) -> None:
-        """Order the next use of the gather lane after it, and show the shards."""
+        """Order the next use of the gather stream after the step."""
 
     def finish(self) -> None:
-        """Order what the caller does next after it."""
+        """Order the caller's next work after the step."""
 
     def abandon(self) -> None:
-        """The window is void: do not take the step, if it has not been taken."""
+        """Drop the step if it was not taken: its window is void."""
+
+
+class ParamState(enum.Enum):
+    """Where the values of a parameter group are."""
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()  # gathered; modules hold the sharded parameters
+    INSTALLED = enum.auto()  # gathered; modules hold the unsharded parameters
+    SUMMONED = enum.auto()  # modules hold parameters of ``meshard.unsharded_params``
+
+
+_ALLOWED = {
+    ParamState.SHARDED: {ParamState.GATHERING, ParamState.SUMMONED},
+    ParamState.GATHERING: {ParamState.UNSHARDED, ParamState.SHARDED},
+    ParamState.UNSHARDED: {ParamState.INSTALLED, ParamState.SHARDED},
+    ParamState.INSTALLED: {ParamState.UNSHARDED},
+    ParamState.SUMMONED: {ParamState.SHARDED},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PostForwardShard:
+    """The part of the gathered unit that this rank keeps between forward and backward."""
+
+    rows: torch.Tensor
+    group: dist.ProcessGroup  # the ranks that have all parts together
+
+
+@dataclass(slots=True)
+class _Gather:
+    """A gather that was started."""
+
+    in_flight: GatherInFlight
+    is_post_forward: bool  # it gathers post-forward shards
+    may_keep_shard: bool  # False after unshard(): ranks wait for that at different moments
 
 
 def refuse_transforms(label: str, error: RuntimeError) -> None:
-    """Raise what to do instead, if ``error`` came inside of a transform around unit ``label``."""
+    """Raise an explanation if ``error`` came from a transform of torch.func around a unit."""
     try:
         torch.empty(0).requires_grad_()
     except RuntimeError:
@@ -52,81 +87,88 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
         ) from error
 
 
-class ParamState(enum.Enum):
-    """Where the values of a group are at present."""
-
-    SHARDED = enum.auto()
-    GATHERING = enum.auto()
-    UNSHARDED = enum.auto()
-    SUMMONED = enum.auto()  # in the modules' hands: see open_unit
-
-
-class Accumulated(Protocol):
-    """Gradients on their way into ``.grad``: see ``gradient_state``."""
-
-    @property
-    def pending(self) -> str:
-        """What has not been done to them yet, in words; empty if nothing is pending."""
-
-    def settle(self) -> None:
-        """Have in ``.grad`` what is on its way there from the device."""
-
-    def clear(self, indices: frozenset[int]) -> None:
-        """Forget those of some parameters."""
-
-    def close_window(self) -> None:
-        """What comes next belongs to another window."""
-
-
-_UNKNOWN = -1  # no version: a copy of it is stale to everybody who asks
-
-
-@dataclass(slots=True)
-class _PostForwardShard:
-    """The rows of the gathered unit that this rank keeps between forward and backward."""
-
-    rows: torch.Tensor
-    group: dist.ProcessGroup
-
-
 class ParamGroup:
-    """The parameters of one unit.
+    """The parameters of one unit, with their gradients.
 
     Args:
-        tensors: Their faces, sharded and whole.
+        storage: The parameters, sharded and unsharded.
+        gradients: Their accumulators.
     """
 
-    def __init__(self, tensors: UnitParams) -> None:
-        self.tensors = tensors
-        self.params = tensors.params
-        self._owner_dicts = OwnerDicts(tensors.params)
-        self.spec = tensors.spec
-        self.comm: Communicator  # shared by all units of a root
-        self.accumulated: weakref.ref[Accumulated] | None = None  # gradients of these parameters
-        self.state = ParamState.SHARDED
+    def __init__(self, storage: UnitParams, gradients: GradientAccumulator) -> None:
+        self.tensors = storage
+        self.params = storage.params
+        self.spec = storage.spec
+        self.gradients = gradients
         self.num_trainable = 0
-        self.is_leftover = False  # whole since an earlier forward
-        self.num_steps = 0  # that optimizers have taken: see optimizer_steps
+        self.num_steps = 0  # steps of optimizers: foreach kernels on DTensors raise no version
         self.saves_memory = False  # it was resharded between forward and backward of this step
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
-        self._in_flight: GatherInFlight | None = None
-        self._post_forward_shard: _PostForwardShard | None = None
-        self._gathers_post_forward_shard = False  # what is gathered
-        self.may_keep = True  # not of what unshard() by hand gathers: each rank waits as it likes
-        self.is_unsharded_installed = False  # the module sees whole parameters
-        self.manual_unshard: ManualUnshard | None = None  # what unshard() by hand has asked for
-        self.pending_step: PendingStep | None = None  # until the next gather is there
+        self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
+        self.pending_step: PendingStep | None = None  # until the next gather
+        self._state = ParamState.SHARDED
+        self._gather: _Gather | None = None
+        self._post_forward_shard: PostForwardShard | None = None
+        self._owner_dicts = OwnerDicts(storage.params)
         self._begin_watching()
 
     @property
+    def comm(self) -> Communicator:
+        """The communicator, shared by all units of a root."""
+        return self.tensors.comm
+
+    @comm.setter
+    def comm(self, comm: Communicator) -> None:
+        self.tensors.comm = comm
+
+    @property
     def label(self) -> str:
-        """The unit's name; known once its root is sharded."""
+        """The name of the unit, known once its root is sharded."""
         return self.tensors.label
 
-    # --- edits made from outside -----------------------------------------------------------
+    @property
+    def state(self) -> ParamState:
+        """Where the values are."""
+        return self._state
+
+    def _move(self, to: ParamState) -> None:
+        assert to in _ALLOWED[self._state], f"unit {self.label!r}: {self._state} to {to}"
+        self._state = to
+
+    @property
+    def is_unsharded_installed(self) -> bool:
+        """Whether modules hold the unsharded parameters of a gather."""
+        return self._state is ParamState.INSTALLED
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether modules hold parameters of ``meshard.unsharded_params``."""
+        return self._state is ParamState.SUMMONED
+
+    def summon(self) -> None:
+        """Record that modules hold parameters of ``meshard.unsharded_params`` from now on."""
+        self._move(ParamState.SUMMONED)
+
+    def dismiss(self) -> None:
+        """Record that modules hold the sharded parameters again."""
+        self._move(ParamState.SHARDED)
+
+    def check_not_summoned(self, what: str) -> None:
+        """Raise if the group is summoned and so cannot be ``what``."""
+        if self.is_summoned:
+            raise RuntimeError(
+                f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
+                "first."
+            )
+
+    # --- edits from outside -----------------------------------------------------------
+
+    def _begin_watching(self) -> None:
+        self._unsharded_version = _UNKNOWN
+        watch_optimizers(self, [param.sharded for param in self.params])
 
     def adopt_edits(self) -> int:
-        """Take over parameters and storage that were replaced since the last use.
+        """Take over parameters and storage that the user replaced since the last use.
 
         Returns:
             The version of the shards.
@@ -144,53 +186,38 @@ class ParamGroup:
         return self.version
 
     @property
-    def is_summoned(self) -> bool:
-        """Whether the modules hold whole parameters that are theirs: see ``open_unit``."""
-        return self.state is ParamState.SUMMONED
-
-    def check_not_summoned(self, what: str) -> None:
-        """Raise if the group is open, so that it cannot be ``what``."""
-        if self.is_summoned:
-            raise RuntimeError(
-                f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
-                "first."
-            )
-
-    def _begin_watching(self) -> None:
-        self._unsharded_version = _UNKNOWN
-        watch_optimizers(self, [param.sharded for param in self.params])
-        explain_autograd()
-        watch_averages()
-
-    @property
     def version(self) -> int:
-        """Grows with every edit of a shard, and with every step of an optimizer."""
+        """A number that grows with every edit of a shard and every step of an optimizer."""
         return self.num_steps + self.tensors.version
 
     @property
     def is_stale(self) -> bool:
-        """Whether the whole copy is older than the shards."""
-        return self.state is not ParamState.SHARDED and self._unsharded_version != self.version
+        """Whether the unsharded copy is older than the shards."""
+        return self._state is not ParamState.SHARDED and self._unsharded_version != self.version
 
     def record_version(self) -> None:
-        """The whole copy is as new as the shards, and may outlast the backward it was made for."""
+        """Allow later forwards to reuse the unsharded copy: it is as new as the shards."""
         if self._unsharded_version == _UNKNOWN:
             self._unsharded_version = self.version
 
+    def forget_version(self) -> None:
+        """Forbid later forwards to reuse the unsharded copy."""
+        self._unsharded_version = _UNKNOWN
+
+    # --- look-ups by tensor: see optimizer_hooks --------------------------------------
+
     def owns(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` is one of the sharded parameters: see ``optimizer_steps``."""
+        """Whether ``param`` is one of the sharded parameters, the very object."""
         return any(own.sharded is param for own in self.params)
 
-    def unsharded_of(self, param: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the whole faces of one of the sharded parameters: see ``autograd_calls``."""
-        return next(own.all_unsharded() for own in self.params if own.sharded is param)
-
     def sharded_of(self, unsharded: torch.Tensor) -> torch.Tensor | None:
-        """Return the sharded parameter of one of the whole faces: see ``optimizer_steps``."""
+        """Return the sharded parameter of an unsharded one, the very object."""
         return next((own.sharded for own in self.params if own.unsharded is unsharded), None)
 
+    # --- optimizer steps --------------------------------------------------------------
+
     def check_may_step(self) -> None:
-        """Raise if an optimizer would miss gradients: see ``optimizer_steps``."""
+        """Raise if an optimizer step would miss gradients."""
         if self.has_failed:
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
@@ -201,79 +228,75 @@ class ParamGroup:
 
     def check_nothing_is_pending(self) -> None:
         """Raise if gradients are accumulated that are not in ``.grad``."""
-        accumulated = self.accumulated() if self.accumulated is not None else None
-        if accumulated is not None and accumulated.pending:
+        if self.gradients.pending:
             raise RuntimeError(
-                f"unit {self.label!r} holds gradients that are {accumulated.pending}, so they "
+                f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
                 "would be missed; end the window with a backward under GradientSync.FULL (the last "
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if (
-            accumulated is not None
-            and self.tensors.host_copies is not None
-            and self.pending_step is None
-        ):
-            accumulated.settle()
+        if self.tensors.host_copies is not None and self.pending_step is None:
+            self.gradients.settle()
 
     def finish_copies(self) -> None:
-        """Have nothing on its way between host memory and the device, if shards live there."""
+        """Wait for copies between host memory and the device, if shards live in host memory."""
         if self.tensors.host_copies is not None and self.pending_step is None:
             self.tensors.host_copies.wait()
 
     def make_room(self) -> None:
-        """An optimizer is about to step, for which it needs memory: see ``optimizer_steps``."""
+        """Release cached memory: an optimizer is about to step and may need it."""
         self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
 
     def record_step(self) -> None:
-        """An optimizer has stepped: see ``optimizer_steps``."""
+        """Record that an optimizer stepped."""
         self.num_steps += 1
         self.saves_memory = False
-        accumulated = self.accumulated() if self.accumulated is not None else None
-        if accumulated is not None:
-            accumulated.close_window()
+        self.gradients.close_window()
 
     def clear_pending(self, ids: set[int]) -> None:
-        """Forget pending gradients of the sharded parameters with these ids."""
-        accumulated = self.accumulated() if self.accumulated is not None else None
-        if accumulated is not None and self.pending_step is None:  # else they have been taken
+        """Drop pending gradients of the sharded parameters with these ids."""
+        if self.pending_step is None:  # otherwise the step has taken them
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
-            accumulated.clear(frozenset(cleared))
+            self.gradients.clear(frozenset(cleared))
 
-    # --- gather and let go -----------------------------------------------------------------
+    # --- gather and reshard -----------------------------------------------------------
 
-    def start_unshard(self, *, only_for_backward: bool = False) -> None:
-        """Start gathering, unless that has been done.
+    def start_unshard(
+        self, *, only_for_backward: bool = False, may_keep_shard: bool = True
+    ) -> None:
+        """Start gathering, unless the group is gathered.
 
-        **Collective:** the shard group (or, in backward after ``keep_rows``, its neighbours).
-        **Stream:** the gather lane.
+        **Collective:** the shard group, or the group of the post-forward shard if one is kept.
+        **Stream:** the gather stream.
 
         Args:
-            only_for_backward: No later forward uses the whole copy. Then it is as forward saw it,
-                but for edits of the shards in place: what else has been put in their place is
-                left to the next forward.
+            only_for_backward: No later forward reuses the unsharded copy. Parameters that the user
+                replaced meanwhile are left to the next forward.
+            may_keep_shard: ``finish_unshard`` may keep a post-forward shard.
         """
-        if self.state is not ParamState.SHARDED:
+        if self._gather is not None:
+            self._gather.may_keep_shard &= may_keep_shard
+        if self._state is not ParamState.SHARDED:
             return
         if self.pending_step is not None:
             self.pending_step.before_gather()
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
         self.tensors.check_materialised()
-        self.may_keep = True
-        self._gathers_post_forward_shard = self._post_forward_shard is not None
-        if self._post_forward_shard is not None:
-            self._in_flight = self._gather_post_forward_shard(self._post_forward_shard)
+        shard = self._post_forward_shard
+        if shard is not None:
+            in_flight = self._gather_post_forward_shard(shard)
             self._post_forward_shard = None
         else:
             self._unsharded_version = version
             try:
-                self._in_flight = self.tensors.start_gather(self.comm)
+                in_flight = self.tensors.start_gather(self.comm)
             except RuntimeError as error:
                 refuse_transforms(self.label, error)
                 raise
-        self.state = ParamState.GATHERING
+        self._gather = _Gather(in_flight, shard is not None, may_keep_shard)
+        self._move(ParamState.GATHERING)
 
-    def _gather_post_forward_shard(self, shard: _PostForwardShard) -> GatherInFlight:
+    def _gather_post_forward_shard(self, shard: PostForwardShard) -> GatherInFlight:
         with self.comm.on_stream(CommStream.GATHER):
             return start_all_gather(
                 shard.rows.view(-1),
@@ -284,95 +307,132 @@ class ParamGroup:
             )
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Have the whole parameters, on the current stream.
+        """Wait for the unsharded parameters on the current stream; gather them if need be.
 
         Args:
             post_forward_group: Also keep this rank's part of them, so that the next gather is among
-                the ranks of this group instead of all.
+                the ranks of this group only.
         """
-        if self._in_flight is None:
-            self.start_unshard()
-        if self._in_flight is None:
+        self.start_unshard()
+        gather = self._gather
+        if gather is None:
             return
-        if not self.may_keep:
+        if not gather.may_keep_shard:
             post_forward_group = None
-        gathered, shard_count = self._in_flight.rows(), self.spec.mesh_info.shard_count
-        if self._gathers_post_forward_shard and isinstance(gathered, torch.Tensor):
+        gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+        if gather.is_post_forward and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
         self.tensors.fill_unsharded(gathered, comes_again=post_forward_group is not None)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
             first = post_forward_group.rank() * count
-            self._post_forward_shard = _PostForwardShard(
-                torch.stack([*gathered[first : first + count]]), post_forward_group
-            )
-        self._in_flight.end()
-        self._in_flight = None
-        self.is_leftover = False
+            rows = torch.stack([*gathered[first : first + count]])
+            self._post_forward_shard = PostForwardShard(rows, post_forward_group)
+        gather.in_flight.end()
+        self._gather = None
         self.pending_step = None
-        self.state = ParamState.UNSHARDED
+        self._move(ParamState.UNSHARDED)
 
-    def forget_stale(self, *, leftover: bool) -> None:
-        """Reshard if the whole copy (or what was kept of it) is older than the shards.
-
-        Args:
-            leftover: Also if it only was left whole by an earlier forward for its backward. Edits
-                by ``.data`` or torch's foreach kernels raise no version, so a copy that nobody
-                asked to keep is not trusted.
-        """
+    def forget_stale(self) -> None:
+        """Reshard if the unsharded copy, or the post-forward shard, is older than the shards."""
         self._post_forward_shard = None
-        if self.state is ParamState.SHARDED:
+        if self._state is ParamState.SHARDED:
             return
-        if self.manual_unshard is not None:
-            end_manual_unshard(self)
-        if self.pending_step is not None or (leftover and self.is_leftover):
-            self.reshard()
-            return
-        if self.adopt_edits() != self._unsharded_version:
+        self.end_manual_unshard()
+        if self.pending_step is not None or self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
-    def reshard(self, *, keep: bool = False) -> None:
-        """Give the whole parameters back.
+    def reshard(self, *, keep_post_forward: bool = False) -> None:
+        """Free the unsharded parameters.
 
         Args:
-            keep: It will be gathered again: leave what ``finish_unshard`` kept for that.
+            keep_post_forward: Keep the post-forward shard: backward will gather again.
         """
-        if self._in_flight is not None:
-            self._in_flight.pending.wait()
-            self._in_flight.end()
-            self._in_flight = None
-            self.tensors.free_unsharded()  # where it was gathered in place
-            self.state = ParamState.SHARDED
-        if self.manual_unshard is not None:
-            end_manual_unshard(self, refuse=False, stays=False)
+        if self._gather is not None:
+            self._gather.in_flight.pending.wait()
+            self._gather.in_flight.end()
+            self._gather = None
+        self.end_manual_unshard(refuse=False)
         self.install_sharded()
-        if keep:
+        if keep_post_forward:
             self.saves_memory = True
         else:
             self._post_forward_shard = None
-        if self.state is ParamState.UNSHARDED:
+        if self._state in (ParamState.GATHERING, ParamState.UNSHARDED):
+            self._move(ParamState.SHARDED)
             self.tensors.free_unsharded()
-            self.state = ParamState.SHARDED
 
-    # --- faces -----------------------------------------------------------------------------
+    # --- what modules hold ------------------------------------------------------------
 
     def install_unsharded(self, *, read_flags: bool = True) -> None:
-        """Let the module see whole parameters.
+        """Put the unsharded parameters on the modules.
 
         Args:
-            read_flags: With the ``requires_grad`` that the sharded ones have now, and not, as in
-                backward, with that of the forward: all ranks reduce what forward has recorded.
+            read_flags: Take over the present ``requires_grad`` of the sharded parameters. False in
+                backward, which uses the flags of its forward, so that all ranks reduce the same.
         """
         if read_flags:
             self.num_trainable = self._owner_dicts.take_flags()
+        if self._state is not ParamState.INSTALLED:
+            self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
         self._owner_dicts.install_unsharded()
-        self.is_unsharded_installed = True
 
     def install_sharded(self) -> None:
-        """Let the module see its sharded parameters, as it does outside its own forward."""
-        if self.is_unsharded_installed:
+        """Put the sharded parameters on the modules, where they are outside of their forward."""
+        if self._state is ParamState.INSTALLED:
             self._owner_dicts.install_sharded()
-            self.is_unsharded_installed = False
-            if self.manual_unshard is not None:
-                end_manual_unshard(self, refuse=False)
+            self._move(ParamState.UNSHARDED)
+            self.end_manual_unshard(refuse=False)
+
+    # --- unshard() and reshard() by the user ------------------------------------------
+
+    def start_manual_unshard(self) -> ManualUnshard:
+        """Start gathering parameters that the user wants to use outside of a forward.
+
+        **Collective:** the shard group. **Stream:** the gather stream.
+        """
+        present = self.manual_unshard  # of an unshard() that was not waited for
+        self.forget_stale()
+        self.start_unshard(may_keep_shard=False)
+        self.manual_unshard = present or ManualUnshard(self.label, self.params)
+        return self.manual_unshard
+
+    def finish_manual_unshard(self, manual: ManualUnshard) -> None:
+        """Install the gathered parameters, unless they were used or resharded since."""
+        if self.manual_unshard is manual:
+            self.finish_unshard()
+            self.install_unsharded()
+            manual.record_installed(self.version)
+            register_manually_unsharded(self, [param.unsharded for param in self.params])
+
+    def end_manual_unshard(self, *, refuse: bool = True) -> None:
+        """End the user's ``unshard()``, if there is one.
+
+        Args:
+            refuse: Raise if the user did something to the parameters that cannot last.
+
+        Raises:
+            RuntimeError: ``refuse``, and a parameter was cast, moved or given other data.
+        """
+        manual, self.manual_unshard = self.manual_unshard, None
+        wrong = "" if manual is None else manual.end(self.version)
+        if wrong and refuse:
+            self.reshard()
+            raise RuntimeError(wrong)
+
+    def reshard_by_hand(self, *, awaits_backward: bool) -> None:
+        """Reshard because the user asked for it.
+
+        Args:
+            awaits_backward: A forward of the unit ran whose backward is to come.
+        """
+        was_installed = self.manual_unshard is not None and self.manual_unshard.is_installed
+        self.end_manual_unshard()
+        self.reshard()
+        if was_installed and not awaits_backward:
+            # A graph built on these parameters would read freed memory: the new version makes
+            # autograd raise instead.
+            locals_: Sequence[torch.Tensor] = [local_memory(p.unsharded) for p in self.params]
+            increment_version([local for local in locals_ if type(local) is not DTensor])
+        self.finish_copies()  # the user may edit the shards next

@@ -11,20 +11,20 @@ from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.unit import Unit
 
 
-class Ahead(NamedTuple):
+class UpNext(NamedTuple):
     """Units to gather next."""
 
     units: list[Unit]
-    in_forward: bool  # where edits of the shards may have made a whole copy stale
+    in_forward: bool  # where edits of the shards may have made an unsharded copy stale
 
 
-def _is_passing(unit: Unit, ahead: Ahead) -> bool:
-    """Whether a unit is gathered for a backward after which it is given back."""
-    return not ahead.in_forward and unit.settings.reshard_after_backward
+def _is_passing(unit: Unit, up_next: UpNext) -> bool:
+    """Whether a unit is gathered for a backward after which it is resharded."""
+    return not up_next.in_forward and unit.settings.reshard_after_backward
 
 
 class Prefetcher:
-    """Gathers a unit together with those that come next.
+    """Gathers of units, ahead of their use.
 
     Args:
         units: The units of a root, by the numbers that the schedule uses.
@@ -37,61 +37,60 @@ class Prefetcher:
     def _unit(self, number: int | None) -> Unit | None:
         return None if number is None else self._units[number]()
 
-    def after_entry(self, unit: Unit, schedule: StepSchedule) -> Ahead:
+    def after_entry(self, unit: Unit, schedule: StepSchedule) -> UpNext:
         """Return what follows a unit whose forward begins."""
         chosen = unit.settings.forward_prefetch
         if chosen:
-            return Ahead([other for ref in chosen if (other := ref()) is not None], True)
+            return UpNext([other for ref in chosen if (other := ref()) is not None], True)
         following = self._unit(schedule.next_in_forward())
-        return Ahead([] if following is None else [following], True)
+        return UpNext([] if following is None else [following], True)
 
-    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> Ahead:
+    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> UpNext:
         """Return what follows a unit whose backward begins."""
         chosen = unit.settings.backward_prefetch
         if chosen:
-            return Ahead([other for ref in chosen if (other := ref()) is not None], False)
+            return UpNext([other for ref in chosen if (other := ref()) is not None], False)
         following = self._unit(StepSchedule.next_in_backward(of, call))
         if following is None or not following.settings.unshard_in_backward:
-            return Ahead([], False)
-        return Ahead([following], False)
+            return UpNext([], False)
+        return UpNext([following], False)
 
-    def unshard(self, unit: Unit, ahead: Ahead, *, keep: bool) -> None:
-        """Have a unit whole, and start gathering what comes next.
+    def unshard(self, unit: Unit, up_next: UpNext, *, keep_shard: bool) -> None:
+        """Unshard a unit, and start gathering what comes next.
 
         Args:
             unit: The unit that is about to compute.
-            ahead: What comes next.
-            keep: Keep this rank's part for a gather among neighbours, if the unit asks for it.
+            up_next: What comes next.
+            keep_shard: Keep a post-forward shard, if the unit has a group for it.
         """
         assert unit.group is not None
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
-            unit.group.start_unshard(only_for_backward=_is_passing(unit, ahead))
-            # Nothing to hide this gather behind: let the next one share the wait.
-            self._start(ahead)
-        unit.group.finish_unshard(unit.settings.post_forward_group if keep else None)
+            unit.group.start_unshard(only_for_backward=_is_passing(unit, up_next))
+            # There is no compute to hide this gather behind: the next one shares the wait.
+            self._start(up_next)
+        unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
-            self._start(ahead)
+            self._start(up_next)
 
-    def _start(self, ahead: Ahead) -> None:
-        for unit in ahead.units:
+    def _start(self, up_next: UpNext) -> None:
+        for unit in up_next.units:
             group = unit.group
             if group is not None and group.state is ParamState.SHARDED:
-                if ahead.in_forward:
-                    group.forget_stale(leftover=False)
-                group.start_unshard(only_for_backward=_is_passing(unit, ahead))
-                group.is_leftover = False  # of what was whole before
+                if up_next.in_forward:
+                    group.forget_stale()
+                group.start_unshard(only_for_backward=_is_passing(unit, up_next))
                 self._prefetched.append(unit)
             if unit.siblings:  # they are entered at the same moment
-                self._start(Ahead(unit.siblings, ahead.in_forward))
+                self._start(UpNext(unit.siblings, up_next.in_forward))
 
     def drop_unused(self) -> None:
-        """Give back what was predicted, but not used."""
+        """Reshard units that were gathered ahead and not used."""
         for unit in self._prefetched:
             if unit.group is not None and unit.group.state is ParamState.GATHERING:
                 unit.group.reshard()
         self._prefetched.clear()
 
     def forget(self) -> None:
-        """A step was interrupted: somebody else gives back what is whole."""
+        """Forget what was gathered ahead: the step was interrupted, and all units are resharded."""
         self._prefetched.clear()

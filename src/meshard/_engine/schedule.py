@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 class Phase(enum.Enum):
     """What the outermost unit is doing."""
 
-    RESTING = enum.auto()
+    IDLE = enum.auto()
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
 

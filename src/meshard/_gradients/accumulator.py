@@ -1,8 +1,8 @@
 """Accumulation of gradients across microbatches.
 
-Three accumulators per unit, all in the accumulate dtype: ``U`` holds whole gradients that no
-collective has seen, ``Q`` what has been reduced over the shard group but not across the replicas,
-``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients of one backward:
+Each unit has three accumulators, all in the accumulate dtype: ``U`` holds unsharded gradients that
+are not reduced, ``Q`` gradients that are reduced over the shard group but not across the replicas,
+and ``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients of one backward:
 
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
@@ -18,65 +18,18 @@ from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import InFlight, Rows
+from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._engine.param_group import ParamGroup
 from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.reduce_plan import (
-    GradientPlan,
-    ReduceOptions,
-    TensorHook,
-    WireMemory,
-    memory_for,
-)
+from meshard._gradients.reduce_plan import GradientRules, ReduceOptions, ReducePlan, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._params.flat_params import UnitParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.foreach_reduce import ReduceRequest, Reduction
-
-
-@dataclass(slots=True)
-class Window:
-    """The microbatches whose gradients are added up before a step, for one unit.
-
-    Attributes:
-        is_open: A backward was not FULL, and none since was.
-    """
-
-    is_open: bool = False
-    _has_divided: bool = False
-    _factor: float | None = None
-
-    def divide(self, factor: float | None, label: str) -> None:
-        """Note that gradients are divided by ``factor``; None: the number of ranks.
-
-        Args:
-            factor: See ``resolve_divisors``.
-            label: Name of the unit.
-
-        Raises:
-            RuntimeError: The window was begun with another one.
-        """
-        if self._has_divided and factor != self._factor:
-            raise RuntimeError(
-                f"unit {label!r} has divided part of this window by "
-                f"{self._factor or 'the number of ranks'}, and would divide the rest by "
-                f"{factor or 'the number of ranks'}; a divide factor that is a "
-                "callable or a tensor must give the same value for all microbatches of a window "
-                "(for a count of tokens: that of the whole window)."
-            )
-        self._has_divided, self._factor = True, factor
-
-    def close(self) -> None:
-        """What comes next belongs to another window."""
-        self.is_open = self._has_divided = False
-
-    def copy(self) -> Window:
-        """Return the same, for the copy of a unit."""
-        return dataclasses.replace(self)
-
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -99,95 +52,136 @@ def unrecorded(function: Callable[Args, Result]) -> Callable[Args, Result]:
     return call
 
 
+@dataclass(slots=True)
+class Window:
+    """The microbatches whose gradients are added up before an optimizer step, for one unit.
+
+    Attributes:
+        is_open: A backward was not FULL, and none since was.
+    """
+
+    is_open: bool = False
+    _has_divided: bool = False
+    _factor: float | None = None
+
+    def divide(self, factor: float | None, label: str) -> None:
+        """Record that gradients are divided by ``factor``; None: the number of ranks.
+
+        Raises:
+            RuntimeError: The window was begun with another factor.
+        """
+        if self._has_divided and factor != self._factor:
+            raise RuntimeError(
+                f"unit {label!r} has divided part of this window by "
+                f"{self._factor or 'the number of ranks'}, and would divide the rest by "
+                f"{factor or 'the number of ranks'}; a divide factor that is a "
+                "callable or a tensor must give the same value for all microbatches of a window "
+                "(for a count of tokens: that of the whole window)."
+            )
+        self._has_divided, self._factor = True, factor
+
+    def close(self) -> None:
+        """Begin a new window with the next gradients."""
+        self.is_open = self._has_divided = False
+
+
 class _Arrived(NamedTuple):
-    """The whole gradients of one backward."""
+    """The unsharded gradients of one backward."""
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
-    used: frozenset[int]  # those that have one
+    used: frozenset[int]  # the indices of those that are not None
 
 
 class ReductionInFlight(NamedTuple):
-    """A reduction of this group that has been started."""
+    """A reduction that was started."""
 
     reduction: Reduction
     layout: GradientLayout
-    is_full: bool  # goes into .grad, not into the partial
+    is_full: bool  # its result is published in .grad, not added to the partial
 
 
-class GradientState:
-    """The accumulators of one group, and the moves between them.
+class GradientAccumulator:
+    """The accumulators of one unit, and the moves between them.
 
     Args:
-        group: Whose gradients.
-        reduce_dtype: dtype on the wire; None: the widest dtype of the whole gradients.
+        storage: The parameters.
+        reduce_dtype: dtype on the wire; None: the widest dtype of the unsharded gradients.
         accumulate_dtype: dtype of the accumulators; None: the wider of float32 and the parameters'.
     """
 
     def __init__(
         self,
-        group: ParamGroup,
+        storage: UnitParams,
         *,
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype | None,
     ) -> None:
-        self._group = group
-        self.plan = GradientPlan(group, reduce_dtype, accumulate_dtype)
+        self._storage = storage
+        self.rules = GradientRules(storage, reduce_dtype, accumulate_dtype)
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
-        given = (i for i, param in enumerate(group.params) if param.is_given_otherwise)
-        self._given_otherwise = tuple(given)  # whole gradients that are not yet what is reduced
+        self.sharded = _grads_of(storage)  # A
+        # Parameters whose gradient is not yet the tensor to reduce: see ``own_part_of``.
+        converted = (i for i, param in enumerate(storage.params) if param.is_given_otherwise)
+        self._converted = tuple(converted)
         self.num_in_flight = 0
-        self._dropped: frozenset[int] = frozenset()  # cleared while they were on their way
+        self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
         self._window = Window()
-        host_copies, host = group.tensors.host_copies, group.spec.host
-        self.sharded: ShardedGrads | HostGrads = ShardedGrads(group)  # A
-        if host_copies is not None and host is not None:
-            self.sharded = HostGrads(group, host_copies, host)
-        elif isinstance(group.tensors, ReplicatedParams):
-            self.sharded = ReplicatedGrads(group)
 
-    def for_copy(self, group: ParamGroup) -> GradientState:
-        """Return the state of a copy of the group, with nothing accumulated beside ``.grad``."""
-        copied = GradientState(
-            group, reduce_dtype=self.plan.reduce_dtype, accumulate_dtype=self.plan.chosen_dtype
+    def for_copy(self, storage: UnitParams) -> GradientAccumulator:
+        """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
+        copied = GradientAccumulator(
+            storage,
+            reduce_dtype=self.rules.reduce_dtype,
+            accumulate_dtype=self.rules.chosen_dtype,
         )
-        copied._window = self._window.copy()
-        copied.sharded.be_like(self.sharded)
+        copied._window = dataclasses.replace(self._window)
+        if isinstance(copied.sharded, ReplicatedGrads) and isinstance(
+            self.sharded, ReplicatedGrads
+        ):
+            copied.sharded.are_views = self.sharded.are_views
         return copied
 
     @property
+    def label(self) -> str:
+        """The name of the unit."""
+        return self._storage.label
+
+    # --- pending gradients ------------------------------------------------------------
+
+    @property
     def is_pending(self) -> bool:
-        """Whether anything is accumulated that is not in ``.grad`` yet."""
+        """Whether gradients are accumulated that are not in ``.grad``."""
         return self._unreduced is not None or self._partial is not None
 
     @property
     def pending(self) -> str:
-        """What has not been done yet to what is accumulated, in words; empty if nothing is."""
+        """What is missing before accumulated gradients are in ``.grad``; empty if nothing is."""
         if self._unreduced is not None:
             return "not reduced yet (GradientSync.NONE)"
         if self._partial is not None:
             return "not reduced across the replicas yet (GradientSync.REDUCE_SCATTER)"
-        return "still on their way (set_is_last_backward(False))" if self.num_in_flight else ""
+        return "still in flight (set_is_last_backward(False))" if self.num_in_flight else ""
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return the partial of each parameter that has one; None if it is not reduced at all."""
-        mesh_info, found = self._group.spec.mesh_info, dict[int, DTensor | None]()
+        """Return the partial of each parameter that has one; None for unreduced gradients."""
+        mesh_info, found = self._storage.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
-                found[index] = self._group.params[index].partial_of(local, mesh_info)
+                found[index] = self._storage.params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
 
     def clear(self, indices: frozenset[int] | None = None) -> None:
-        """Forget what is accumulated but not in ``.grad``, of all or of some parameters."""
-        gone = frozenset(range(len(self._group.params))) if indices is None else indices
-        for flat_grads in (self._unreduced, self._partial):
-            if flat_grads is not None:
-                flat_grads.erase(gone)
-        # Several optimizers may each clear a part. What counts is the same on all ranks: which
-        # parameters were cleared, not which of them this rank had used.
+        """Drop pending gradients of all parameters, or of some."""
+        gone = frozenset(range(len(self._storage.params))) if indices is None else indices
+        for grads in (self._unreduced, self._partial):
+            if grads is not None:
+                grads.erase(gone)
+        # Several optimizers may each clear a part. What counts must be the same on all ranks: the
+        # cleared parameters, not those of them that this rank used.
         self._cleared |= gone
         if self._unreduced is not None:
             self._unreduced = self._unreduced.unless_all(self._cleared)
@@ -200,7 +194,7 @@ class GradientState:
         self.sharded.forget(gone)
 
     def settle(self) -> None:
-        """Have in ``.grad`` what has been reduced, also where it travels to the host for that."""
+        """Put into ``.grad`` everything that was published, also what is copied to the host."""
         self.sharded.settle()
 
     @property
@@ -209,32 +203,38 @@ class GradientState:
         return self._window.is_open
 
     def close_window(self) -> None:
-        """What comes next belongs to another window."""
+        """Begin a new window with the next gradients."""
         self._window.close()
 
+    def _open_window(self) -> None:
+        self._window.is_open = True
+        self._cleared = frozenset()
+
     def clear_window(self) -> None:
-        """Forget everything, ``.grad`` included."""
+        """Drop everything, ``.grad`` included."""
         self.clear()
         self.sharded.clear()
 
     def forget_in_flight(self) -> None:
-        """Reductions on their way were dropped."""
+        """Forget reductions in flight: they were abandoned."""
         self.num_in_flight = 0
         self._dropped = frozenset()
 
+    # --- arrived gradients ------------------------------------------------------------
+
     def drop_arrived(self) -> None:
-        """Forget whole gradients that have arrived but were not taken."""
-        if isinstance(self.sharded, ReplicatedGrads) and not self.sharded.is_hidden:
-            return  # what is there is what has been reduced
-        for param in self._group.params:
-            param.unsharded.grad = None
+        """Drop unsharded gradients that arrived and were not taken."""
+        if self.sharded.has_arrivals:
+            for param in self._storage.params:
+                param.unsharded.grad = None
 
     def _take(self) -> _Arrived:
-        if isinstance(self.sharded, ReplicatedGrads) and not self.sharded.is_hidden:
-            return _Arrived([None] * len(self._group.params), frozenset())  # see drop_arrived
+        params = self._storage.params
+        if not self.sharded.has_arrivals:
+            return _Arrived([None] * len(params), frozenset())
         gradients: list[torch.Tensor | None] = []
         missing = []
-        for index, param in enumerate(self._group.params):
+        for index, param in enumerate(params):
             gradient = param.unsharded.grad
             if gradient is None:
                 missing.append(index)
@@ -243,155 +243,192 @@ class GradientState:
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
             gradients.append(gradient)
-        for index in self._given_otherwise:
+        for index in self._converted:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = self._group.params[index].own_part_of(gradient)
-        used = self.plan.everything
+                gradients[index] = params[index].own_part_of(gradient)
+        used = self.rules.everything
         return _Arrived(gradients, used.difference(missing) if missing else used)
 
+    # --- NONE -------------------------------------------------------------------------
+
     @unrecorded
-    def accumulate(self, arrived: Sequence[TensorHook] = ()) -> None:
-        """``NONE``: add the whole gradients that have arrived to ``U``."""
-        gradients, used = new = self._take()
-        layout = self.plan.layout_for(used, (self._unreduced, self._partial))
+    def accumulate(self, hooks: Sequence[TensorHook] = ()) -> None:
+        """Add the arrived gradients to ``U``.
+
+        Args:
+            hooks: See the arrived gradients, one after the other.
+        """
+        arrived = self._take()
+        layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return
         self._open_window()
         if self._unreduced is None:
-            flat = self._bucket(layout, self.plan.accumulate_dtype)
-            layout.pack(flat, gradients)
-            layout.run_hooks(arrived, flat, used)
+            dtype = self.rules.accumulate_dtype
+            is_idle = not (self.num_in_flight or self.is_pending)
+            flat = self.sharded.free_bucket(layout, dtype) if is_idle else None
+            flat = layout.allocate(dtype) if flat is None else flat
+            layout.pack(flat, arrived.gradients)
+            layout.run_hooks(hooks, flat, arrived.used)
+            self._unreduced = FlatGradients(layout, flat, arrived.used)
         else:
-            flat, used = self._add_to_unreduced(layout, new, arrived)
-        self._unreduced = FlatGradients(layout, flat, used)
-
-    def _bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for whole gradients: that of every step, if it is kept and free."""
-        bucket = None
-        if isinstance(self.sharded, ReplicatedGrads) and not (
-            self.num_in_flight or self.is_pending
-        ):
-            bucket = self.sharded.free_bucket(layout, dtype)
-        return layout.allocate(dtype) if bucket is None else bucket
-
-    def _open_window(self) -> None:
-        self._window.is_open = True
-        self._cleared = frozenset()
+            flat, used = self._add_to_unreduced(layout, arrived, hooks)
+            self._unreduced = FlatGradients(layout, flat, used)
 
     def _add_to_unreduced(
-        self, layout: GradientLayout, came: _Arrived, arrived: Sequence[TensorHook]
+        self, layout: GradientLayout, arrived: _Arrived, hooks: Sequence[TensorHook]
     ) -> tuple[torch.Tensor, frozenset[int]]:
         assert self._unreduced is not None
-        gradients, used = came
         flat = self._unreduced.laid_out(layout)
-        if arrived:
+        if hooks:
             new = layout.allocate(flat.dtype)
-            layout.pack(new, gradients)
-            layout.run_hooks(arrived, new, used)
+            layout.pack(new, arrived.gradients)
+            layout.run_hooks(hooks, new, arrived.used)
             flat.add_(new)
         else:
-            layout.add(flat, gradients)
-        return flat, used | self._unreduced.used
+            layout.add(flat, arrived.gradients)
+        return flat, arrived.used | self._unreduced.used
+
+    # --- REDUCE_SCATTER and FULL ------------------------------------------------------
 
     @unrecorded
     def start_reduce(self, options: ReduceOptions) -> ReductionInFlight | None:
-        """``REDUCE_SCATTER`` and ``FULL``: start reducing ``U`` and what has arrived.
+        """Start reducing ``U`` and the arrived gradients.
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
 
         Raises:
             RuntimeError: The window was begun with another divide factor.
         """
-        came = self._take()
-        layout = self.plan.layout_for(came.used, (self._unreduced, self._partial))
+        arrived = self._take()
+        layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self._check_factor(options)
-        mesh_info, accumulate_dtype = self._group.spec.mesh_info, self.plan.accumulate_dtype
-        wire_dtype = options.wire_dtype or self.plan.wire_dtype(layout)
-        memory = memory_for(
-            layout,
-            wire_dtype,
-            accumulate_dtype,
-            group=self._group,
-            grads=self.sharded,
-            options=options,
-            is_idle=not self.num_in_flight,
-            is_pending=self.is_pending,
-            is_laid_out=self._unreduced is not None,
-        )
-        buffer, used = self._unsharded_buffer(layout, came, wire_dtype, options, memory)
-        if options.zero_unused:
-            used = frozenset(layout.indices)
-        if options.before:
-            assert isinstance(buffer, torch.Tensor)
-            layout.run_hooks(options.before, buffer, used)
-        partial = None if self._partial is None else self._partial.laid_out(layout)
+        self._window.divide(options.divide_factor, self._storage.label)
+        self._open_window()
+        if options.over_replicas:
+            self.close_window()
+        plan = self._plan(layout, options)
+        buffer, used = self._pack(plan, arrived, options)
+        partial = None if self._partial is None else self._partial.laid_out(plan.layout)
         self._unreduced = self._partial = None
+        mesh_info = self._storage.spec.mesh_info
         request = ReduceRequest(
             buffer=buffer,
-            wire_dtype=wire_dtype,
-            output=memory.output,
-            sums_apart=memory.sums_apart,
-            reusable=memory.reusable,
+            wire_dtype=plan.wire_dtype,
+            output=plan.output,
+            sums_apart=plan.sums_apart,
+            reusable=plan.reusable,
             partial=partial,
             shard_group=options.shard_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if options.over_replicas else None,
             replicate_count=mesh_info.replicate_count,
             divide_factor=options.divide_factor,
-            accumulate_dtype=accumulate_dtype,
-            marks=layout.marks_for(used),
-            label=self._group.label,
+            accumulate_dtype=plan.accumulate_dtype,
+            marks=plan.layout.marks_for(used),
+            label=self._storage.label,
         )
-        reduction = Reduction(request, self._group.comm)
+        reduction = Reduction(request, self._storage.comm)
         self.num_in_flight += 1
         is_full = options.over_replicas or mesh_info.replicate_group is None
-        return ReductionInFlight(reduction, layout, is_full)
+        return ReductionInFlight(reduction, plan.layout, is_full)
 
-    def _check_factor(self, options: ReduceOptions) -> None:
-        self._window.divide(options.divide_factor, self._group.label)
-        self._open_window()
-        if options.over_replicas:
-            self.close_window()
+    def _plan(self, layout: GradientLayout, options: ReduceOptions) -> ReducePlan:
+        """Decide dtypes and memory."""
+        wire = options.wire_dtype or self.rules.wire_dtype(layout)
+        total = self.rules.accumulate_dtype
+        mesh_info, comm = self._storage.spec.mesh_info, self._storage.comm
+        is_idle = not (self.num_in_flight or self.is_pending)
+        sees_one_tensor = bool(options.arrived or options.before)  # hooks do
+        bucket = self.sharded.free_bucket(layout, wire) if is_idle else None
+        across = mesh_info.replicate_group if options.over_replicas else None
+        if (
+            isinstance(self.sharded, ReplicatedGrads)
+            and across is not None
+            and comm.sums_apart(across)
+            and self._unreduced is None
+            and not sees_one_tensor
+            and wire == total
+            and layout.numel
+        ):
+            return self._plan_sum_apart(layout, wire, bucket, across)
+        if bucket is not None:
+            return ReducePlan(layout, wire, total, bucket)
+        if self._unreduced is not None:
+            return ReducePlan(layout, wire, total, None)
+        shard_group = options.shard_group or mesh_info.shard_group
+        if not sees_one_tensor:
+            rows = comm.allocate_rows(layout.shard_numel, wire, group=shard_group)
+            if rows is not None:
+                return ReducePlan(layout, wire, total, rows)
+            # Where there is one shard, the sum is in the buffer that is sent.
+            may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
+            if may_keep and not self.num_in_flight:
+                reusable = layout.reusable_buffer(wire)
+                reusable.take()
+                return ReducePlan(layout, wire, total, reusable.rows, reusable=reusable)
+        flat = comm.allocate(
+            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=shard_group
+        )
+        return ReducePlan(layout, wire, total, flat.view(layout.shard_count, -1))
 
-    def _unsharded_buffer(
+    def _plan_sum_apart(
         self,
         layout: GradientLayout,
-        came: _Arrived,
-        wire_dtype: torch.dtype,
-        options: ReduceOptions,
-        memory: WireMemory,
+        dtype: torch.dtype,
+        bucket: torch.Tensor | None,
+        across: dist.ProcessGroup,
+    ) -> ReducePlan:
+        """Send from memory of the communicator, and sum into the bucket, or memory like it."""
+        output = layout.allocate(dtype) if bucket is None else bucket
+        sent = self._storage.comm.allocate(
+            layout.numel,
+            CommStream.ALL_REDUCE,
+            dtype=dtype,
+            device=layout.device,
+            group=across,
+            is_sent=True,
+        )
+        return ReducePlan(layout, dtype, dtype, [sent], output.view(-1), sums_apart=True)
+
+    def _pack(
+        self, plan: ReducePlan, arrived: _Arrived, options: ReduceOptions
     ) -> tuple[Rows, frozenset[int]]:
-        if memory.buffer is None:
-            return self._add_to_unreduced(layout, came, options.arrived)
-        gradients, used = came
-        buffer = memory.buffer
-        # float16 is divided before it is narrowed to, or sums would overflow that need not.
-        if wire_dtype == torch.float16 and any(
-            gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
-        ):
-            buffer = layout.allocate(self.plan.accumulate_dtype)
-        layout.pack(buffer, gradients)
-        if options.arrived:
+        """Return the buffer to reduce, filled, and the parameters with a gradient in it."""
+        layout, buffer, used = plan.layout, plan.buffer, arrived.used
+        if buffer is None:
+            buffer, used = self._add_to_unreduced(layout, arrived, options.arrived)
+        else:
+            # float16 is divided before the cast, or sums would overflow that need not.
+            if plan.wire_dtype == torch.float16 and any(
+                gradient is not None and gradient.dtype != plan.wire_dtype
+                for gradient in arrived.gradients
+            ):
+                buffer = layout.allocate(plan.accumulate_dtype)
+            layout.pack(buffer, arrived.gradients)
+            if options.arrived:
+                assert isinstance(buffer, torch.Tensor)
+                layout.run_hooks(options.arrived, buffer, used)
+        if options.zero_unused:
+            used = frozenset(layout.indices)
+        if options.before:
             assert isinstance(buffer, torch.Tensor)
-            layout.run_hooks(options.arrived, buffer, used)
+            layout.run_hooks(options.before, buffer, used)
         return buffer, used
 
     @unrecorded
     def finish_reduce(
-        self,
-        in_flight: ReductionInFlight,
-        after: Sequence[TensorHook] = (),
-        *,
-        is_offered: bool = False,
+        self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
     ) -> InFlight | None:
-        """Put the result of a reduction where it belongs: into ``.grad``, or into ``Q``.
+        """Publish the result of a reduction in ``.grad``, or add it to ``Q``.
 
-        If ``is_offered``, somebody may want what goes into ``.grad``: see ``ShardedGrads.offer``.
+        Args:
+            in_flight: The reduction.
+            after: Hooks on the shard that is about to be added to ``.grad``.
 
         Returns:
-            Its copy to the host, if that is where it goes; it must be waited for.
+            The copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
         reduced = in_flight.reduction.finish()
@@ -403,17 +440,21 @@ class GradientState:
             if kept is None:
                 if not self.is_pending:
                     self.close_window()
-                self.sharded.not_shown()
                 return None
             result = kept
         if not in_flight.is_full:
-            # Also when nobody in this shard group had a gradient: another replica may have had.
+            # Also when no rank of this shard group had a gradient: another replica may have one.
             self._partial = result
             return None
         if after:  # also without a gradient: the hook may communicate
             in_flight.layout.run_hooks(after, result.flat, result.used)
-        if not result.used:
-            self.sharded.not_shown()
-        elif not (is_offered and self.sharded.offer(result)):
-            return self.sharded.add(result)
-        return None
+        return self.sharded.publish(result) if result.used else None
+
+
+def _grads_of(storage: UnitParams) -> ShardedGrads | HostGrads | ReplicatedGrads:
+    host_copies, host = storage.host_copies, storage.spec.host
+    if host_copies is not None and host is not None:
+        return HostGrads(storage, host_copies, host)
+    if isinstance(storage, ReplicatedParams):
+        return ReplicatedGrads(storage)
+    return ShardedGrads(storage)

@@ -1,39 +1,92 @@
-"""How the gradients of a unit are reduced, decided once per reduction."""
+"""How the gradients of a unit are reduced."""
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshard._comm.buffers import ReusableBuffer
-from meshard._comm.communicator import CommStream, Rows
-from meshard._comm.cpu import wider
+from meshard._comm.communicator import Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._engine.param_group import ParamGroup
-from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._mesh.layout import FlatLayout
+from meshard._params.flat_params import UnitParams
 
 _MAX_LAYOUTS = 64
 
 TensorHook = Callable[[torch.Tensor], None]
+DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
+
+
+def check_divide_factor(factor: object) -> float:
+    """Return a divide factor as a number. Reads a 0-d tensor, and waits for its device.
+
+    Raises:
+        TypeError: ``factor`` is neither a number nor a 0-d tensor.
+        ValueError: ``factor`` is not positive and finite.
+    """
+    if isinstance(factor, torch.Tensor) and factor.dim() == 0:
+        factor = factor.item()
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+        raise TypeError(
+            f"factor must be a number, a callable or a 0-d tensor, got {type(factor).__name__}."
+        )
+    value = float(factor)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"factor must be positive and finite, got {factor}.")
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReduceHook:
+    """One registration of a hook on gradients: ``meshard.register_reduce_hook``."""
+
+    arrived: TensorHook | None = None  # sees the unsharded gradients of one backward
+    before: TensorHook | None = None  # sees the unsharded gradients that are about to be reduced
+    after: TensorHook | None = None  # sees the shard that is about to be added to .grad
+    wire_dtype: torch.dtype | None = None  # None: as the policy says
+    is_all_reduce: bool = False  # set by set_all_reduce_hook, which replaces it
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the hook does nothing."""
+        return not (self.arrived or self.before or self.after or self.wire_dtype)
+
+
+@dataclass(slots=True)
+class ReduceSettings:
+    """The settings of a unit that its reductions read. They may change between steps."""
+
+    divide_factor: DivideFactor | None = None  # None: the number of ranks
+    zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
+    max_input_buffers: int = 3  # units whose unsharded gradients may be in flight, the new one too
+    scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
+    reduce_hooks: list[ReduceHook] = field(default_factory=list)
+
+    def resolve_divide_factor(self) -> float | None:
+        """Return the factor of a reduction that starts now. Reads and waits for a tensor."""
+        factor = self.divide_factor
+        if factor is None or isinstance(factor, float):
+            return factor
+        return check_divide_factor(factor() if callable(factor) else factor)
 
 
 class ReduceOptions(NamedTuple):
     """How one reduction goes.
 
     Attributes:
-        over_replicas: Also across the replicas.
-        divide_factor: What all gradients of the window are divided by; None: the number of ranks.
-        zero_unused: Give what no rank has used a gradient of zero.
-        shard_group: Another group of the same ranks to reduce over; None: the group that gathers.
-        arrived: Hooks for the whole gradients of this backward.
-        before: Hooks for what is about to be sent.
-        wire_dtype: The dtype to send in; None: as the policy says.
+        over_replicas: Also reduce across the replicas.
+        divide_factor: Divides all gradients of the window; None: the number of ranks.
+        zero_unused: Publish a gradient of zero for parameters that no rank used.
+        shard_group: Another process group of the same ranks; None: the one that gathers.
+        arrived: Hooks on the unsharded gradients of this backward.
+        before: Hooks on the buffer that is about to be sent.
+        wire_dtype: The dtype on the wire; None: as the policy says.
     """
 
     over_replicas: bool
@@ -45,26 +98,38 @@ class ReduceOptions(NamedTuple):
     wire_dtype: torch.dtype | None = None
 
 
-class GradientPlan:
-    """What is decided before each reduction of one group.
+class ReducePlan(NamedTuple):
+    """What is decided once for one reduction."""
+
+    layout: GradientLayout
+    wire_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    buffer: Rows | None  # uninitialized; None: the gradients are in the accumulator already
+    output: torch.Tensor | None = None  # where the sum should be; None: anywhere
+    sums_apart: bool = False  # see Communicator.sums_apart
+    reusable: ReusableBuffer | None = None  # the owner of ``buffer``
+
+
+class GradientRules:
+    """Layouts and dtypes of the gradients of one unit.
 
     Args:
-        group: Whose gradients.
-        reduce_dtype: dtype on the wire; None: the widest dtype of the whole gradients.
+        storage: The parameters.
+        reduce_dtype: dtype on the wire; None: the widest dtype of the unsharded gradients.
         accumulate_dtype: dtype of the accumulators; None: the wider of float32 and the parameters'.
     """
 
     def __init__(
         self,
-        group: ParamGroup,
+        storage: UnitParams,
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype | None,
     ) -> None:
-        self._group = group
+        self._storage = storage
         self.reduce_dtype = reduce_dtype
         self.chosen_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
-        self._all = tuple(range(len(group.params)))
+        self._all = tuple(range(len(storage.params)))
         self.everything = frozenset(self._all)
         self._widest_of: FlatLayout | None = None
         self._widest = torch.float32
@@ -72,33 +137,33 @@ class GradientPlan:
     def layout_for(
         self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
     ) -> GradientLayout:
-        """Return the layout of all that may have a gradient, on this rank or on another.
+        """Return the layout of all parameters that may have a gradient on some rank.
 
         Args:
-            used: Those for which one has arrived on this rank.
-            accumulated: What is held from earlier backwards of the window.
+            used: Parameters with a gradient on this rank.
+            accumulated: Gradients of earlier backwards of the window.
         """
         indices = self._all if used is self.everything else self._indices(used, accumulated)
         if indices not in self._layouts:
-            if len(self._layouts) >= _MAX_LAYOUTS:  # a user who freezes at random
+            if len(self._layouts) >= _MAX_LAYOUTS:  # the user freezes parameters at random
                 self._layouts.clear()
-            layouts = [param.layout for param in self._group.params]
-            self._layouts[indices] = GradientLayout(layouts, indices, self._group.spec.device)
+            layouts = [param.layout for param in self._storage.params]
+            self._layouts[indices] = GradientLayout(layouts, indices, self._storage.spec.device)
         return self._layouts[indices]
 
     def _indices(
         self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
     ) -> tuple[int, ...]:
-        flat_grads: set[int] = set(used)
-        for each in accumulated:
-            if each is not None:
-                flat_grads.update(each.layout.indices)
+        present: set[int] = set(used)
+        for grads in accumulated:
+            if grads is not None:
+                present.update(grads.layout.indices)
         return tuple(
             index
-            for index, param in enumerate(self._group.params)
+            for index, param in enumerate(self._storage.params)
             if param.sharded.requires_grad
-            or param.unsharded.requires_grad  # when it was last shown: frozen since, on all ranks
-            or index in flat_grads
+            or param.unsharded.requires_grad  # in the last forward: frozen since, on all ranks
+            or index in present
         )
 
     @property
@@ -107,7 +172,7 @@ class GradientPlan:
         if self.chosen_dtype is not None:
             return self.chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
-        layout = self._group.tensors.layout
+        layout = self._storage.layout
         if layout is not self._widest_of:
             self._widest_of, self._widest = layout, torch.float32
             for segment in layout.segments:
@@ -119,100 +184,10 @@ class GradientPlan:
         """Return the dtype in which the gradients of ``layout`` are sent."""
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        tensors = self._group.tensors
-        if tensors.is_one_dtype:
-            return tensors.compute_dtypes[0]
-        dtypes = [tensors.compute_dtypes[index] for index in layout.indices]
-        widest = dtypes[0]
-        for dtype in dtypes[1:]:
-            widest = torch.promote_types(widest, dtype)
+        storage = self._storage
+        if storage.is_one_dtype:
+            return storage.compute_dtypes[0]
+        widest = storage.compute_dtypes[layout.indices[0]]
+        for index in layout.indices[1:]:
+            widest = torch.promote_types(widest, storage.compute_dtypes[index])
         return widest
-
-
-class WireMemory(NamedTuple):
-    """Memory for one reduction."""
-
-    buffer: Rows | None  # uninitialised; None: the gradients lie somewhere already
-    output: torch.Tensor | None = None  # where the sum should be; None: anywhere
-    sums_apart: bool = False  # see Communicator.sums_apart
-    reusable: ReusableBuffer | None = None  # of which ``buffer`` is
-
-
-def memory_for(
-    layout: GradientLayout,
-    wire: torch.dtype,
-    total: torch.dtype,
-    *,
-    group: ParamGroup,
-    grads: ShardedGrads | HostGrads,
-    options: ReduceOptions,
-    is_idle: bool,
-    is_pending: bool,
-    is_laid_out: bool,
-) -> WireMemory:
-    """Return where gradients and their sum should lie.
-
-    Args:
-        layout: Of the gradients.
-        wire: The dtype in which they are sent.
-        total: The dtype in which they are added up.
-        group: Whose gradients.
-        grads: What shows the sums.
-        options: Of the reduction.
-        is_idle: No reduction of this group is on its way.
-        is_pending: Something is accumulated beside ``.grad``.
-        is_laid_out: And so the gradients lie somewhere already.
-    """
-    mesh_info, comm = group.spec.mesh_info, group.comm
-    as_one = bool(options.arrived or options.before)  # hooks are given one tensor
-    if isinstance(grads, ReplicatedGrads):
-        bucket = grads.free_bucket(layout, wire) if is_idle and not is_pending else None
-        across = mesh_info.replicate_group if options.over_replicas else None
-        may_sum_apart = not is_laid_out and not as_one and wire == total and layout.numel
-        if may_sum_apart and across is not None and comm.sums_apart(across):
-            return _apart(layout, wire, bucket, group, across)
-        if bucket is not None:
-            return WireMemory(bucket)
-    output = None
-    is_full = options.over_replicas or mesh_info.replicate_group is None
-    if is_full and is_idle and isinstance(grads, ShardedGrads):
-        output = grads.free_memory(layout, wider(wire, total))
-    if is_laid_out:
-        return WireMemory(None, output)
-    shard_group = options.shard_group or mesh_info.shard_group
-    own = output if output is not None and output.dtype == wire else None
-    rows = (
-        None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=shard_group, own=own)
-    )
-    if rows is not None:
-        return WireMemory(rows, output)
-    # Who hooks in may hold what it is given; and where there is one shard, the sum is what is sent.
-    may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
-    if may_keep and is_idle and not as_one:
-        reusable = layout.reusable_buffer(wire)
-        reusable.take()
-        return WireMemory(reusable.rows, output, reusable=reusable)
-    flat = comm.allocate(
-        layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=shard_group
-    )
-    return WireMemory(flat.view(layout.shard_count, -1), output)
-
-
-def _apart(
-    layout: GradientLayout,
-    wire: torch.dtype,
-    bucket: torch.Tensor | None,
-    group: ParamGroup,
-    across: dist.ProcessGroup,
-) -> WireMemory:
-    """Return memory to send from, and the bucket, or memory like it, for the sum."""
-    unsharded = layout.allocate(wire) if bucket is None else bucket
-    sent = group.comm.allocate(
-        layout.numel,
-        CommStream.ALL_REDUCE,
-        dtype=wire,
-        device=layout.device,
-        group=across,
-        is_sent=True,
-    )
-    return WireMemory([sent], unsharded.view(-1), sums_apart=True)

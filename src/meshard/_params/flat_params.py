@@ -148,6 +148,7 @@ class FlatParams:
         self.params = params
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
+        self.comm: Communicator  # shared by all units of a root
         self.host_copies = HostCopies(spec.device) if spec.host is not None else None
         self._own_location = self._location = spec.location
         self._param_dtype = param_dtype
@@ -378,6 +379,7 @@ class UnitParams(Protocol):
     params: list[ShardedParam]
     spec: GroupSpec
     label: str
+    comm: Communicator
 
     @property
     def host_copies(self) -> HostCopies | None:

@@ -144,6 +144,7 @@ class ReplicatedParams:
         self.params: list[ShardedParam] = list(params)
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
+        self.comm: Communicator  # shared by all units of a root
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
         # Hooks of the nodes, not of the parameters: those of users come first, and see `.grad`.

@@ -325,6 +325,7 @@ class SubclassParams:
         self.params = params
         self.spec = spec
         self.label = ""  # the unit's name; known once its root is sharded
+        self.comm: Communicator  # shared by all units of a root
         self.host_copies = None  # shards are not in host memory
         self.is_offloaded = False
         self._mp_policy = mp_policy

@@ -60,6 +60,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def graph_task_id() -> int:
+    """Return the number of the autograd run of this thread; -1 outside of a backward."""
+    return torch._C._current_graph_task_id()
+
+
 def keeps_graph() -> bool:
     """Whether the backward that is running was told ``retain_graph``, or ``create_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -98,23 +103,6 @@ def hook_gradient(
         if node is not None:
             node._register_hook_dict(tensor)
     hooks[next(_OWN_KEYS)] = hook
-
-
-def num_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors there are on the storage of ``tensor``, and a constant more.
-
-    That counts views which the user made of it and kept.
-    """
-    return num_tensors_on(tensor.untyped_storage())
-
-
-def num_tensors_on(storage: torch.UntypedStorage) -> int:
-    """Likewise of a storage, which takes a third of the time."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-# How often torch itself holds a tensor, Python's object included.
-references_in_torch: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # stubs lack it
 
 
 def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:

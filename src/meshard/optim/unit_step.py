@@ -104,9 +104,7 @@ class UnitStepper:
         if unit is None or unit.group is None or unit.gradients is None:
             return False
         # On their way from the device, or offered: not in .grad yet.
-        return (
-            unit.group.tensors.host_copies is not None or unit.gradients.sharded.offered is not None
-        )
+        return unit.group.tensors.host_copies is not None
 
     def step(self, groups: Groups, state: States) -> None:
         """Step by ``.grad``, if there is any, and drop it.
@@ -118,16 +116,7 @@ class UnitStepper:
         unit = self._unit()
         if unit is None or unit.group is None or unit.gradients is None:
             return
-        sharded = unit.gradients.sharded
-        flat_grads = sharded.offered
-        is_free = self._change is None and unit.group.pending_step is None
-        # Refused once, the runs may fit from now on; twice, and they are of other parameters.
-        if flat_grads is not None and is_free and self._num_refused < 2 and self.flat.is_steady:
-            sharded.offered = None
-            self._drop_predicted(unit.group)
-            self._joined.add(self, flat_grads, groups, state)
-        else:
-            self._step_by_grad(groups, state)
+        self._step_by_grad(groups, state)
 
     def _step_by_grad(self, groups: Groups, state: States, *, may_wait: bool = True) -> None:
         group = self._ready(may_be_on_its_way=self._change is None)
@@ -217,7 +206,7 @@ class UnitStepper:
         if unit is None or unit.gradients is None:
             return
         assert isinstance(unit.gradients.sharded, ShardedGrads)
-        unit.gradients.sharded.add(flat_grads)
+        unit.gradients.sharded.publish(flat_grads)
         self._step_by_grad(groups, state, may_wait=False)
 
     # --- in two halves, for a step that is put off -----------------------------------------
