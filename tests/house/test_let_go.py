@@ -11,9 +11,6 @@ LET_GO = re.compile(r"getrefcount|getweakrefcount|_use_count|excepthook|dis\.")
 KNOWN = {
     "_engine/misread.py: dis.",
     "_engine/misread.py: excepthook",
-    "_gradients/sharded_grads.py: getrefcount",
-    "_gradients/sharded_grads.py: getweakrefcount",
-    "_torch/private.py: _use_count",
 }
 
 

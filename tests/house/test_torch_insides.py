@@ -24,8 +24,6 @@ KNOWN_VERSION_CHECKS = {
     "api.py: getattr(torch.distributed.fsdp, 'DataParallelMeshDims', DataParallelMeshDims)",
 }
 KNOWN_PATCHES = {
-    "_engine/autograd_calls.py: torch.autograd.backward",
-    "_engine/autograd_calls.py: torch.autograd.grad",
     "_engine/averages.py: AveragedModel.update_parameters",
     "_engine/optimizer_hooks.py: Optimizer.zero_grad",
     "_engine/optimizer_hooks.py: nn.Module.zero_grad",
