@@ -4,7 +4,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 import meshard
-from tests.accumulation.test_accumulation import make, values
+from tests.support.ones import make, values
 from tests.support.threads import run_threads
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.accumulation.test_accumulation import make, run
+from tests.support.ones import make, run
 from tests.support.threads import run_threads
 
 

@@ -12,14 +12,13 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
+from tests.support.sharding import shard_blocks
 
 
 def sharded(mesh_shape=(2, 2)):
     mesh = init_device_mesh("cpu", mesh_shape)
     model = MlpStack()
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    return shard_blocks(model, mesh)
 
 
 def counts_of_a_step(model):
@@ -150,9 +149,7 @@ def test_a_root_without_parameters_still_orders_its_units():
 def skip_waiting(num_microbatches):
     model = seeded(MlpStack())
     mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    meshard.fully_shard(model, mesh)
+    shard_blocks(model, mesh)
     x = torch.ones(1, 6) * (1 + dist.get_rank())
     for number in range(num_microbatches):
         model.set_is_last_backward(number == num_microbatches - 1)

@@ -12,6 +12,7 @@ import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -19,9 +20,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def shard(model, mesh, policy):
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, mp_policy=policy)
-    return meshard.fully_shard(model, mesh, mp_policy=policy)
+    return shard_blocks(model, mesh, mp_policy=policy)
 
 
 def batches(count):

@@ -14,6 +14,7 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 
 class Choosing(nn.Module):
@@ -31,9 +32,7 @@ class Choosing(nn.Module):
 
 def make(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    return shard_blocks(model, mesh)
 
 
 @pytest.fixture
@@ -121,8 +120,7 @@ def train_replicas_of_one_shard():
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh)
+    shard_blocks(model, mesh)
     batches = torch.randn(3, dist.get_world_size(), 3, 6)
     for batch in batches:
         model(batch[dist.get_rank()]).square().mean().backward()

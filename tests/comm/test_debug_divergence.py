@@ -13,6 +13,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 SECONDS = 2.0  # the patience of tests in which it ends
 LONG = 30.0  # of those in which it must not
@@ -41,9 +42,7 @@ class Choosing(nn.Module):
 def make():
     model = seeded(Choosing())
     mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()])
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    return shard_blocks(model, mesh)
 
 
 def step(model, *args):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import meshard
 from meshard._comm import divergence
 from tests.support.models import MlpStack, seeded
+from tests.support.sharding import shard_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,7 @@ class CountingStore:
 def train(num_steps):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = seeded(MlpStack())
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    meshard.fully_shard(model, mesh)
+    shard_blocks(model, mesh)
     for _ in range(num_steps):
         model(torch.ones(1, 6)).sum().backward()
 

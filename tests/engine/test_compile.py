@@ -17,6 +17,7 @@ import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, TransformerBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 
 STEPS = 4
 
@@ -150,9 +151,7 @@ def whole_model(form, model_class=MlpStack):
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     models = [seeded(model_class()) for _ in range(2)]
     for model in models:
-        for block in model.blocks:
-            meshard.fully_shard(block, mesh)
-        meshard.fully_shard(model, mesh)
+        shard_blocks(model, mesh)
     expected = train(models[0], models[0], batches)
     with compiling_at_most_once() as counters:
         run = models[1]
@@ -224,9 +223,7 @@ def compiled_step():
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     models = [seeded(MlpStack()) for _ in range(2)]
     for model in models:
-        for block in model.blocks:
-            meshard.fully_shard(block, mesh)
-        meshard.fully_shard(model, mesh)
+        shard_blocks(model, mesh)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
     def step(model, batch):

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
 
-import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from meshard._engine.outputs import cast_floats, tensors_in
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 Named = namedtuple("Named", ["hidden", "label"])
 
@@ -129,9 +129,7 @@ class WrappingBlock(MlpBlock):
 
 def shard(model, **kwargs):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, **kwargs)
-    return meshard.fully_shard(model, mesh, **kwargs)
+    return shard_blocks(model, mesh, **kwargs)
 
 
 def train_wrapped(forms):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-from tests.accumulation.test_accumulation import make, values
 from tests.support.models import seeded
+from tests.support.ones import make, values
 from tests.support.parity import assert_same, full_grads
 from tests.support.threads import run_threads
 

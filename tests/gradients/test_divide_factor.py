@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.accumulation.test_accumulation import make, run, values
+from tests.support.ones import make, run, values
 from tests.support.threads import run_threads
 
 

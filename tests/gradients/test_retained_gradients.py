@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard._engine.unit import units_in
 from meshard._torch.dtensor import local_of
-from tests.engine.test_lifetime import settled_tensor_bytes
 from tests.support.cases import CASES
 from tests.support.covering import covering
+from tests.support.live_memory import settled_tensor_bytes
 from tests.support.parity import assert_same, full_grads, own_grads
 
 CASE = CASES["mlp_stack"]

@@ -8,7 +8,7 @@ from torch import nn
 
 import meshard
 from meshard._engine.unit import units_in
-from tests.engine.test_lifetime import settled_tensor_bytes
+from tests.support.live_memory import settled_tensor_bytes
 
 
 def small(out_features=4):

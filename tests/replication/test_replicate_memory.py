@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshard
 from meshard import MixedPrecisionPolicy
-from tests.engine.test_lifetime import live_tensor_bytes
 from tests.support.integer_model import IntegerModel, integer_batch
+from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import seeded
 from tests.support.replicated import run
 

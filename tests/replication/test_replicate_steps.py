@@ -198,7 +198,7 @@ def not_the_last():
         pair.update()
     pair.ours.set_is_last_backward(False)
     pair.backward(40)
-    with pytest.raises(RuntimeError, match="still on their way"):
+    with pytest.raises(RuntimeError, match="still in flight"):
         pair.optimizers[0].step()
     meshard.finalize_gradients(pair.ours)
     pair.compare()

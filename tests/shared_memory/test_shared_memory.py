@@ -23,6 +23,7 @@ from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
+from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="needs Linux on x86-64")
@@ -32,9 +33,7 @@ def model_on(mesh, policy, is_shared, monkeypatch):
     """Return a sharded model and how many of its groups share memory, after its first forward."""
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(is_shared)))
     model = seeded(MlpStack())
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, mp_policy=policy)
-    meshard.fully_shard(model, mesh, mp_policy=policy)
+    shard_blocks(model, mesh, mp_policy=policy)
     model(torch.ones(1, 6))
     return model
 

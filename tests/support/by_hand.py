@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import meshard
 from tests.support.models import MlpStack, seeded
+from tests.support.sharding import shard_blocks
 
 BATCHES = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -16,8 +16,7 @@ def both(mesh_shape=None, **kwargs):
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh, **kwargs)
+    shard_blocks(model, mesh, **kwargs)
     return model, plain
 
 
