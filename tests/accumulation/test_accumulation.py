@@ -1,4 +1,4 @@
-"""Is nothing forgotten, doubled or stepped too early, whichever way microbatches are run?"""
+"""Accumulation over microbatches: nothing is lost, counted twice or stepped too early."""
 
 import copy
 

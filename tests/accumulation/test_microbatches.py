@@ -1,4 +1,4 @@
-"""Does a loop over microbatches need nothing but batches?"""
+"""The ``microbatches`` loop, which needs nothing but batches."""
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset

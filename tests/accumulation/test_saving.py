@@ -1,4 +1,4 @@
-"""May a checkpoint be taken now?"""
+"""State dicts while a window of accumulation is open."""
 
 import pytest
 

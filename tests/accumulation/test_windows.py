@@ -1,4 +1,4 @@
-"""Is a window that was interrupted, or changed on the way, noticed and never half used?"""
+"""Windows that are interrupted or changed on the way."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do the setters mean what FSDP2's users know, on every unit, at any time between steps?"""
+"""Setters of FSDP2, on every unit and at any time between steps."""
 
 import pytest
 import torch

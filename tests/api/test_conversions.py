@@ -1,4 +1,4 @@
-"""Do dtype, device and memory format change after sharding as they do for a plain module?"""
+"""Changes of dtype, device and memory format after sharding."""
 
 import copy
 

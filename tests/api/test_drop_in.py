@@ -1,4 +1,4 @@
-"""Does a training script move over by changing one import?
+"""A training script that moves over by changing one import.
 
 One script as text is run as it is with torch's library and with ours, on the same ranks.
 """

@@ -1,4 +1,4 @@
-"""Does a Hugging Face GPT-2, sharded by one call, train like on one process?"""
+"""A Hugging Face GPT-2, sharded by one call, against one process."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Can whole tensors, and shards from elsewhere, be loaded into a sharded module?"""
+"""Loading of whole tensors, and of shards from elsewhere, into a sharded module."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Do the ways in which torch's checkpoint functions and other libraries load a model work?"""
+"""Loading with torch's checkpoint functions and as other libraries do it."""
 
 import copy
 

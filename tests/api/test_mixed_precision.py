@@ -1,4 +1,4 @@
-"""Is each dtype used where the policy says, and nowhere else?"""
+"""Mixed precision: each dtype is used where the policy says, and nowhere else."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Does sharded training do exactly what one process does on the whole batch?"""
+"""Sharded training against one process on the whole batch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Do parameters survive being made late, moved, cast, saved and loaded?"""
+"""Parameters that are made late, moved, cast, saved and loaded."""
 
 import copy
 import io

@@ -1,6 +1,6 @@
-"""Does what users do, chosen rule by rule, always agree with an exact model?
+"""A state machine of what users do, against an exact model.
 
-The rules are those of ``test_scripts``, and what only a machine that sees the state can choose: to
+The rules are those of ``test_user_scripts``, and what only a machine that sees the state can choose: to
 load what was saved earlier. Hypothesis shrinks a failure to the few rules that are needed.
 """
 

@@ -1,4 +1,4 @@
-"""Is a unit of one parameter received where the whole parameter lies, and only there?"""
+"""Units of one parameter, which are gathered where the unsharded parameter lies."""
 
 import pytest
 import torch

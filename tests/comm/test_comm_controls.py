@@ -1,4 +1,4 @@
-"""Do the user's own collectives, groups and limits change how we communicate, and nothing else?"""
+"""The user's own collectives, groups and limits of memory."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Are whole parameters the shards of all ranks, where several are copied out as one?"""
+"""Unsharded parameters copied out of a gathered buffer, several at once."""
 
 import torch
 from hypothesis import given

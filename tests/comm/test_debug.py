@@ -1,4 +1,4 @@
-"""Does a job whose ranks diverge end in an error that names unit and ranks?"""
+"""MESHARD_DEBUG: ranks that diverge get an error that names unit and ranks."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Does every way in which ranks can diverge end in an error, after which the model still trains?"""
+"""Ways in which ranks diverge: each ends in an error, after which the model still trains."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What do the checks ask of the store, and what if it goes away?"""
+"""MESHARD_DEBUG and the store: what it asks for, and what if the store goes away."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Does communication run beside compute?"""
+"""Communication that runs beside compute."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Do tensors of any dtypes come out of one gather as they went in?"""
+"""Tensors of any dtypes in one gather."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Is every read ordered after its write, and every reuse of memory after its last use?"""
+"""Order of streams: reads after writes, and reuse of memory after its last use."""
 
 import pytest
 import torch

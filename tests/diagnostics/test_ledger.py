@@ -1,4 +1,4 @@
-"""Is exactly that communicated which the mathematics asks for?"""
+"""Counts and bytes of communication, against the mathematics."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What does recomputation cost in gathers, for every way to nest it, and is it right?"""
+"""Activation checkpointing: its cost in gathers, for every way to nest it."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What does autograd do when it is asked about sharded parameters?"""
+"""Autograd calls on sharded parameters."""
 
 import copy
 

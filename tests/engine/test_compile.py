@@ -1,4 +1,4 @@
-"""Do compiled blocks train like eager ones, and are they compiled once?"""
+"""Compiled blocks: they train like eager ones, and are compiled once."""
 
 import copy
 import functools

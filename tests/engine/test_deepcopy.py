@@ -1,4 +1,4 @@
-"""Is a deep copy of a sharded module a sharded module of its own?"""
+"""Deep copies of sharded modules."""
 
 import copy
 import gc

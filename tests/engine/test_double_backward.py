@@ -1,4 +1,4 @@
-"""Are gradients of gradients right, with default resharding, and is nothing left whole after?"""
+"""Gradients of gradients, with default resharding."""
 
 import copy
 import warnings

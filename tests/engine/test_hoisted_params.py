@@ -1,4 +1,4 @@
-"""Do parameters that inner units use and outer ones own train like plain ones, bit for bit?"""
+"""Parameters that inner units use and outer units own."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Is memory given back when it should be?"""
+"""Memory that must be given back, and when."""
 
 import gc
 import time

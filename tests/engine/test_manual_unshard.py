@@ -1,4 +1,4 @@
-"""Is what somebody does to whole parameters between unshard() and reshard() kept, or refused?"""
+"""Edits of unsharded parameters between ``unshard()`` and ``reshard()``."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Does the error about a shard that was read as a whole weight say which, and what helps?"""
+"""The error about a weight that is read outside the forward of its unit."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Do moving averages of a sharded model follow it, and may they take its place for a while?"""
+"""Moving averages of a sharded model."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Does a unit whose weights its parent reads train to parity, with unshard_on_access?"""
+"""Units with ``unshard_on_access``, whose weights their parent reads."""
 
 import copy
 import warnings

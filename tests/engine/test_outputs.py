@@ -1,4 +1,4 @@
-"""Are tensors found in whatever a unit returns, and what if they cannot be?"""
+"""Tensors in whatever a unit returns, and outputs in which none are found."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Is the peak of a training step what docs/memory.md says?"""
+"""Peak memory of a training step, against the formula of docs/memory.md."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Are units right, and gathered no more than needed, when autograd is used in unusual ways?"""
+"""Unusual uses of autograd: units stay right, and are gathered no more than needed."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Does an optimizer that would never train the model say so at its first step?"""
+"""Optimizers that would never train the model, which say so at their first step."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Do ranks that use different parameters issue the same collectives in the same order?"""
+"""Ranks that use different parameters: they issue the same collectives in the same order."""
 
 import copy
 from functools import partial

@@ -1,4 +1,4 @@
-"""Is a divide factor that is not a number read when gradients are reduced?"""
+"""Divide factors that are read when gradients are reduced."""
 
 import pytest
 import torch

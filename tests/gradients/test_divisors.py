@@ -1,4 +1,4 @@
-"""Is every reduction divided by the divide factor, exactly once?"""
+"""Divisors: every reduction is divided by the divide factor, once."""
 
 import math
 from fractions import Fraction

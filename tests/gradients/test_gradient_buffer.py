@@ -1,4 +1,4 @@
-"""Do whole gradients keep their values, and their absence, on the wire?"""
+"""Unsharded gradients on the wire: their values, and their absence."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do hooks see every gradient once, in order, and change what they say?"""
+"""Reduce hooks: they see every gradient once, in order, and may change it."""
 
 import math
 

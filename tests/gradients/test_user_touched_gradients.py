@@ -1,4 +1,4 @@
-"""Whose is a gradient that its user has touched, taken away or put aside, in the steps after?"""
+"""Gradients that the user has changed, removed or put aside, in the steps after."""
 
 import weakref
 

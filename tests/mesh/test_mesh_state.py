@@ -1,4 +1,4 @@
-"""Do copying, loading, opening and initialising know of cut parameters and of several meshes?"""
+"""Copying, loading, editing and initializing of cut parameters and over several meshes."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Do named axes of a larger mesh shard and replicate, with the placements that torch gives?"""
+"""Named axes of a larger mesh, which shard and replicate."""
 
 import re
 

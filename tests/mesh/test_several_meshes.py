@@ -1,4 +1,4 @@
-"""Is each parameter of a unit reduced over its own mesh, and divided by its ranks?"""
+"""Parameters of one unit on several meshes: each is reduced over its own."""
 
 import copy
 

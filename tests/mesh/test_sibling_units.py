@@ -1,4 +1,4 @@
-"""Does a module with parameters on several meshes behave as one unit does?"""
+"""Sibling units: a module with parameters on several meshes behaves as one unit."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Does a model that tensor parallelism has cut train as if it were whole?"""
+"""Models that tensor parallelism has cut, against the whole model."""
 
 import math
 import warnings

@@ -1,4 +1,4 @@
-"""Does a model whose shards live in host memory train like one on its device, bit for bit?"""
+"""Models whose shards live in host memory, against those on the device, bit for bit."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Is host memory read and written in order, while copies to and from a device are under way?"""
+"""Order of reads and writes of host memory while copies are in flight."""
 
 from itertools import product
 

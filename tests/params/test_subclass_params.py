@@ -1,4 +1,4 @@
-"""Do parameters train right that say themselves what is gathered of them?"""
+"""Tensor subclasses with a custom all-gather: training."""
 
 import functools
 import itertools

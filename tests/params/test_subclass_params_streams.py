@@ -1,4 +1,4 @@
-"""Do parameters that say themselves what is gathered of them keep the order of streams?"""
+"""Tensor subclasses with a custom all-gather: order of streams."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Do the other features know of parameters that say themselves what is gathered of them?"""
+"""Tensor subclasses with a custom all-gather: other features."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Where torch's own fully_shard is wrong about parameters and their state, are we right?
+"""Parameters and their state, where torch's own fully_shard is wrong about them.
 
 The peer runs beside us: see ``tests.support.side_by_side``.
 """

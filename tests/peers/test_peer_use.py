@@ -1,4 +1,4 @@
-"""Where torch's own fully_shard refuses or ignores what it is told, what do we do?
+"""Calls that torch's own fully_shard refuses or ignores.
 
 The peer runs beside us: see ``tests.support.side_by_side``.
 """

@@ -1,4 +1,4 @@
-"""What memory do gradients take where parameters are kept whole, and when is it given back?"""
+"""Replicated modules: the memory of gradients, and when it is given back."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Are parameters that are kept whole trained as if one process had the whole batch?"""
+"""Replicated parameters among sharded ones, against one process."""
 
 import pytest
 import torch

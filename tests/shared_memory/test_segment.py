@@ -1,4 +1,4 @@
-"""Which parts of a segment are free, and how long does what lies in it live?"""
+"""Segments of shared memory: free ranges, and the life of what lies in them."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Do ranks that read one another's memory get what ranks that send to one another get?"""
+"""Collectives through shared memory, against those through sockets."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Which small models show the ways in which parameters are used?
+"""Small models that use their parameters in various ways.
 
 All randomness comes from a generator of its own: torch's random state is shared by ranks that are
 threads. Forwards take and return one tensor.

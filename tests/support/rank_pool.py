@@ -1,4 +1,4 @@
-"""How does a test run a function on n spawned processes, without starting them every time?"""
+"""A pool of processes, on which tests run functions as ranks."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Do the models, batches and comparisons tell a right run from a wrong one?"""
+"""The models, batches and comparisons, which must tell a right run from a wrong one."""
 
 import pytest
 import torch

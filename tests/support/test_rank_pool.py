@@ -1,4 +1,4 @@
-"""Does a function run on spawned ranks, and is a failure told by rank?"""
+"""The pool of ranks: functions run on it, and failures name the rank."""
 
 import os
 import time

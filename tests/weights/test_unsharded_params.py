@@ -1,4 +1,4 @@
-"""Are whole weights right to read and edit, and is nothing of them left?"""
+"""``unsharded_params``: whole weights to read and edit, of which nothing is left behind."""
 
 import copy
 import gc
