@@ -1,6 +1,6 @@
 """Random mixtures of units, meshes, checkpoints, modes and interruptions.
 
-Where ``test_user_scripts`` plays windows on tables of parameters, this plays whole steps of a model on
+``test_user_scripts`` plays windows on tables of parameters; this plays whole steps of a model on
 real processes: units inside units, called twice, recomputed; ranks that use different layers;
 evaluations, copies and gathers by hand between forward and backward. HYPOTHESIS_PROFILE=thorough
 plays more of them.

@@ -1,7 +1,7 @@
 """A state machine of what users do, against an exact model.
 
-The rules are those of ``test_user_scripts``, and what only a machine that sees the state can choose: to
-load what was saved earlier. Hypothesis shrinks a failure to the few rules that are needed.
+The rules are those of ``test_user_scripts``, and what only a machine that sees the state can
+choose: to load what was saved earlier. Hypothesis shrinks a failure to the rules that it needs.
 """
 
 from hypothesis import settings
