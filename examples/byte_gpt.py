@@ -1,4 +1,4 @@
-"""What is trained? A small GPT over bytes, written as on one device.
+"""A small GPT over bytes, written as for one device.
 
 Nothing here knows about ranks, meshes or shards.
 """

@@ -1,4 +1,4 @@
-"""Which bytes does each step see, and which are never trained on?"""
+"""Data of the examples: the windows of bytes of each step, and the held-out part."""
 
 from __future__ import annotations
 

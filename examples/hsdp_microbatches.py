@@ -1,4 +1,4 @@
-"""What do NONE, REDUCE_SCATTER and FULL cost? Four ranks, two replicas of two shards, side by side.
+"""Cost of NONE, REDUCE_SCATTER and FULL, on four ranks: two replicas of two shards.
 
 python examples/hsdp_microbatches.py
 """
@@ -34,11 +34,11 @@ def build(mesh_shape: tuple[int, int]) -> nn.Module:
 def live_bytes() -> int:
     """Return the bytes of all tensors that are alive in this process, each storage once."""
     dist.barrier()
-    time.sleep(0.2)  # gloo's threads let go of what was sent a little after it has arrived
+    time.sleep(0.2)  # gloo's threads free what was sent a little after it has arrived
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        # By type: to ask some objects of torch for their class raises a warning.
+        # By type: reading __class__ of some objects of torch raises a warning.
         if issubclass(type(thing), torch.Tensor):
             local = thing.to_local() if isinstance(thing, DTensor) else thing
             storage = local.untyped_storage()
@@ -57,7 +57,7 @@ def measure(args: Namespace, mode: GradientSync) -> tuple[CommLedger, int, torch
     with CommLedger(model) as ledger:
         for number, batch in enumerate(microbatches(model, batches, until_last=mode)):
             if number == args.microbatches - 1:
-                pending_gradients(model)  # has what is on its way arrive
+                pending_gradients(model)  # finishes reductions in flight
                 retained = live_bytes() - before
             model(batch[dist.get_rank()]).square().mean().backward()
     gradient = next(model.parameters()).grad.full_tensor()

@@ -1,4 +1,4 @@
-"""How do the ranks start, and how do they find each other?"""
+"""Start of the ranks of an example, by torchrun or on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def torchrun_ranks() -> int | None:
-    """Return how many ranks torchrun has started; None when it has not started us."""
+    """Return how many ranks torchrun has started; None if torchrun is not used."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
 
 

@@ -1,4 +1,4 @@
-"""What does it save to step each unit in backward? Two ranks train one step both ways.
+"""Memory of an optimizer in backward: two ranks train one step both ways.
 
 python examples/overlap_optimizer.py
 """

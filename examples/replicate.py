@@ -1,4 +1,4 @@
-"""How is a small model trained with a copy on every rank, and what do its gradients take?
+"""Data parallel training with a copy on every rank, and the memory of its gradients.
 
 python examples/replicate.py
 

@@ -1,4 +1,4 @@
-"""What does a run show: while it lasts, and at its end?"""
+"""Progress of a run, and the report at its end."""
 
 from __future__ import annotations
 

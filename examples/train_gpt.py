@@ -1,4 +1,4 @@
-"""How is a GPT trained over several ranks? ``python examples/train_gpt.py`` shows it.
+"""Training of a GPT over several ranks: ``python examples/train_gpt.py``.
 
 It starts two ranks on this machine; ``torchrun --nproc-per-node 8 examples/train_gpt.py`` starts
 them elsewhere. Look for "sharding": those lines are all that one rank would not need.

@@ -137,11 +137,6 @@ SILENT = (
         peer=_rows(_USE, "a_factor_on_a_root_without_parameters"),
     ),
     Behaviour(
-        situation="set_requires_gradient_sync(True) after set_requires_all_reduce(False)",
-        ours=("api/test_controls.py::test_the_two_old_setters_are_one_mode",),
-        peer=_rows(_GRADIENTS, "two_setters"),
-    ),
-    Behaviour(
         situation="late set_reduce_scatter_max_input_buffers",
         ours=("comm/test_comm_controls.py::test_inputs_of_reductions_are_no_more_than_allowed",),
         peer=_rows(_USE, "a_late_limit_of_input_buffers"),
@@ -284,8 +279,8 @@ READS = (
         situation="a weight read outside the forward of its unit: the error",
         ours=(
             "engine/test_misread.py::test_an_attention_whose_out_proj_is_a_unit_says_what_helps",
-            "engine/test_misread.py::test_what_was_read_is_found_however_it_was_read",
-            "engine/test_misread.py::test_a_read_by_index_and_its_state_are_named",
+            "engine/test_misread.py::test_a_parameter_that_a_local_variable_holds_is_named",
+            "engine/test_misread.py::test_of_other_reads_the_sharded_units_inside_are_named",
         ),
         peer=("engine/test_misread.py::test_the_peer_names_no_parameter",),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -11,19 +11,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")
-_END: Any = object()
+_END: Any = object()  # marks the end of an iterator, whose length need not be known
+
+# --- how far each backward reduces ---------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
-    """Reduce gradients only as far as ``mode`` inside, for all units in ``module``.
+    """Reduce gradients as far as ``mode`` inside, for all units in ``module``.
 
-    On exit every unit is as before, whatever its own mode was.
+    On exit each unit has the mode that it had before.
 
     Args:
         module: A module with units in it.
@@ -46,21 +48,21 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     """
     if not isinstance(mode, GradientSync):
         raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
-    units = _units(module)
-    before = [(unit.settings.sync, unit.settings.sync_when_on) for unit in units]
+    units = require_units(module)
+    before = [unit.settings.sync for unit in units]
     for unit in units:
         unit.settings.sync = mode
     try:
         yield
     finally:
-        for unit, (sync, sync_when_on) in zip(units, before, strict=True):
-            unit.settings.sync, unit.settings.sync_when_on = sync, sync_when_on
+        for unit, sync in zip(units, before, strict=True):
+            unit.settings.sync = sync
 
 
 def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Add gradients up whole, without any collective: ``gradient_sync`` with NONE.
+    """Accumulate unsharded gradients without any collective: ``gradient_sync`` with NONE.
 
-    Keeps one whole copy of the gradients per rank; ``GradientSync.REDUCE_SCATTER`` keeps a shard.
+    Takes memory for all gradients on each rank; ``GradientSync.REDUCE_SCATTER`` takes a shard.
 
     Args:
         module: A module with units in it.
@@ -76,12 +78,12 @@ def microbatches(
 ) -> Iterator[Batch]:
     """Iterate over the microbatches of one step, reducing fully after the last only.
 
-    For each batch, the sync mode and ``set_is_last_backward`` are set before it is yielded; when
-    the loop ends, in whatever way, the modes are what they were.
+    The sync mode and ``set_is_last_backward`` are set before each batch is yielded, and restored
+    when the loop ends, also by a ``break`` or an exception.
 
     Args:
         module: The root, with units in it.
-        batches: Anything that can be iterated over; read one batch ahead.
+        batches: Any iterable; read one batch ahead.
         until_last: How far to reduce before the last microbatch.
 
     Yields:
@@ -100,7 +102,7 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    return _microbatches(module, batches, until_last, _units(module))
+    return _microbatches(module, batches, until_last, require_units(module))
 
 
 def _microbatches(
@@ -108,11 +110,11 @@ def _microbatches(
 ) -> Iterator[Batch]:
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
-    ahead = iter(batches)
+    remaining = iter(batches)
     try:
-        batch = next(ahead, _END)
+        batch = next(remaining, _END)
         while batch is not _END:
-            following = next(ahead, _END)  # by looking, because not every len() is true
+            following = next(remaining, _END)
             is_last = following is _END
             for lifecycle in lifecycles:
                 lifecycle.is_last_backward = is_last
@@ -124,43 +126,37 @@ def _microbatches(
             lifecycle.is_last_backward = was_last
 
 
-class PendingGradients(Mapping[str, DTensor | None]):
-    """What has been accumulated but is not in ``.grad``, by parameter name.
+# --- pending gradients ---------------------------------------------------------------------------
 
-    The value of a parameter is its partial, a DTensor ``(Partial("avg"), Shard(dim))`` that is
-    reduced over the shard group; None if its gradients have not been reduced at all. Falsy if
-    nothing is pending; true on all ranks alike, also on one that has no gradient itself.
+
+class PendingGradients(dict[str, DTensor | None]):
+    """Gradients that are accumulated but not in ``.grad``, by parameter name.
+
+    The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
+    reduced over the shard group; None if its gradients have not been reduced at all. The mapping is
+    false if nothing is pending, on all ranks alike, also if it is empty on this one.
 
     Args:
         partials: By dotted name.
-        is_open: Whether any unit is in the middle of a window.
+        is_open: Whether the accumulation window of any unit is open.
     """
 
     def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
-        self._partials = partials
+        super().__init__(partials)
         self._is_open = is_open
 
     def __bool__(self) -> bool:
         return self._is_open
 
-    def __getitem__(self, fqn: str) -> DTensor | None:
-        return self._partials[fqn]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._partials)
-
-    def __len__(self) -> int:
-        return len(self._partials)
-
     def __repr__(self) -> str:
-        return f"PendingGradients({', '.join(self._partials)}, is_open={self._is_open})"
+        return f"PendingGradients({', '.join(self)}, is_open={self._is_open})"
 
 
 def pending_gradients(module: nn.Module) -> PendingGradients:
-    """Return what the units in ``module`` have accumulated and not fully reduced.
+    """Return the gradients that the units in ``module`` have accumulated and not fully reduced.
 
-    Reductions on their way are finished first. **Collective:** only if
-    ``set_is_last_backward(False)`` left some.
+    **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight, which are
+    finished first.
 
     Args:
         module: A module with units in it.
@@ -175,20 +171,21 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
     partials: dict[str, DTensor | None] = {}
     is_open = False
-    for unit in _units(module):
+    for unit in require_units(module):
         unit.lifecycle.finish_reductions()
-        if unit.gradients is not None and unit.group is not None:
-            is_open = is_open or unit.gradients.is_pending
-            for index, partial in unit.gradients.pending_of_params().items():
-                param = unit.group.params[index]  # shows one of its two faces
-                # Of a list of modules, the others may have parameters that this one has not.
-                name = names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn
-                partials[name] = partial
+        if unit.gradients is None or unit.group is None:
+            continue
+        is_open = is_open or unit.gradients.is_pending
+        for index, partial in unit.gradients.pending_of_params().items():
+            param = unit.group.params[index]  # installed: either its sharded or unsharded tensor
+            # A unit of several modules may have parameters that are not in this module.
+            name = names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn
+            partials[name] = partial
     return PendingGradients(partials, is_open=is_open)
 
 
 def finalize_gradients(module: nn.Module) -> None:
-    """Reduce whatever is pending fully, without another backward.
+    """Reduce all pending gradients fully, without another backward.
 
     **Collective:** every rank of the mesh. Afterwards ``.grad`` is as if the last backward had run
     under ``GradientSync.FULL``, and ``pending_gradients`` is empty.
@@ -204,39 +201,33 @@ def finalize_gradients(module: nn.Module) -> None:
     >>> bool(meshard.pending_gradients(layer)), layer.bias.grad.full_tensor()
     (False, tensor([1., 1.]))
     """
-    for unit in reversed(_units(module)):
+    units = require_units(module)
+    for unit in reversed(units):
         unit.lifecycle.flush(unit)
-    for unit in _units(module):
+    for unit in units:
         unit.lifecycle.finish_reductions()
-    for unit in reversed(_units(module)):
+    for unit in reversed(units):
         unit.lifecycle.end_window(unit)
 
 
-def _units(module: nn.Module) -> list[Unit]:
-    units = list(units_in(module))
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
-            "first."
-        )
-    return units
+# --- ranks with different numbers of batches -----------------------------------------------------
 
 
 def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch | None]:
-    """Iterate over this rank's batches, and then over None until all ranks have used up theirs.
+    """Iterate over this rank's batches, and then over None until every rank has used up its own.
 
-    A rank that has run out takes part in the reductions of the others with a gradient of zero, and
+    A rank without a batch takes part in the reductions of the others with a gradient of zero, and
     gradients are divided by the number of ranks that had a batch (unless
-    ``set_gradient_divide_factor`` has said by what). So ``.grad`` is the same on all ranks, also
-    where the batch is None, and every rank steps its optimizer every time: parameters, optimizer
-    states and schedulers stay equal.
+    ``set_gradient_divide_factor`` was called). So ``.grad`` is the same on all ranks, also where
+    the batch is None, and every rank steps its optimizer every time: parameters, optimizer states
+    and schedulers stay equal.
 
     **Collective:** every rank of the mesh, at each iteration (one number per rank). For each batch
     run one forward of ``module`` and one backward that reduces fully (``GradientSync.FULL``). All
     ranks wait for one that leaves the loop early.
 
     Args:
-        module: What ``replicate`` was applied to.
+        module: A module that ``replicate`` was applied to.
         batches: This rank's.
 
     Yields:
@@ -255,7 +246,8 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     tensor([6.])
     """
     units = list(units_in(module))
-    if not units or not all(_is_replicated(unit) for unit in units):
+    groups = [unit.group for unit in units if unit.group is not None]
+    if not groups or not all(isinstance(group.tensors, ReplicatedParams) for group in groups):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
@@ -264,39 +256,37 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     return _uneven_batches(module, batches, units)
 
 
-def _is_replicated(unit: Unit) -> bool:
-    return unit.group is None or isinstance(unit.group.tensors, ReplicatedParams)
-
-
 def _uneven_batches(
     module: nn.Module, batches: Iterable[Batch], units: list[Unit]
 ) -> Iterator[Batch | None]:
-    position = next(unit.group.spec for unit in units if unit.group is not None)
-    group, left = position.mesh_info.replicate_group, iter(batches)
-    assert group is not None
+    spec = next(unit.group.spec for unit in units if unit.group is not None)
+    pg = spec.mesh_info.replicate_group
+    assert pg is not None
+    before_forward = module.__dict__["_meshard_before_forward"]
     factors = [unit.settings.divide_factor for unit in units]
+    remaining = iter(batches)
     try:
         while True:
-            batch = next(left, _END)
-            own = torch.tensor([batch is not _END], dtype=torch.int32, device=position.device)
-            have = gather_from_all(own, group, label="(uneven batches)").view(-1).tolist()
+            batch = next(remaining, _END)
+            has_batch = torch.tensor([batch is not _END], dtype=torch.int32, device=spec.device)
+            have = gather_from_all(has_batch, pg, label="(uneven batches)").view(-1).tolist()
             if not any(have):
                 return
             for unit, factor in zip(units, factors, strict=True):
                 unit.settings.divide_factor = float(sum(have)) if factor is None else factor
-            module.__dict__["_meshard_before_forward"].source = have.index(1)
+            before_forward.source = have.index(1)  # the rank whose buffers count
             if batch is _END:
-                _take_part(module, units)
+                before_forward(module, ())
+                _reduce_zeros(units)
             yield None if batch is _END else cast("Batch", batch)
     finally:
         for unit, factor in zip(units, factors, strict=True):
             unit.settings.divide_factor = factor
-        module.__dict__["_meshard_before_forward"].source = 0
+        before_forward.source = 0
 
 
-def _take_part(module: nn.Module, units: list[Unit]) -> None:
-    """Issue the collectives of a forward and a backward that use no parameter."""
-    module.__dict__["_meshard_before_forward"](module, ())
+def _reduce_zeros(units: list[Unit]) -> None:
+    """Run a backward that uses no parameter, so that it issues the collectives of the others'."""
 
     def join(_: torch.Tensor) -> None:
         for unit in units:
@@ -304,6 +294,6 @@ def _take_part(module: nn.Module, units: list[Unit]) -> None:
                 unit.lifecycle.gradient_joins(unit)
 
     with torch.enable_grad():
-        nothing = torch.zeros((), requires_grad=True)
-        nothing.register_hook(join)
-        (nothing * 1).backward()
+        zero = torch.zeros((), requires_grad=True)
+        zero.register_hook(join)
+        (zero * 1).backward()

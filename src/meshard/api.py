@@ -32,15 +32,15 @@ from meshard._engine.build import (
 )
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
+from meshard._params.storage import host_location
 from meshard.fsdp_module import check_bool
-from meshard.offloading import host_for
+from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
 )
-from meshard.same_start import check_same_start
 
 # Since torch 2.13.
 _TorchDataParallelMeshDims = getattr(
@@ -135,7 +135,7 @@ def fully_shard(
     subclass_fqns = [
         each.fqn for each, at in zip(found, shard_specs, strict=True) if at.is_subclass
     ]
-    host = host_for(offload_policy, device, subclass_fqns)
+    host = host_location(offload_policy, device, subclass_fqns)
     if is_debugging():
         _check_values(modules, found, groups, device)
     settings = [_settings(reshard_after_forward, group.mesh_info) for group in groups]

@@ -29,7 +29,7 @@ from meshard._engine.unit import own_class, unit_of, units_in
 from meshard._mesh.mesh_info import device_of
 from meshard.api import default_mesh, fully_shard
 from meshard.diagnostics import is_too_narrow_to_step
-from meshard.same_start import take_values_of_first_rank
+from meshard.initialization import take_values_of_first_rank
 
 UnitPredicate = Callable[[str, nn.Module], bool]
 UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate

@@ -1,4 +1,4 @@
-"""What is sharded where, and what is communicated."""
+"""Tables of units, and records of collectives."""
 
 from __future__ import annotations
 
@@ -10,31 +10,38 @@ import torch
 from torch import nn
 
 from meshard._comm.communicator import CommEvent, add_observer, remove_observer
+from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, units_in
-from meshard._gradients.accumulator import GradientAccumulator
-from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync
 
-_WASTEFUL = 1.25  # padded bytes over bytes of parameters, from which on a line says so
-_COLUMNS = ("unit", "parameters", "dtype", "whole", "per rank", "padding", "mesh", "policies")
-_NUMBERS = {"parameters", "whole", "per rank", "padding"}
+# --- describe: what is sharded where -------------------------------------------------------------
+
+_WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
+_COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
+_NUMBERS = {"parameters", "unsharded", "per rank", "padding"}
 
 
 def describe(module: nn.Module) -> str:
     """Return a table of the units in ``module``, one line each in module order, and their sum.
 
-    The columns: elements of the unit's parameters, without those of units inside (of what tensor
-    parallelism has cut, the part that this rank holds); dtype at rest; bytes of the whole
-    parameters; bytes of the flat shard of each rank, the same on all; bytes that all ranks of a
-    shard group together hold beyond the whole parameters, because a dim that the number of ranks
-    does not divide is padded; the mesh; and what differs from the defaults of ``fully_shard``.
-    Gradients and optimizer states take a multiple of the same. Below the table are warnings: units
-    in which padding adds a quarter or more to what is gathered and reduced, and trainable
-    parameters that an optimizer would step in less than float32.
+    The columns:
 
-    Communicates nothing, and needs no memory: models on the meta device, and process groups that
-    only pretend to have many ranks, are described all the same.
+    * *parameters*: elements of the unit's own parameters, without those of units inside. Of a
+      parameter that tensor parallelism has cut, the part that this rank holds.
+    * *dtype*: of the shards.
+    * *unsharded*: bytes of the unsharded parameters.
+    * *per rank*: bytes of the flat shard of each rank, the same on all. Gradients and optimizer
+      states take a multiple of it.
+    * *padding*: bytes that all ranks of a shard group together hold beyond the unsharded
+      parameters, because a dim that the number of ranks does not divide is padded.
+    * *mesh*, and *policies* that differ from the defaults of ``fully_shard``.
+
+    Warnings below the table name units in which padding adds a quarter or more to what is gathered
+    and reduced, and trainable parameters that an optimizer would step in less than float32.
+
+    Not a collective, and needs no memory: it also describes models on the meta device and on fake
+    process groups.
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
@@ -42,14 +49,21 @@ def describe(module: nn.Module) -> str:
     >>> import meshard
     >>> layer = nn.Sequential(nn.Linear(4, 4, bias=False))
     >>> print(meshard.describe(meshard.fully_shard(layer)))
-    unit    parameters  dtype    whole  per rank  padding  mesh     policies
-    (root)          16  float32   64 B      64 B      0 B  shard 1
-    total           16            64 B      64 B      0 B
+    unit    parameters  dtype    unsharded  per rank  padding  mesh     policies
+    (root)          16  float32       64 B      64 B      0 B  shard 1
+    total           16                64 B      64 B      0 B
     """
-    rows = [_Row.of(unit) for unit in units_in(module)]
-    rows += _outside_of_units(module)
-    lines = _aligned([_COLUMNS, *(row.cells() for row in rows), _total(rows).cells()])
-    return "\n".join([*lines, *_warnings(rows)])
+    rows = [_row_of_unit(unit) for unit in units_in(module)]
+    rows += _rows_outside_of_units(module)
+    total = _Row(
+        label="total",
+        numel=sum(row.numel for row in rows),
+        unsharded=sum(row.unsharded for row in rows),
+        per_rank=sum(row.per_rank for row in rows),
+        padding=sum(row.padding for row in rows),
+    )
+    lines = _aligned([_COLUMNS, *(row.cells() for row in [*rows, total])])
+    return "\n".join([*lines, *(warning for row in rows for warning in row.warnings)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,48 +71,14 @@ class _Row:
     """One line of the table."""
 
     label: str
-    numel: int
-    unsharded: int  # bytes
-    per_rank: int  # bytes
-    padding: int  # bytes, on all ranks of a shard group together
-    dtypes: tuple[torch.dtype, ...] = ()
+    numel: int = 0
+    unsharded: int = 0  # bytes
+    per_rank: int = 0  # bytes
+    padding: int = 0  # bytes, on all ranks of a shard group together
+    dtypes: Iterable[torch.dtype] = ()
     mesh: str = ""
     policies: str = ""
-    most_padded: str = ""  # which parameter, in words
-    narrow: str = ""  # the first parameter that would be stepped in less than float32
-
-    @classmethod
-    def of(cls, unit: Unit) -> _Row:
-        """Describe a unit."""
-        if unit.group is None:
-            return cls(label=unit.label, numel=0, unsharded=0, per_rank=0, padding=0)
-        params, mesh_info = unit.group.params, unit.group.spec.mesh_info
-        dtypes = [param.sharded.dtype for param in params]
-        sizes = list(zip(params, dtypes, strict=True))
-        unsharded = sum(param.layout.numel * dtype.itemsize for param, dtype in sizes)
-        # What is sent: the padding of every rank goes over the wire as well.
-        per_rank = unit.group.tensors.layout.shard_bytes
-        worst = max(
-            params, key=lambda p: p.layout.range_numel * mesh_info.shard_count - p.layout.numel
-        )
-        narrow = (
-            param.fqn
-            for param, dtype in sizes
-            if param.sharded.requires_grad and is_too_narrow_to_step(dtype)
-        )
-        return cls(
-            label=unit.label,
-            numel=sum(param.layout.numel for param in params),
-            unsharded=unsharded,
-            per_rank=per_rank,
-            padding=per_rank * mesh_info.shard_count - unsharded,
-            dtypes=tuple(dict.fromkeys(dtypes)),
-            mesh=_mesh(mesh_info),
-            policies=", ".join(_policies(unit)),
-            most_padded=f"dim {worst.layout.shard_dim} of {worst.fqn!r} has {worst.layout.rows} "
-            f"rows for {mesh_info.shard_count} ranks",
-            narrow=next(narrow, ""),
-        )
+    warnings: tuple[str, ...] = ()
 
     def cells(self) -> tuple[str, ...]:
         """Return the text of each column."""
@@ -112,6 +92,106 @@ class _Row:
             self.mesh,
             self.policies,
         )
+
+
+def _row_of_unit(unit: Unit) -> _Row:
+    group = unit.group
+    if group is None:
+        return _Row(label=unit.label)
+    mesh_info = group.spec.mesh_info
+    mesh = f"shard {mesh_info.shard_count}"
+    if mesh_info.replicate_group is not None:
+        mesh = f"replicate {mesh_info.replicate_count} x {mesh}"
+    unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
+    per_rank = group.tensors.layout.shard_bytes
+    padding = per_rank * mesh_info.shard_count - unsharded
+    return _Row(
+        label=unit.label,
+        numel=sum(param.layout.numel for param in group.params),
+        unsharded=unsharded,
+        per_rank=per_rank,
+        padding=padding,
+        dtypes=dict.fromkeys(param.sharded.dtype for param in group.params),
+        mesh=mesh,
+        policies=", ".join(_policies(unit, group)),
+        warnings=tuple(_warnings(unit.label, group, 1 + padding / max(unsharded, 1))),
+    )
+
+
+def _rows_outside_of_units(module: nn.Module) -> list[_Row]:
+    """Return a line for the parameters that are in no unit, if there are any."""
+    groups = [unit.group for unit in units_in(module) if unit.group is not None]
+    sharded = {id(param.sharded) for group in groups for param in group.params}
+    left = [param for param in module.parameters() if id(param) not in sharded]
+    if not left:
+        return []
+    num_bytes = sum(param.nbytes for param in left)
+    return [
+        _Row(
+            label="(no unit)",
+            numel=sum(param.numel() for param in left),
+            unsharded=num_bytes,
+            per_rank=num_bytes,
+            dtypes=dict.fromkeys(param.dtype for param in left),
+            mesh="unsharded",
+        )
+    ]
+
+
+def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
+    """Iterate over what differs from the defaults, under the names of the arguments."""
+    settings, gradients = unit.settings, unit.gradients
+    assert gradients is not None
+    if settings.reshard_after_forward is not None:
+        yield f"reshard_after_forward={settings.reshard_after_forward}"
+    pairs = zip(group.tensors.compute_dtypes, group.params, strict=True)
+    computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
+    if computed:
+        yield f"param_dtype={'+'.join(computed)}"
+    if gradients.rules.reduce_dtype is not None:
+        yield f"reduce_dtype={_short(gradients.rules.reduce_dtype)}"
+    if gradients.rules.chosen_dtype is not None:
+        yield f"accumulate_dtype={_short(gradients.rules.chosen_dtype)}"
+    if unit.casts.outputs is not None:
+        yield f"output_dtype={_short(unit.casts.outputs)}"
+    if settings.sync is not GradientSync.FULL:
+        yield f"gradient_sync={settings.sync.name}"
+    if isinstance(settings.divide_factor, (int, float)):
+        yield f"divide_factor={settings.divide_factor:g}"
+    if isinstance(group.tensors, SubclassParams):
+        yield "tensor subclass"
+    num_frozen = sum(not param.sharded.requires_grad for param in group.params)
+    if num_frozen:
+        yield "frozen" if num_frozen == len(group.params) else "partly frozen"
+
+
+def _warnings(label: str, group: ParamGroup, times: float) -> Iterator[str]:
+    if times >= _WASTEFUL:
+        count = group.spec.mesh_info.shard_count
+        worst = max(group.params, key=lambda p: p.layout.range_numel * count - p.layout.numel)
+        yield (
+            f"warning: {label} gathers and reduces {times:.2f} times its parameters: "
+            f"dim {worst.layout.shard_dim} of {worst.fqn!r} has {worst.layout.rows} rows for "
+            f"{count} ranks. Shard another dim (shard_placement_fn), or over fewer ranks."
+        )
+    for param in group.params:
+        if param.sharded.requires_grad and is_too_narrow_to_step(param.sharded.dtype):
+            yield (
+                f"warning: {label} would be stepped in less than float32 (first "
+                f"{param.fqn!r}). Keep float32 parameters, and compute in less by "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=...)."
+            )
+            return
+
+
+def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (
+            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def is_too_narrow_to_step(dtype: torch.dtype) -> bool:
@@ -135,117 +215,16 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mesh(mesh_info: MeshInfo) -> str:
-    shard = f"shard {mesh_info.shard_count}"
-    if mesh_info.replicate_group is None:
-        return shard
-    return f"replicate {mesh_info.replicate_count} x {shard}"
-
-
-def _policies(unit: Unit) -> Iterator[str]:
-    """Say what differs from the defaults, as the arguments are called."""
-    settings = unit.settings
-    assert unit.group is not None and unit.gradients is not None
-    if settings.reshard_after_forward is not None:
-        yield f"reshard_after_forward={settings.reshard_after_forward}"
-    tensors = unit.group.tensors
-    pairs = zip(tensors.compute_dtypes, unit.group.params, strict=True)
-    computed = dict.fromkeys(_short(d) for d, param in pairs if d != param.sharded.dtype)
-    if computed:
-        yield f"param_dtype={'+'.join(computed)}"
-    yield from _gradient_dtypes(unit.gradients)
-    if unit.casts.outputs is not None:
-        yield f"output_dtype={_short(unit.casts.outputs)}"
-    if settings.sync is not GradientSync.FULL:
-        yield f"gradient_sync={settings.sync.name}"
-    if isinstance(settings.divide_factor, (int, float)):
-        yield f"divide_factor={settings.divide_factor:g}"
-    if isinstance(tensors, SubclassParams):
-        yield "extended"
-    frozen = sum(not param.sharded.requires_grad for param in unit.group.params)
-    if frozen:
-        yield "frozen" if frozen == len(unit.group.params) else "partly frozen"
-
-
-def _gradient_dtypes(gradients: GradientAccumulator) -> Iterator[str]:
-    if gradients.rules.reduce_dtype is not None:
-        yield f"reduce_dtype={_short(gradients.rules.reduce_dtype)}"
-    if gradients.rules.chosen_dtype is not None:
-        yield f"accumulate_dtype={_short(gradients.rules.chosen_dtype)}"
-
-
-def _outside_of_units(module: nn.Module) -> list[_Row]:
-    """Return a line for parameters that every rank holds whole, if there are any."""
-    owned = {
-        id(param.sharded)
-        for unit in units_in(module)
-        if unit.group is not None
-        for param in unit.group.params
-    }
-    left = [param for param in module.parameters() if id(param) not in owned]
-    if not left:
-        return []
-    num_bytes = sum(param.numel() * param.itemsize for param in left)
-    dtypes = tuple(dict.fromkeys(param.dtype for param in left))
-    numel = sum(param.numel() for param in left)
-    return [
-        _Row(
-            label="(no unit)",
-            numel=numel,
-            unsharded=num_bytes,
-            per_rank=num_bytes,
-            padding=0,
-            dtypes=dtypes,
-            mesh="whole",
-        )
-    ]
-
-
-def _total(rows: list[_Row]) -> _Row:
-    return _Row(
-        label="total",
-        numel=sum(row.numel for row in rows),
-        unsharded=sum(row.unsharded for row in rows),
-        per_rank=sum(row.per_rank for row in rows),
-        padding=sum(row.padding for row in rows),
-    )
-
-
-def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
-    for row in table:
-        cells = (
-            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
-            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
-
-
-def _warnings(rows: Iterable[_Row]) -> Iterator[str]:
-    for row in rows:
-        if row.unsharded and (row.unsharded + row.padding) >= _WASTEFUL * row.unsharded:
-            times = (row.unsharded + row.padding) / row.unsharded
-            yield (
-                f"warning: {row.label} gathers and reduces {times:.2f} times its parameters: "
-                f"{row.most_padded}. Shard another dim (shard_placement_fn), or over fewer ranks."
-            )
-    for row in rows:
-        if row.narrow:
-            yield (
-                f"warning: {row.label} would be stepped in less than float32 (first "
-                f"{row.narrow!r}). Keep float32 parameters, and compute in less by "
-                "mp_policy=MixedPrecisionPolicy(param_dtype=...)."
-            )
+# --- CommLedger: what is communicated ------------------------------------------------------------
 
 
 class CommLedger:
-    """Counts every collective that meshard issues on this rank.
+    """A record of the collectives that meshard issues on this rank inside a ``with`` block.
 
-    A context manager; what it has seen may be read inside and afterwards. Groups of one rank issue
-    nothing, so nothing is counted for them.
+    Read it inside the block or afterwards. Groups of one rank issue no collectives.
 
     Args:
-        module: Count only the units in this module. None: everything in this process.
+        module: Record only the units in this module. None: everything in this process.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,

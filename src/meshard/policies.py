@@ -1,8 +1,8 @@
-"""What may a user choose?
+"""Policies: validated values that a user passes to ``fully_shard`` and its setters.
 
-Frozen, validated values. The policies subclass those of ``torch.distributed.fsdp`` where torch
-has them, so that code which checks ``isinstance(policy, torch...MixedPrecisionPolicy)`` goes on
-working; torch's own policy objects are accepted wherever ours are.
+They subclass the policies of ``torch.distributed.fsdp`` where torch has them, so that
+``isinstance(policy, torch.distributed.fsdp.MixedPrecisionPolicy)`` holds. Torch's own policy
+objects are accepted wherever these are.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.distributed.tensor import Replicate, Shard
 class GradientSync(enum.Enum):
     """How far the gradients of one backward are reduced.
 
-    Whatever the schedule, once a backward with ``FULL`` has ended every sharded gradient is the
-    sum over all microbatches and ranks, divided by the divide factor.
+    In every schedule, a backward with ``FULL`` leaves in ``.grad`` the sum over all microbatches
+    and ranks, divided by the divide factor.
     """
 
     NONE = "none"
-    """No collective: whole gradients are added up on each rank."""
+    """No collective: unsharded gradients are added up on each rank."""
 
     REDUCE_SCATTER = "reduce_scatter"
     """Reduce inside the shard group only. On a 1D mesh this is the same as ``FULL``."""
@@ -41,18 +41,18 @@ class GradientSync(enum.Enum):
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
-    """In which dtypes a unit computes, reduces and accumulates.
+    """The dtypes in which a unit computes, reduces and accumulates.
 
     Args:
-        param_dtype: dtype of the whole parameters in forward and backward, and of the all-gather.
-            None: the dtype that each parameter has. Integer parameters are never cast.
-        reduce_dtype: dtype in which gradients travel. None: the dtype of the whole gradients (the
+        param_dtype: Of the unsharded parameters in forward and backward, and of the all-gather.
+            None: the dtype of each parameter. Integer parameters are never cast.
+        reduce_dtype: In which gradients are sent. None: the dtype of the unsharded gradients (the
             widest one where they differ).
-        output_dtype: floating-point outputs of the unit's forward are cast to it. None: no cast.
+        output_dtype: To which floating-point outputs of forward are cast. None: no cast.
         cast_forward_inputs: Cast floating-point inputs of forward to ``param_dtype``.
-        accumulate_dtype: dtype in which gradients are added up across microbatches, and across
-            ranks where the backend allows it. None: the wider of float32 and the parameters'
-            dtype, so that 512 microbatches of ones reduced in bfloat16 add up to 512.
+        accumulate_dtype: In which gradients are added up across microbatches, and across ranks
+            where the backend allows it. None: the wider of float32 and the parameters' dtype, so
+            that 512 microbatches of ones reduced in bfloat16 add up to 512.
 
     Raises:
         TypeError: A dtype is not a ``torch.dtype``.
@@ -77,12 +77,12 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
 
 @dataclass  # torch's is not frozen, and a frozen dataclass cannot inherit from it
 class OffloadPolicy(TorchOffloadPolicy):
-    """Shards stay on the mesh's device: no offload."""
+    """No offload: shards stay on the device of the mesh."""
 
 
 @dataclass
 class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
-    """Shards, their gradients and optimizer state live in host memory.
+    """Offload of shards, their gradients and optimizer state to host memory.
 
     Args:
         pin_memory: Page-lock the host shards, so that copies to the device are asynchronous.
@@ -107,13 +107,13 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return to place one parameter on a mesh of its own.
+    """A result of ``shard_placement_fn`` that places one parameter on a mesh of its own.
 
     Its gradient is divided by the number of ranks of that mesh, unless
     ``set_gradient_divide_factor`` says otherwise.
 
     Args:
-        placement: The tensor dim that is sharded; ``Replicate()``: it is kept whole.
+        placement: The tensor dim that is sharded; ``Replicate()``: none.
         mesh: The mesh whose ranks hold the shards.
     """
 
@@ -123,12 +123,12 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names of the data-parallel axes of a larger mesh.
+    """The names of the data-parallel axes of a larger mesh.
 
     Args:
         shard: Axis name, or names that are flattened into one, over which parameters are sharded.
-            None: parameters stay whole, and gradients are all-reduced.
-        replicate: Axis name, or names, over which they are replicated.
+            None: parameters are not sharded, and gradients are all-reduced.
+        replicate: Axis name, or names, over which parameters are replicated.
 
     Raises:
         TypeError: A name is not a string.
@@ -160,14 +160,14 @@ class DataParallelMeshDims:
 
 
 class Comm(Protocol):
-    """Gives the memory that a collective reads and writes."""
+    """The allocator of the memory that a collective reads and writes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor; asked for on the stream that fills it."""
+        """Return an uninitialised tensor. **Stream:** the one that fills it."""
 
 
 class AllGather(Comm, Protocol):
-    """Gathers one buffer: see ``FSDPModule.set_custom_all_gather``."""
+    """A custom all-gather: see ``FSDPModule.set_custom_all_gather``."""
 
     def __call__(
         self,
@@ -178,12 +178,12 @@ class AllGather(Comm, Protocol):
     ) -> Work | None:
         """Fill ``output_tensor [ranks * n]`` with every rank's ``input_tensor [n]``, in order.
 
-        With ``async_op`` (on CPU tensors) a Work may be returned that ends later.
+        With ``async_op`` (on CPU tensors) it may return a Work that completes later.
         """
 
 
 class ReduceScatter(Comm, Protocol):
-    """Reduces one buffer: see ``FSDPModule.set_custom_reduce_scatter``."""
+    """A custom reduce-scatter: see ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __call__(
         self,
@@ -196,5 +196,5 @@ class ReduceScatter(Comm, Protocol):
         """Sum part ``r`` of all ``input_tensor [ranks * n]`` into ``output_tensor [n]`` of rank r.
 
         ``op`` is always SUM: meshard divides by itself. A sum of negative zeros must be a negative
-        zero, or parameters that no rank has used get a gradient of zero instead of None.
+        zero, or parameters that no rank used get a gradient of zero instead of None.
         """

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 
 from meshard._comm.blocking import broadcast_from, broadcast_from_first
 from meshard._engine.build import Collected, adopt_inner_units, collect
-from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
@@ -35,9 +34,9 @@ from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
-from meshard.fsdp_module import GradientSetters, as_module, check_bool, direct_forward, own_unit
+from meshard.fsdp_module import GradientSetters, as_module, check_bool, swap_class
+from meshard.initialization import overwrite_by_first_rank
 from meshard.policies import MixedPrecisionPolicy
-from meshard.same_start import overwrite_by_first_rank
 
 _FIRST_CAP = 2**20  # bytes: it should leave while most of backward is still to come
 
@@ -242,7 +241,6 @@ def _record_arrival(ref: weakref.ref[Buckets], index: int, _: Any) -> None:
 
 
 Module = TypeVar("Module", bound=nn.Module)
-_CLASSES: dict[type, type] = {}
 
 
 class ReplicateModule(GradientSetters):
@@ -267,10 +265,6 @@ class ReplicateModule(GradientSetters):
         buckets: Buckets = as_module(self).__dict__["_meshard_buckets"]
         return buckets.replaced.count
 
-    def reset_iter_state(self) -> None:
-        """Forget a step that was interrupted: nothing on its way, no window open."""
-        own_unit(self).lifecycle.abort()
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""
         result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
@@ -284,10 +278,6 @@ class ReplicateModule(GradientSetters):
                 ):
                     unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return another replicated module, on the same mesh."""
-        return copy_with_units(as_module(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Say what to do instead of pickling: hooks and process groups cannot be pickled."""
@@ -457,13 +447,7 @@ def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> 
 def _adopt(
     module: nn.Module, buckets: Buckets, before_forward: BeforeForward, device: torch.device
 ) -> None:
-    original = type(module)
-    if original not in _CLASSES:
-        forward = direct_forward(original)
-        members = {} if forward is None else {"forward": forward}
-        name = f"Replicated{original.__name__}"
-        _CLASSES[original] = type(name, (ReplicateModule, original), members)
-    module.__class__ = _CLASSES[original]
+    swap_class(module, ReplicateModule, "Replicated")
     unit = buckets.units[0]
     module.__dict__["_meshard_unit"] = unit
     module.__dict__["_meshard_buckets"] = buckets

@@ -37,22 +37,33 @@ def four_ranks():
 pytestmark = pytest.mark.usefixtures("four_ranks")
 
 
-def test_the_two_old_setters_are_one_mode():
+def test_the_last_call_of_the_boolean_setters_counts():
     model = sharded()
     assert counts_of_a_step(model) == (7, 4, 4)
     model.set_requires_all_reduce(False)
     assert counts_of_a_step(model) == (7, 4, 0)
-    model.set_requires_gradient_sync(False)
-    assert counts_of_a_step(model) == (7, 0, 0)
-    model.set_requires_gradient_sync(True)
-    assert counts_of_a_step(model) == (7, 4, 0)  # the all-reduce is still off
-    model.set_requires_gradient_sync(False)
-    model.set_requires_all_reduce(True)
-    assert counts_of_a_step(model) == (7, 0, 0)
     model.set_requires_gradient_sync(True)
     assert counts_of_a_step(model) == (7, 4, 4)
+    model.set_requires_gradient_sync(False)
+    assert counts_of_a_step(model) == (7, 0, 0)
+    model.set_requires_all_reduce(True)
+    assert counts_of_a_step(model) == (7, 0, 0)  # there is nothing to all-reduce
+    model.set_requires_gradient_sync(True)
     model.set_gradient_sync(GradientSync.REDUCE_SCATTER)
     assert counts_of_a_step(model) == (7, 4, 0)
+    model.set_requires_all_reduce(True)
+    assert counts_of_a_step(model) == (7, 4, 4)
+
+
+@pytest.mark.parametrize("inside", GradientSync)
+@pytest.mark.parametrize("before", GradientSync)
+def test_gradient_sync_restores_the_mode_of_each_unit(before, inside):
+    model = sharded()
+    model.blocks[1].set_gradient_sync(before)
+    expected = counts_of_a_step(model)
+    with meshard.gradient_sync(model, inside):
+        model.set_requires_all_reduce(False)
+    assert counts_of_a_step(model) == expected
 
 
 def test_setters_recurse_unless_told_not_to():

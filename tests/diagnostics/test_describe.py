@@ -21,7 +21,7 @@ def rows(table):
         if not line.startswith("warning"):
             cells[line.split("  ")[0].strip()] = line.split()
     assert lines[0].split() == (
-        ["unit", "parameters", "dtype", "whole", "per", "rank", "padding", "mesh", "policies"]
+        ["unit", "parameters", "dtype", "unsharded", "per", "rank", "padding", "mesh", "policies"]
     )
     return cells, [line for line in lines if line.startswith("warning")]
 
@@ -31,11 +31,11 @@ def test_a_table_of_a_transformer_on_eight_ranks():
         model = Transformer(vocab=16, dim=8, depth=2, tied=True)
         fully_shard_units(model)
         assert describe(model).splitlines() == [
-            "unit      parameters  dtype     whole  per rank  padding  mesh     policies",
-            "(root)           144  float32   576 B      72 B      0 B  shard 8",
-            "blocks.0         848  float32  3392 B     424 B      0 B  shard 8",
-            "blocks.1         848  float32  3392 B     424 B      0 B  shard 8",
-            "total          1,840           7360 B     920 B      0 B",
+            "unit      parameters  dtype    unsharded  per rank  padding  mesh     policies",
+            "(root)           144  float32      576 B      72 B      0 B  shard 8",
+            "blocks.0         848  float32     3392 B     424 B      0 B  shard 8",
+            "blocks.1         848  float32     3392 B     424 B      0 B  shard 8",
+            "total          1,840              7360 B     920 B      0 B",
         ]
 
 
@@ -78,8 +78,8 @@ def test_bytes_are_those_that_are_sent():
     assert len(ledger.events) == len(cells) - 1
     for event in ledger.events:
         assert event.payload_bytes == 6 * int(cells[event.unit][5])  # "per rank"
-        whole, padding = int(cells[event.unit][3]), int(cells[event.unit][7])
-        assert event.payload_bytes == whole + padding
+        unsharded, padding = int(cells[event.unit][3]), int(cells[event.unit][7])
+        assert event.payload_bytes == unsharded + padding
 
 
 def test_several_dtypes_and_policies():
@@ -117,7 +117,7 @@ def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
         assert not rows(describe(model.requires_grad_(False)))[1]
 
 
-def test_what_is_in_no_unit_is_whole_on_every_rank():
+def test_parameters_in_no_unit_have_a_line():
     with fake_group(4):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model[1])

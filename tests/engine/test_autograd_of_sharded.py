@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
@@ -32,40 +30,6 @@ def backward(model, plain, **kwargs):
     xs = batches()
     model(xs[dist.get_rank()]).square().mean().backward(**kwargs)
     plain(xs.flatten(0, 1)).square().mean().backward(**kwargs)
-
-
-@pytest.mark.parametrize("allow_unused", [False, True])
-def test_autograd_grad_by_shards_is_refused(allow_unused):
-    with fake_group(2):
-        model, plain = both()
-        x = torch.ones(1, 6, requires_grad=True)
-        with pytest.raises(RuntimeError, match=r"autograd.grad cannot .* loss\.backward\(\)"):
-            torch.autograd.grad(model(x).sum(), model.parameters(), allow_unused=allow_unused)
-        with pytest.raises(RuntimeError, match=r"autograd.grad cannot .* loss\.backward\(\)"):
-            torch.autograd.grad(model(x).sum(), model.scale, allow_unused=allow_unused)
-        (wanted,) = torch.autograd.grad(model(x).sum(), x)  # by inputs it is as ever
-        assert wanted.shape == x.shape
-        grads = torch.autograd.grad(plain(x).sum(), plain.parameters())
-        assert len(grads) == len(list(plain.parameters()))
-
-
-def backward_to_some():
-    model, plain = both()
-    xs = batches()
-    for names in (("scale", "blocks.1.up.weight"), ("blocks.2.down.bias",)):
-        for each, x in ((model, xs[dist.get_rank()]), (plain, xs.flatten(0, 1))):
-            each.zero_grad()
-            params = dict(each.named_parameters())
-            chosen = [params[name] for name in names]
-            inputs = chosen if len(chosen) > 1 else chosen[0]
-            each(x).square().mean().backward(inputs=inputs)
-        grads = full_grads(model)
-        assert {name for name, grad in grads.items() if grad is not None} == set(names)
-        assert_same(grads, full_grads(plain))
-
-
-def test_backward_to_chosen_parameters_reduces_those(run_ranks):
-    run_ranks(backward_to_some, 2)
 
 
 def hooks():

@@ -162,7 +162,9 @@ def gradients_die_with_zero_grad():
     model.zero_grad()
     with torch.no_grad():
         model(case.batch(1, rank))
-    held = [vars(module)["_meshard_unit"].gradients.sharded._shown for module in case.units(model)]
+    held = [
+        vars(module)["_meshard_unit"].gradients.sharded._published for module in case.units(model)
+    ]
     assert held == [None] * 4
 
 

@@ -163,3 +163,69 @@ def clip_and_clear():
 
 def test_gradients_are_clipped_and_cleared_while_a_unit_is_whole_by_hand(run_ranks):
     run_ranks(clip_and_clear, 2)
+
+
+def check_alone(model, plain):
+    for each in (model, plain):
+        each.zero_grad()
+        each(BATCHES[0]).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def penalty_of(model):
+    return model.blocks[0].up.weight.square().sum()
+
+
+def test_a_graph_on_unsharded_weights_lasts_until_reshard():
+    with fake_group(1):
+        model, plain = both()
+        model.blocks[0].unshard()
+        penalty_of(model).backward()
+        model.blocks[0].reshard()
+        penalty_of(plain).backward()
+        weight = model.blocks[0].up.weight
+        assert_same(weight.grad.full_tensor(), plain.blocks[0].up.weight.grad)
+
+
+def test_a_graph_on_unsharded_weights_raises_after_reshard():
+    with fake_group(1):
+        model, plain = both()
+        model.blocks[0].unshard()
+        penalty = penalty_of(model)
+        model.blocks[0].reshard()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+        check_alone(model, plain)
+
+
+def test_a_graph_on_unsharded_weights_raises_after_a_forward_that_reshards():
+    with fake_group(1):
+        model, plain = both()
+        model.blocks[0].unshard()
+        penalty = penalty_of(model)
+        loss = model(BATCHES[0]).square().mean()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (loss + penalty).backward()
+        check_alone(model, plain)
+
+
+def test_a_reshard_by_hand_leaves_the_graph_of_an_earlier_forward_alone():
+    with fake_group(1):
+        model, plain = both()
+        loss = model(BATCHES[0]).square().mean()
+        model.blocks[0].unshard()
+        model.blocks[0].reshard()
+        loss.backward()
+        plain(BATCHES[0]).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+def test_memory_of_a_gradient_that_the_user_holds_is_never_emptied():
+    with fake_group(1):
+        model, _ = both()
+        model(BATCHES[0]).square().mean().backward()
+        held = [param.grad.to_local().untyped_storage() for param in model.parameters()]
+        before = [bytes(storage) for storage in held]
+        model.zero_grad()
+        model(BATCHES[1]).square().mean().backward()
+        assert [bytes(storage) for storage in held] == before

@@ -51,17 +51,22 @@ class Computed:
         self.hidden = given
 
 
-class Slots:
+class Opaque:
+    """An object that neither pytree nor dataclasses know."""
+
     __slots__ = ("hidden",)
 
     def __init__(self, hidden):
         self.hidden = hidden
 
 
-class Attributes:
-    def __init__(self, hidden):
-        self.hidden = hidden
-        self.itself = self
+@dataclasses.dataclass
+class Cyclic:
+    hidden: Any
+    itself: Any = None
+
+    def __post_init__(self):
+        self.itself = [self]
 
 
 class ModelOutput(OrderedDict):
@@ -97,9 +102,9 @@ WRAPS = {
     "nested": (lambda x: Plain([{"a": Frozen((x,))}]), lambda o: o.hidden[0]["a"].hidden[0]),
     "model_output": (lambda x: ModelOutput(hidden=x), lambda o: o.hidden),
     "unregistered": (lambda x: Unregistered(hidden=x), lambda o: o.hidden),
-    "slots": (Slots, lambda o: o.hidden),
-    "attributes": (Attributes, lambda o: o.hidden),
+    "cyclic": (Cyclic, lambda o: o.hidden),
 }
+OPAQUE = (Opaque, lambda o: o.hidden)
 
 
 class Wrapping(nn.Module):
@@ -107,7 +112,7 @@ class Wrapping(nn.Module):
 
     def __init__(self, form, depth=3):
         super().__init__()
-        self.wrap, self.unwrap = WRAPS[form]
+        self.wrap, self.unwrap = WRAPS.get(form, OPAQUE)
         self.blocks = nn.ModuleList(WrappingBlock(form) for _ in range(depth))
         self.head = nn.Linear(6, 2)
 
@@ -121,7 +126,7 @@ class Wrapping(nn.Module):
 class WrappingBlock(MlpBlock):
     def __init__(self, form):
         super().__init__(6, 8)
-        self.wrap, self.unwrap = WRAPS[form]
+        self.wrap, self.unwrap = WRAPS.get(form, OPAQUE)
 
     def forward(self, value):
         return self.wrap(super().forward(self.unwrap(value)))
@@ -171,11 +176,10 @@ def cast_wrapped(forms):
 
 
 def test_casts_reach_into_containers(run_ranks):
-    # Attributes of objects that are neither registered nor dataclasses are not rewritten.
-    run_ranks(cast_wrapped, 2, [form for form in WRAPS if form not in ("slots", "attributes")])
+    run_ranks(cast_wrapped, 2, list(WRAPS))
 
 
-@pytest.mark.parametrize("form", [form for form in WRAPS if form not in ("slots", "attributes")])
+@pytest.mark.parametrize("form", list(WRAPS))
 def test_casting_copies_what_changes_and_nothing_else(form):
     wrap, unwrap = WRAPS[form]
     value = wrap(torch.ones(2))
@@ -194,12 +198,12 @@ def test_packed_sequences_are_cast():
     assert torch.equal(cast.batch_sizes, packed.batch_sizes)
 
 
-def test_what_an_object_refers_to_is_not_its_output():
-    weight = nn.Parameter(torch.ones(2))
-    holder = Attributes(nn.Linear(2, 2))
-    holder.weight = weight
-    holder.result = weight * 2
-    assert [tensor is holder.result for tensor in tensors_in(holder)] == [True]
+def test_other_objects_and_modules_are_not_searched():
+    held = nn.Linear(2, 2)
+    for value in (Opaque(torch.ones(2)), held, nn.Linear, {torch.ones(2): 1}):
+        assert tensors_in([value]) == []
+        assert cast_floats([value], torch.bfloat16)[0] is value
+    assert held.weight.dtype == torch.float32
 
 
 class Stashing(nn.Module):
@@ -258,6 +262,27 @@ def test_units_that_return_nothing_stay_whole_and_say_so(run_ranks, interleaved)
             assert "register_dataclass" in text
 
 
+def train_opaque():
+    model = seeded(Wrapping("opaque"))
+    plain = copy.deepcopy(model)
+    shard(model)
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(xs[dist.get_rank()]).square().mean().backward()
+            plain(xs.flatten(0, 1)).square().mean().backward()
+            assert_same(full_grads(model), full_grads(plain))
+    return [str(each.message) for each in caught]
+
+
+def test_units_whose_outputs_are_not_found_stay_unsharded_and_say_so(run_ranks):
+    for texts in run_ranks(train_opaque, 2):
+        assert [f"unit 'blocks.{i}' returned a Opaque" in text for i, text in enumerate(texts)] == [
+            True
+        ] * 3
+
+
 class FrozenInside(nn.Module):
     """The block has nothing to train, but gradients pass through it."""
 
@@ -301,6 +326,6 @@ def run_peer(form):
         loss.backward()
 
 
-@pytest.mark.parametrize("form", [None, "slots", "attributes"])
+@pytest.mark.parametrize("form", [None, "opaque"])
 def test_the_peer_has_freed_what_it_does_not_find(run_ranks, form):
     run_ranks(run_peer, 2, form)

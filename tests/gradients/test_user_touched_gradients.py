@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import meshard
-from meshard._engine.unit import units_in
 from tests.support.live_memory import settled_tensor_bytes
 
 
@@ -88,7 +87,6 @@ def test_a_gradient_taken_away_within_a_window_keeps_its_value(run_ranks, take_a
 
 def cast_there_and_back():
     model = small()
-    model.set_keep_gradient_memory(True)
     model(BATCH).sum().backward()
     expected = local(model).clone()
     model.double()
@@ -98,33 +96,8 @@ def cast_there_and_back():
     torch.testing.assert_close(local(model), 2 * expected, rtol=0, atol=0)
 
 
-def test_kept_gradients_that_were_cast_are_made_anew(run_ranks):
+def test_gradients_follow_a_cast_there_and_back(run_ranks):
     run_ranks(cast_there_and_back, 2)
-
-
-def turned_off_between_steps():
-    model = small()
-    model.set_keep_gradient_memory(True)
-    model(BATCH).sum().backward()
-    held, expected = model[0].weight.grad, local(model).clone()
-    before = settled_tensor_bytes()
-    model.zero_grad()
-    del held
-    model.set_keep_gradient_memory(False)
-    assert settled_tensor_bytes() < before
-    model(BATCH).sum().backward()
-    model.zero_grad()
-    model.set_keep_gradient_memory(True)
-    model(BATCH).sum().backward()
-    held = model[0].weight.grad
-    model.zero_grad()
-    model.set_keep_gradient_memory(False)
-    model(2 * BATCH).sum().backward()
-    torch.testing.assert_close(held.to_local(), expected, rtol=0, atol=0)
-
-
-def test_memory_that_is_not_to_be_kept_any_more_goes_at_once(run_ranks):
-    run_ranks(turned_off_between_steps, 2)
 
 
 def empty_shards():
@@ -140,36 +113,6 @@ def empty_shards():
 
 def test_gradients_of_empty_shards_stay_the_same_in_a_window(run_ranks):
     run_ranks(empty_shards, 2)
-
-
-class Half(nn.Module):
-    """Uses one of its layers, but the gradient of neither is None beforehand."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 64)
-
-    def forward(self, x):
-        return self.used(x) + 0 * self.unused(x).detach().sum()
-
-
-def unused():
-    model = Half()
-    for layer in (model.used, model.unused):
-        meshard.fully_shard(layer)
-    meshard.fully_shard(model)
-    held = []
-    for _ in range(3):
-        model(BATCH).sum().backward()
-        assert model.unused.weight.grad is None
-        model.zero_grad()
-        held += [unit.gradients.sharded._kept for unit in units_in(model.unused)]
-    return [kept is not None and kept._has_memory for kept in held]
-
-
-def test_a_unit_that_nobody_uses_keeps_no_memory_for_gradients(run_ranks):
-    for found in run_ranks(unused, 2):
-        assert not any(found)
 
 
 def cleared_on_the_way():

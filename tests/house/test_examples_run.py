@@ -55,6 +55,12 @@ def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     assert (tmp_path / "replicate.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
+def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path):
+    printed = run_example("drop_ranks.py", tmp_path).splitlines()
+    assert [line.split()[4] for line in printed] == ["4", "4", "2", "4"]
+    assert all(line.endswith("True") for line in printed)
+
+
 def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
     printed = run_example("hsdp_microbatches.py", tmp_path).strip()
     page = (ROOT / "docs" / "gradient-accumulation.md").read_text()

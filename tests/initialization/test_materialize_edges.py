@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshard import fully_shard, fully_shard_units, materialize
+from meshard import fully_shard, fully_shard_units, materialize, unsharded_params
 from tests.support.parity import assert_same, full_state
 
 SEED = 7
@@ -52,6 +52,29 @@ def test_init_that_writes_to_shards_is_an_error(run_ranks):
     run_ranks(reaching_too_far, 2)
 
 
+class RunsItself(nn.Linear):
+    """Looks at what it computes while it is initialised, as data-dependent schemes do."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        self.of_ones = self(torch.ones(1, 4)).detach()
+
+
+def runs_while_it_is_initialised():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    model.__class__ = RunsItself
+    fully_shard(model)
+    torch.manual_seed(SEED)
+    materialize(model)
+    return model.of_ones, model(torch.ones(1, 4)).detach()
+
+
+def test_a_module_may_run_while_it_is_initialised(run_ranks):
+    for before, after in run_ranks(runs_while_it_is_initialised, 2):
+        assert_same(before, after, bitwise=True)
+
+
 # --- errors -----------------------------------------------------------------------------------
 
 
@@ -82,6 +105,12 @@ def wrong_calls():
     fully_shard(model)
     refused(model, RuntimeError, r"first is '0\.mask'")
     materialize(meta(lambda: nn.Linear(2, 2)))  # not sharded at all
+    model = fully_shard(nn.Linear(2, 2))
+    with unsharded_params(model):
+        refused(model, RuntimeError, "inside unsharded_params, so it cannot be materialized")
+    model.reset_parameters = lambda: setattr(model, "weight", nn.Parameter(torch.ones(3)))
+    refused(model, RuntimeError, r"'weight' .* was replaced inside materialize .* shape \(2, 2\)")
+    assert model.weight.shape == (2, 2)
 
 
 def test_what_would_not_be_initialised_is_named(run_ranks):

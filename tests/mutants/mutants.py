@@ -13,8 +13,8 @@ import torch
 from meshard._comm import cpu
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._engine.lifecycle import Lifecycle
-from meshard._gradients.accumulator import GradientState
-from meshard._gradients.reduce_plan import GradientPlan
+from meshard._gradients.accumulator import GradientAccumulator, Window
+from meshard._gradients.reduce_plan import GradientRules
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard.foreach_reduce import Divisors, Reduced, Reduction
 
@@ -63,16 +63,16 @@ def divided_twice_in_groups_of_one(patch: Patch) -> None:
 
 
 def partial_in_the_reduce_dtype(patch: Patch) -> None:
-    finish = GradientState.finish_reduce
+    finish = GradientAccumulator.finish_reduce
 
     def round_partial(self: Any, *args: Any, **kwargs: Any) -> None:
         finish(self, *args, **kwargs)
         if self._partial is not None:
-            wire = self.plan.wire_dtype(args[0].layout)
+            wire = self.rules.wire_dtype(args[0].layout)
             flat = self._partial.flat.to(wire).to(self._partial.flat.dtype)
             self._partial = self._partial._replace(flat=flat)
 
-    patch.setattr(GradientState, "finish_reduce", round_partial)
+    patch.setattr(GradientAccumulator, "finish_reduce", round_partial)
 
 
 def partial_keyed_by_position(patch: Patch) -> None:
@@ -86,17 +86,17 @@ def partial_keyed_by_position(patch: Patch) -> None:
 
     def only_used(self: Any, used: frozenset[int], _: Any) -> GradientLayout:
         return GradientLayout(
-            [param.layout for param in self._group.params],
+            [param.layout for param in self._storage.params],
             tuple(sorted(used)),
-            self._group.spec.device,
+            self._storage.spec.device,
         )
 
     patch.setattr(GradientLayout, "move", move)
-    patch.setattr(GradientPlan, "layout_for", only_used)
+    patch.setattr(GradientRules, "layout_for", only_used)
 
 
 def _keep(patch: Patch, accumulator: str) -> None:
-    start = GradientState.start_reduce
+    start = GradientAccumulator.start_reduce
 
     def keep(self: Any, options: Any) -> Any:
         held = getattr(self, accumulator)
@@ -104,7 +104,7 @@ def _keep(patch: Patch, accumulator: str) -> None:
         setattr(self, accumulator, held)
         return in_flight
 
-    patch.setattr(GradientState, "start_reduce", keep)
+    patch.setattr(GradientAccumulator, "start_reduce", keep)
 
 
 def partial_not_cleared(patch: Patch) -> None:
@@ -116,26 +116,26 @@ def whole_gradients_reduced_but_not_cleared(patch: Patch) -> None:
 
 
 def factor_applied_again_to_grad(patch: Patch) -> None:
-    add = ShardedGrads.add
+    add = ShardedGrads.publish
 
     def divide_old(self: Any, new: Any) -> None:
-        if self._shown is not None:
-            self._shown.flat.div_(self._group.spec.mesh_info.shard_count)
+        if self._published is not None:
+            self._published.flat.div_(self._storage.spec.mesh_info.shard_count)
         add(self, new)
 
-    patch.setattr(ShardedGrads, "add", divide_old)
+    patch.setattr(ShardedGrads, "publish", divide_old)
 
 
 def all_reduce_of_grad_and_new(patch: Patch) -> None:
-    start = GradientState.start_reduce
+    start = GradientAccumulator.start_reduce
 
     def reduce_grad_too(self: Any, options: Any) -> Any:
-        shown = self.sharded._shown
+        shown = self.sharded._published
         if shown is not None and options.over_replicas:
             self._partial = shown._replace(flat=shown.flat.clone())
         return start(self, options)
 
-    patch.setattr(GradientState, "start_reduce", reduce_grad_too)
+    patch.setattr(GradientAccumulator, "start_reduce", reduce_grad_too)
 
 
 def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
@@ -152,8 +152,8 @@ def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
 def factor_changed_in_part_of_a_window(patch: Patch) -> None:
     """Neither the setter nor the reduction knows what the window was begun with."""
     never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(GradientState, "is_window_open", never, raising=False)
-    patch.setattr(GradientState, "_check_factor", lambda self, options: None)
+    patch.setattr(GradientAccumulator, "is_window_open", never, raising=False)
+    patch.setattr(Window, "divide", lambda self, factor, label: None)
 
 
 def padding_not_zeroed(patch: Patch) -> None:
@@ -176,14 +176,14 @@ def padding_not_zeroed(patch: Patch) -> None:
 
 
 def zero_grad_forgets_what_is_on_its_way(patch: Patch) -> None:
-    clear = GradientState.clear
+    clear = GradientAccumulator.clear
 
     def clear_what_has_arrived(self: Any, indices: frozenset[int] | None = None) -> None:
         dropped = self._dropped
         clear(self, indices)
         self._dropped = dropped
 
-    patch.setattr(GradientState, "clear", clear_what_has_arrived)
+    patch.setattr(GradientAccumulator, "clear", clear_what_has_arrived)
 
 
 def no_flush_at_the_end_of_backward(patch: Patch) -> None:
@@ -202,11 +202,11 @@ def no_flush_at_the_end_of_backward(patch: Patch) -> None:
 def mode_of_the_root_for_every_unit(patch: Patch) -> None:
     begin = Lifecycle._begin_backward
 
-    def begin_as_the_root(self: Any) -> None:
+    def begin_as_the_root(self: Any, *early: Any) -> None:
         root, *others = self.units()
         for unit in others:
             unit.settings.sync = root.settings.sync
-        begin(self)
+        begin(self, *early)
 
     patch.setattr(Lifecycle, "_begin_backward", begin_as_the_root)
 
@@ -239,33 +239,35 @@ def narrowed_before_it_is_divided(patch: Patch) -> None:
 
 
 def accumulate_dtype_always_float32(patch: Patch) -> None:
-    patch.setattr(GradientPlan, "accumulate_dtype", torch.float32)
+    patch.setattr(GradientRules, "accumulate_dtype", torch.float32)
 
 
 def wire_dtype_of_the_first_parameter(patch: Patch) -> None:
     def first(self: Any, layout: GradientLayout) -> torch.dtype:
-        return self.reduce_dtype or self._group.tensors.compute_dtypes[layout.indices[0]]
+        return self.reduce_dtype or self._storage.compute_dtypes[layout.indices[0]]
 
-    patch.setattr(GradientPlan, "wire_dtype", first)
+    patch.setattr(GradientRules, "wire_dtype", first)
 
 
 def frozen_in_a_window_is_lost(patch: Patch) -> None:
     def only_trainable(self: Any, used: Any, accumulated: Any) -> GradientLayout:
-        params = self._group.params
+        params = self._storage.params
         indices = tuple(i for i, param in enumerate(params) if param.sharded.requires_grad)
-        return GradientLayout([param.layout for param in params], indices, self._group.spec.device)
+        return GradientLayout(
+            [param.layout for param in params], indices, self._storage.spec.device
+        )
 
     move = GradientLayout.move
 
     def move_what_fits(self: Any, buffer: Any, to: Any, held: frozenset[int]) -> torch.Tensor:
         return move(self, buffer, to, held & frozenset(to.indices))
 
-    patch.setattr(GradientPlan, "layout_for", only_trainable)
+    patch.setattr(GradientRules, "layout_for", only_trainable)
     patch.setattr(GradientLayout, "move", move_what_fits)
 
 
 def grad_of_a_void_window_kept(patch: Patch) -> None:
-    patch.setattr(GradientState, "clear_window", GradientState.clear)
+    patch.setattr(GradientAccumulator, "clear_window", GradientAccumulator.clear)
 
 
 class _Unmarking:

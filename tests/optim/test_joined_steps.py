@@ -241,7 +241,6 @@ def replaced():
     plain.param_groups[0].update(OPTIONS)
     for model, optimizer in ((ours, overlapped), (theirs, plain)):
         train(model, optimizer, range(2))
-        model.set_keep_gradient_memory(True)
         train(model, optimizer, range(2, 4))
         with meshard.offload(model, optimizer):
             pass

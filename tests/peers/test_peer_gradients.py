@@ -3,6 +3,8 @@
 The peer runs beside us: see ``tests.support.side_by_side``.
 """
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -154,23 +156,41 @@ def ranks_use_different_parameters(lib, numel_b=64):
     return both.values()
 
 
-def two_setters(lib):
-    both = Both(lib)
-    both.net.set_requires_all_reduce(False)
-    both.net.set_requires_gradient_sync(True)
-    rank = float(dist.get_rank())
-    both.net(rank, rank).backward()
-    return both.net.a.grad is not None
+class CountOps(TorchDispatchMode):
+    """Counts the operators with a word in their name."""
 
-
-class CountGathers(TorchDispatchMode):
-    """Counts all-gathers of either library."""
-
-    count = 0
+    def __init__(self, word):
+        super().__init__()
+        self.word, self.count = word, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allgather" in str(func)
+        self.count += self.word in str(func)
         return func(*args, **(kwargs or {}))
+
+
+def reductions(lib, net):
+    """Whether a backward reduces over the shard group, and over the replicas."""
+    net.zero_grad()
+    if lib is meshard:
+        with meshard.CommLedger(net) as ledger:
+            net(1.0, 1.0).backward()
+        return "reduce_scatter" in ledger.counts, "all_reduce" in ledger.counts
+    with CountOps("reduce_scatter") as scatters, CountOps("allreduce") as all_reduces:
+        net(1.0, 1.0).backward()
+    return scatters.count > 0, all_reduces.count > 0
+
+
+def setters_of_gradient_sync(lib):
+    """What is reduced after each sequence of three calls of the two boolean setters."""
+    net = Both(lib).net
+    calls = list(product(("set_requires_gradient_sync", "set_requires_all_reduce"), (False, True)))
+    found = {}
+    for sequence in product(range(len(calls)), repeat=3):
+        net.set_requires_gradient_sync(True)
+        for name, value in (calls[number] for number in sequence):
+            getattr(net, name)(value)
+        found[sequence] = reductions(lib, net)
+    return found
 
 
 def gathers_after_a_forward_alone(lib):
@@ -185,7 +205,7 @@ def gathers_after_a_forward_alone(lib):
         if alone:
             net(torch.ones(1, 4))
             optimizer.step()
-        with CountGathers() as mode:
+        with CountOps("allgather") as mode:
             net(torch.ones(1, 4)).sum().backward()
         counts.append(mode.count)
         optimizer.step()
@@ -232,7 +252,6 @@ ROWS = [
     (step_in_an_open_window, 0.0, "RuntimeError"),
     (factor_of_zero, "ZeroDivisionError", "ValueError"),
     (factor_of_nan, "nan", "ValueError"),
-    (two_setters, True, False),
     (gathers_after_a_forward_alone, 1, 0),
     (mixed_dtypes_in_a_unit, "AssertionError", "works"),
     (uneven_on_dim_one, "NotImplementedError", "works"),
@@ -243,6 +262,13 @@ ROWS = [
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 4, row), peer, ours)
+
+
+def test_every_order_of_the_boolean_setters_means_what_it_means_to_the_peer(run_ranks):
+    for peer, ours in run_ranks(run_both, 4, setters_of_gradient_sync):
+        assert len(peer) == 64
+        assert ours == peer
+        assert ours[1, 2, 1] == (True, True)  # the last call turns everything on
 
 
 def use_different_parameters(lib_name, numel_b):

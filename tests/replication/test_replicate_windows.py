@@ -218,31 +218,6 @@ def test_gradients_may_travel_compressed(run_ranks):
     run_ranks(compressed, 2)
 
 
-def dropped():
-    """A rank whose loss is not finite is left out, in a window of any schedule."""
-    pair = Pair(line())
-    drop = meshard.DropRanks(dist.all_reduce)
-    meshard.register_reduce_hook(pair.ours, drop)
-    for number in range(6):
-        bad = 1 if number % 3 == 1 else None
-        mode = GradientSync.FULL if number % 2 else GradientSync.NONE
-        with meshard.gradient_sync(pair.ours, mode):
-            loss = pair.ours(integer_batch(number, dist.get_rank())).sum()
-            loss = loss * float("nan") if dist.get_rank() == bad else loss
-            drop.decide(loss)
-            loss.backward()
-        for rank in {0, 1} - {bad}:
-            weight = 1 if bad is None else 2
-            (weight * pair.plain(integer_batch(number, rank)).sum()).backward()
-        if number % 2:
-            pair.compare()
-            pair.update()
-
-
-def test_ranks_may_be_dropped(run_ranks):
-    run_ranks(dropped, 2)
-
-
 FACTORS = {
     "number": lambda: 4.0,
     "tensor": lambda: torch.tensor(4.0),

@@ -44,7 +44,9 @@ def open_twice():
             model(x)
         assert not ledger.counts
         assert not isinstance(model.blocks[1].up.weight, DTensor)
-        with pytest.raises(RuntimeError, match=r"'blocks\.1' is open already, with other"):
+        with pytest.raises(
+            RuntimeError, match=r"'blocks\.1' is unsharded already by unsharded_params"
+        ):
             unsharded_params(model, rank0_only=True).__enter__()
         assert isinstance(model.scale, DTensor)
     numbers = {id(p): number for number, p in enumerate(plain.parameters())}
@@ -54,7 +56,7 @@ def open_twice():
     assert_same(full_state(model), full_state(plain), bitwise=True)
     with (
         unsharded_params(model.blocks[0], writeback=False),
-        pytest.raises(RuntimeError, match="edits will be dropped"),
+        pytest.raises(RuntimeError, match="so edits will be dropped"),
         unsharded_params(model),
     ):
         pass
@@ -124,15 +126,15 @@ def wrong_moments():
         loss.backward()
     case.loss(model(x)).backward()
     for call, text in [
-        (model.unshard, r"is open, so it cannot be gathered by unshard"),
-        (model.double, r"is open, so it cannot be moved or cast"),
-        (lambda: copy.deepcopy(model), r"is open, so it cannot be copied"),
+        (model.unshard, r"is inside unsharded_params, so it cannot be gathered by unshard"),
+        (model.double, r"is inside unsharded_params, so it cannot be moved or cast"),
+        (lambda: copy.deepcopy(model), r"is inside unsharded_params, so it cannot be copied"),
     ]:
         with unsharded_params(model), pytest.raises(RuntimeError, match=text):
             call()
     with unsharded_params(model, rank0_only=True):
         if dist.get_rank():
-            with pytest.raises(RuntimeError, match="open on rank 0 only"):
+            with pytest.raises(RuntimeError, match="unsharded on rank 0 only"):
                 model(x)
         else:
             model(x)
@@ -141,6 +143,28 @@ def wrong_moments():
 
 def test_wrong_moments_are_refused(run_ranks):
     run_ranks(wrong_moments, 2)
+
+
+class Silent(nn.Linear):
+    """Returns no tensor."""
+
+    def forward(self, x):
+        self.__dict__["result"] = super().forward(x)
+
+
+def run_summoned_inside():
+    """A unit of a running root that is summoned is neither cast, gathered nor retained."""
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    layer = meshard.fully_shard(Silent(4, 4), mp_policy=policy)
+    with unsharded_params(layer):
+        layer(torch.ones(1, 4))  # outside of the block: a warning, which is an error
+        assert layer.result.dtype == torch.float32
+        layer.result.sum().backward()
+    assert layer.weight.grad is not None and isinstance(layer.weight, DTensor)
+
+
+def test_a_summoned_unit_runs_like_an_ordinary_module(run_ranks):
+    run_ranks(run_summoned_inside, 2)
 
 
 def peer_refuses():

@@ -244,7 +244,7 @@ def assign_what_cannot_be_written():
         (cut_a_tie, r"'embedding\.weight' of unit '\(root\)' is tied"),
         (remove, r"'norm\.bias' of unit '\(root\)' was removed"),
         (shard_again, r"replaced inside unsharded_params by a DTensor"),
-        (step, r"shards of unit '.*' were edited while it was open"),
+        (step, r"shards of unit '.*' were edited inside unsharded_params"),
     ]:
         sharded = model.norm.bias
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

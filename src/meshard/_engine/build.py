@@ -23,7 +23,6 @@ from meshard._engine.hooks import (
     register_load_hooks,
 )
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.misread import watch_reads
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
@@ -421,7 +420,6 @@ def commit(
     for each in reversed(chain):  # so that the outermost is entered first, and left last
         register_hooks(each)
         register_load_hooks(each)
-        watch_reads(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
     adopt_inner_units(unit, modules, device)

@@ -18,7 +18,6 @@ from torch import nn
 from meshard._comm.divergence import number_root
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.misread import watch_reads
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, UnitSettings, UnitStep, units_in
@@ -162,7 +161,6 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     lifecycle.set_units(copies)
     for copied in copies:
-        watch_reads(copied)
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.misread import explain
+from meshard._engine.misread import explain_mixed_tensors
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -109,6 +109,9 @@ class ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
+        if unit.summoned is not None:
+            unit.summoned.check_may_run(unit)
+            return None
         if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
             # Only Exceptions reach post_forward: a KeyboardInterrupt ended the last forward.
             unit.lifecycle.abort()
@@ -129,9 +132,11 @@ class ModuleHooks:
             return None
         # When forward raises, torch calls this inside its except block, without an output.
         failed = output is None and sys.exc_info()[0] is not None
-        of = unit.lifecycle.schedule.present
         if failed:
-            explain(sys.exc_info()[1])
+            explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
+        if unit.summoned is not None:
+            return None
+        of = unit.lifecycle.schedule.present
         # A root without parameters too: its units may hold gradients and not run in this forward.
         is_watched = unit.group is not None or unit.is_root
         records = is_watched and not failed and torch.is_grad_enabled()

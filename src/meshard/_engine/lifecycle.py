@@ -135,7 +135,9 @@ class Lifecycle:
             return
         group.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
-            group.forget_stale()
+            group.forget_stale(
+                voids_graphs=unit.reshards_after_forward and not unit.step.awaits_gradients
+            )
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         else:
             up_next = UpNext([], False)  # a recomputation: backward prefetches what follows
@@ -237,6 +239,11 @@ class Lifecycle:
         Returns:
             What autograd uses instead of the gradient; None: the gradient itself.
         """
+        if unit.summoned is not None:
+            raise RuntimeError(
+                f"a backward reached unit {unit.label!r} inside {unit.summoned.caller}, from a "
+                "forward made before it; run that backward before, or after."
+            )
         self._begin_backward()
         for number in StepSchedule.over_before(of, call, self._num_backwards):
             other = self._units[number]()

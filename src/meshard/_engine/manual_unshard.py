@@ -41,12 +41,8 @@ class ManualUnshard:
         self._label = label
         self._params = params
         self._shard_version = 0
-        self._installed: list[_Installed] = []  # empty until the parameters are installed
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the modules hold the unsharded parameters."""
-        return bool(self._installed)
+        self._installed: list[_Installed] = []
+        self.was_installed = False  # modules held the unsharded parameters
 
     def record_installed(self, shard_version: int) -> None:
         """Record what the modules hold now.
@@ -54,7 +50,8 @@ class ManualUnshard:
         Args:
             shard_version: The version of the shards.
         """
-        if not self._installed:  # a second unshard() may have waited before
+        if not self.was_installed:  # a second unshard() may have waited before
+            self.was_installed = True
             self._shard_version = shard_version
             self._installed = [_installed(param.unsharded) for param in self._params]
 

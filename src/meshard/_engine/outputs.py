@@ -1,15 +1,15 @@
 """Tensors in the inputs and outputs of modules.
 
-Containers that torch's pytree knows are opened: tuples, lists, dicts, named tuples, and whatever
-is registered, as Hugging Face does with its outputs. So are dataclasses, and to find outputs the
-attributes of any other object. Plain tensors and flat tuples do not pay for a walk over a tree.
+They are found in what torch's pytree flattens (tuples, lists, dicts, named tuples, and registered
+classes, such as the outputs of Hugging Face models), in dataclasses, and in subclasses of dict and
+of named tuples. Other objects are not searched. Tensors and flat tuples cost no walk over a tree.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,63 +18,27 @@ from torch.utils import _pytree as pytree
 
 from meshard._torch.private import number_of
 
-WATCHED = "_meshard_watched"  # on an output: a unit has put its hook there
-_MAX_DEPTH = 3  # of objects in objects that are searched
+WATCHED = "_meshard_watched"  # attribute of an output that has the hook of a unit
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 _SIMPLE = (torch.Tensor, *_PLAIN)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in containers, and in the attributes of objects."""
+    """Return the tensors in containers: see ``map_tensors`` for which."""
     found: list[torch.Tensor] = []
-    _collect(value, found, 0, set())
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
     return found
-
-
-def _collect(value: Any, found: list[torch.Tensor], depth: int, seen: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        # What an object only refers to, a weight say, is not an output.
-        if depth == 0 or not value.is_leaf:
-            found.append(value)
-    elif isinstance(value, _PLAIN):
-        return
-    elif type(value) is tuple or type(value) is list:
-        for item in value:
-            _collect(item, found, depth, seen)
-    elif type(value) is dict:
-        for item in value.values():
-            _collect(item, found, depth, seen)
-    else:
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            for leaf in leaves:
-                _collect(leaf, found, depth, seen)
-        elif depth < _MAX_DEPTH and id(value) not in seen:
-            seen.add(id(value))
-            for each in _inside(value):
-                _collect(each, found, depth + 1, seen)
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """Iterate over what an object of a class that torch does not know holds."""
-    if isinstance(value, nn.Module | type):
-        return
-    if isinstance(value, Mapping):
-        yield from list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from list(value)
-    yield from list(getattr(value, "__dict__", {}).values())
-    for each in type(value).__mro__:
-        slots = each.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield getattr(value, name)
 
 
 def takes_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a forward that is called with these may leave tensors in one of them.
 
-    In a list that collects hidden states, say, or in the cache of keys and values of an attention.
+    Examples: a list that collects hidden states, a dict that caches keys and values.
     """
     return any(_takes_tensors(value) for value in (*args, *kwargs.values()))
 
@@ -89,9 +53,9 @@ def left_in(args: tuple[Any, ...], kwargs: dict[str, Any], since: int) -> list[t
     """Return the tensors that a forward has left in what it was called with.
 
     Args:
-        args: Of the forward.
-        kwargs: Of the forward.
-        since: What ``next_node`` was when it began.
+        args: The positional arguments of the forward.
+        kwargs: The keyword arguments of the forward.
+        since: ``next_node()`` when it began.
     """
     given = [value for value in (*args, *kwargs.values()) if _takes_tensors(value)]
     return [
@@ -101,11 +65,17 @@ def left_in(args: tuple[Any, ...], kwargs: dict[str, Any], since: int) -> list[t
     ]
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: tuple[int, ...] = ()
+) -> Any:
     """Return ``value`` with ``function`` applied to every tensor in it.
 
-    Containers in which nothing changes are returned as they are, the same object; others are
-    copied. Objects that are neither registered with torch's pytree nor dataclasses are left alone.
+    A container in which nothing changes is returned itself; others are copied.
+
+    Args:
+        function: Returns what takes the place of a tensor.
+        value: A tensor, a container, or something else, which is returned.
+        around: The ids of the objects around ``value``, to which it may refer back.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -113,40 +83,46 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return value
     if type(value) is tuple:
         mapped = tuple(
-            function(item) if isinstance(item, torch.Tensor) else map_tensors(function, item)
+            function(item)
+            if isinstance(item, torch.Tensor)
+            else map_tensors(function, item, around)
             for item in value
         )
         return mapped if any(a is not b for a, b in zip(mapped, value, strict=True)) else value
     if type(value) is dict:
-        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        changed = {key: map_tensors(function, item, around) for key, item in value.items()}
         return changed if any(changed[key] is not value[key] for key in value) else value
     leaves, tree = pytree.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return _map_fields(function, value)
-    mapped_leaves = [map_tensors(function, leaf) for leaf in leaves]
+        return _map_fields(function, value, around)
+    mapped_leaves = [map_tensors(function, leaf, around) for leaf in leaves]
     if all(a is b for a, b in zip(mapped_leaves, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(mapped_leaves, tree)
 
 
-def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Map what pytree does not open: dataclasses, dicts and named tuples that were subclassed."""
-    if isinstance(value, tuple) and hasattr(value, "_replace"):  # PackedSequence
-        # Of a named tuple: hasattr has told us, but not mypy.
-        old = value._asdict()  # type: ignore[attr-defined]
+def _map_fields(
+    function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: tuple[int, ...]
+) -> Any:
+    """Map what pytree takes for a leaf: dataclasses, subclasses of dict and of named tuples."""
+    if id(value) in around or isinstance(value, (type, nn.Module)):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # PackedSequence
+        old = value._asdict()
     elif isinstance(value, dict):
         old = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         old = {name: getattr(value, name) for name in names if hasattr(value, name)}
     else:
         return value
-    mapped = {name: map_tensors(function, item) for name, item in old.items()}
+    around = (*around, id(value))
+    mapped = {name: map_tensors(function, item, around) for name, item in old.items()}
     changes = {name: new for name, new in mapped.items() if new is not old[name]}
     if not changes:
         return value
     if isinstance(value, tuple):
-        # Likewise.
+        # mypy does not narrow a tuple by hasattr.
         return value._replace(**changes)  # type: ignore[attr-defined]
     # Not dataclasses.replace: it calls __init__, which may compute, or lack fields.
     changed = copy.copy(value)
@@ -170,11 +146,11 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def detached_from_others(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``output`` with every tensor in it replaced by a view that is not this module's own.
+    """Return ``output`` with a view in place of each tensor that is also that of another module.
 
-    A module may hand an input on (a layer that is dropped), or the output of a unit inside it. Its
-    hook would then be on the tensor of the other one, and their backwards could not be told apart;
-    a module that does so on some ranks only would be ahead of the other there, and behind here.
+    A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
+    it. Its hook would then be on a tensor that has the hook of the other unit, and their backwards
+    could not be told apart; ranks of which some skip a layer would run them in different orders.
     """
     if type(output) is torch.Tensor and not kwargs:  # as a rule, in a third of the time
         is_of_another = hasattr(output, WATCHED) or any(value is output for value in args)

@@ -157,8 +157,8 @@ class ParamGroup:
         """Raise if the group is summoned and so cannot be ``what``."""
         if self.is_summoned:
             raise RuntimeError(
-                f"unit {self.label!r} is open, so it cannot be {what}; leave unsharded_params "
-                "first."
+                f"unit {self.label!r} is inside unsharded_params, so it cannot be {what}; leave "
+                "that block first."
             )
 
     # --- edits from outside -----------------------------------------------------------
@@ -334,12 +334,20 @@ class ParamGroup:
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
 
-    def forget_stale(self) -> None:
-        """Reshard if the unsharded copy, or the post-forward shard, is older than the shards."""
+    def forget_stale(self, *, voids_graphs: bool = False) -> None:
+        """Reshard if the unsharded copy, or the post-forward shard, is older than the shards.
+
+        Args:
+            voids_graphs: The memory of parameters that the user unsharded will be freed before a
+                backward of graphs that the user built on them.
+        """
         self._post_forward_shard = None
         if self._state is ParamState.SHARDED:
             return
+        manual = self.manual_unshard
         self.end_manual_unshard()
+        if voids_graphs and manual is not None and manual.was_installed:
+            self._void_graphs()
         if self.pending_step is not None or self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
@@ -427,12 +435,14 @@ class ParamGroup:
         Args:
             awaits_backward: A forward of the unit ran whose backward is to come.
         """
-        was_installed = self.manual_unshard is not None and self.manual_unshard.is_installed
+        manual = self.manual_unshard
         self.end_manual_unshard()
         self.reshard()
-        if was_installed and not awaits_backward:
-            # A graph built on these parameters would read freed memory: the new version makes
-            # autograd raise instead.
-            locals_: Sequence[torch.Tensor] = [local_memory(p.unsharded) for p in self.params]
-            increment_version([local for local in locals_ if type(local) is not DTensor])
+        if manual is not None and manual.was_installed and not awaits_backward:
+            self._void_graphs()
         self.finish_copies()  # the user may edit the shards next
+
+    def _void_graphs(self) -> None:
+        """Let autograd raise in a backward that would read freed unsharded parameters."""
+        locals_: Sequence[torch.Tensor] = [local_memory(param.unsharded) for param in self.params]
+        increment_version([local for local in locals_ if type(local) is not DTensor])

@@ -64,7 +64,6 @@ class UnitSettings(ReduceSettings):
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
-    sync_when_on: GradientSync = GradientSync.FULL  # what set_requires_gradient_sync(True) means
     comm: CommSettings = CommSettings()
     unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
@@ -126,6 +125,40 @@ class UnitStep:
         self.in_pass = self.in_call = None
 
 
+@dataclass(frozen=True, slots=True)
+class SummonOptions:
+    """How the unsharded parameters of a summoned unit came about: see ``weights.SummonedUnit``."""
+
+    caller: str  # the public function
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+    def check_allows(self, inner: SummonOptions, label: str) -> None:
+        """Raise unless a unit that is summoned so can serve ``inner`` too."""
+        ours = (self.caller, self.rank0_only, self.offload_to_cpu)
+        if (inner.caller, inner.rank0_only, inner.offload_to_cpu) != ours:
+            raise RuntimeError(
+                f"unit {label!r} is unsharded already by {self.caller}(rank0_only="
+                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}); use the same arguments "
+                "inside, or leave the outer context first."
+            )
+        if inner.writeback and not self.writeback:
+            raise RuntimeError(
+                f"unit {label!r} is unsharded already with writeback=False, so edits will be "
+                "dropped; pass writeback=False here too, or writeback=True to the outer context."
+            )
+
+    def check_may_run(self, unit: Unit) -> None:
+        """Raise if only the first rank has the unsharded parameters, and this is another one."""
+        assert unit.group is not None
+        if self.rank0_only and not unit.group.spec.mesh_info.is_first_rank:
+            raise RuntimeError(
+                f"unit {unit.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
+                "leave unsharded_params(..., rank0_only=True) before the forward."
+            )
+
+
 class Unit:
     """One parameter group with the modules that use it.
 
@@ -143,6 +176,7 @@ class Unit:
         self.casts = casts
         self.settings = settings
         self.step = UnitStep()
+        self.summoned: SummonOptions | None = None  # set while its parameters are the user's
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
@@ -238,6 +272,21 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
             if unit not in seen:
                 seen.add(unit)
                 yield unit
+
+
+def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Return the units of ``module``, and with ``recurse`` those inside.
+
+    Raises:
+        ValueError: There is none.
+    """
+    units = list(units_in(module)) if recurse else units_of(module)
+    if not units:
+        raise ValueError(
+            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
+            "first, or pass a module around one that they were applied to (with recurse=True)."
+        )
+    return units
 
 
 def own_class(module: nn.Module) -> type:

@@ -96,6 +96,16 @@ class MeshInfo:
         replicas = [] if self.replicate_group is None else [self.replicate_group]
         return [self.shard_group, *replicas]
 
+    @property
+    def is_in_first_replica(self) -> bool:
+        """Whether this rank's shard group is the first of the replicas."""
+        return self.replicate_group is None or self.replicate_group.rank() == 0
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the first rank of the mesh."""
+        return self.shard_rank == 0 and self.is_in_first_replica
+
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
         return tuple(

@@ -6,10 +6,13 @@ view of it, so the buffer itself is what an all-gather sends.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from meshard._mesh.layout import FlatLayout
 
@@ -47,6 +50,51 @@ class MemoryLocation:
 
 
 META = MemoryLocation(torch.device("meta"))
+_has_warned_of_pinning = False
+
+
+def host_location(
+    policy: TorchOffloadPolicy, device: torch.device, subclass_fqns: Sequence[str] = ()
+) -> MemoryLocation | None:
+    """Return the host memory where a policy puts shards; None: they are on ``device``.
+
+    Args:
+        policy: meshard's or torch's.
+        device: The device of the mesh.
+        subclass_fqns: Names of parameters with ``fsdp_pre_all_gather``.
+
+    Raises:
+        NotImplementedError: There are such parameters.
+        TypeError: ``pin_memory`` is not a bool.
+        ValueError: ``step_device`` is neither the host nor ``device``.
+    """
+    global _has_warned_of_pinning
+    if not isinstance(policy, TorchCPUOffloadPolicy):
+        return None
+    if not isinstance(policy.pin_memory, bool):
+        raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
+    if subclass_fqns:
+        raise NotImplementedError(
+            f"CPUOffloadPolicy for parameter {subclass_fqns[0]!r} is not built yet, because it has "
+            "fsdp_pre_all_gather; leave offload_policy out for its module."
+        )
+    step_device = torch.device(getattr(policy, "step_device", "cpu"))
+    if step_device.type not in ("cpu", device.type):
+        raise ValueError(
+            f"CPUOffloadPolicy(step_device={str(step_device)!r}) is neither 'cpu' nor the device "
+            f"of the mesh, {device.type!r}, which are where a unit can be stepped."
+        )
+    host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
+    if step_device.type != "cpu":
+        host = replace(host, step_device=device)
+    if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
+        _has_warned_of_pinning = True
+        warnings.warn(
+            f"CPUOffloadPolicy(pin_memory=True): the mesh is on {device.type!r}, so there is no "
+            "device to copy to and host memory is not pinned; pass pin_memory=False.",
+            stacklevel=3,
+        )
+    return host
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
