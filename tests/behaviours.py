@@ -238,7 +238,7 @@ FAILS = (
     ),
     Behaviour(
         situation="torch.autograd.grad by sharded parameters",
-        ours=("engine/test_autograd_of_sharded.py::test_autograd_grad_by_shards_is_refused",),
+        ours=("peers/test_peer_use.py::test_we_are_right",),
         peer=_rows(_USE, "gradients_by_autograd_grad"),
     ),
     Behaviour(
