@@ -8,10 +8,7 @@ from tests.house.sources import SOURCES, Source, new
 LET_GO = re.compile(r"getrefcount|getweakrefcount|_use_count|excepthook|dis\.")
 
 # Must become empty.
-KNOWN = {
-    "_engine/misread.py: dis.",
-    "_engine/misread.py: excepthook",
-}
+KNOWN = {}
 
 
 def uses(sources):

@@ -2,10 +2,13 @@
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
-from tests.house.sources import SOURCES, Source, new
+from tests.house.sources import ROOT, SOURCES, Source, new
 
 # Must become empty.
 KNOWN_PRIVATE = {
@@ -29,6 +32,17 @@ KNOWN_PATCHES = {
     "_engine/optimizer_hooks.py: nn.Module.zero_grad",
     "_engine/optimizer_hooks.py: optimizer_class.zero_grad",
     "_torch/dtensor.py: DTensor.__getattr__",
+}
+
+KNOWN_NEEDED_AT_IMPORT = {
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch._C._dynamo.eval_frame",
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameAction.DEFAULT",
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch.distributed.tensor.placement_types._StridedShard",
 }
 
 VERSION_NAMES = ("torch.__version__", "torch.version", "torch.torch_version")
@@ -139,6 +153,32 @@ def test_the_private_names_are_still_there():
         assert resolve(name) is not None, name
     with pytest.raises((AttributeError, ModuleNotFoundError)):
         resolve("torch.utils._never_there")
+
+
+def needed_at_import(names, library="meshard"):
+    """Return those of torch's names without which ``library`` cannot be imported."""
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.house.without_names", library, *names],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.full
+def test_the_library_can_be_imported_without_any_private_name():
+    names = {name for source in SOURCES for name, _ in source.torch_uses() if private_part(name)}
+    names -= {name for name in names if name.endswith("__")} | {"torch._C"}
+    assert set(needed_at_import(sorted(names))) - KNOWN_NEEDED_AT_IMPORT == set()
+
+
+@pytest.mark.full
+def test_a_name_without_which_a_library_fails_is_found():
+    names = ["torch.optim.lr_scheduler.LRScheduler", "torch.nn.Linear"]
+    assert needed_at_import(names, "torch.optim.swa_utils") == names[:1]
 
 
 def test_versions_are_asked_for_in_one_folder():
