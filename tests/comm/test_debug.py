@@ -7,27 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.models import MlpBlock, MlpStack, seeded
+from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
-
-
-class Choosing(nn.Module):
-    """Runs the blocks it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
-
-    def forward(self, x, chosen):
-        for number in chosen:
-            x = self.blocks[number](x)
-        return x
 
 
 def make(model):
@@ -42,7 +28,7 @@ def debug(monkeypatch):
 
 
 def diverge(choices):
-    model = make(seeded(Choosing()))
+    model = make(seeded(ChosenBlocks()))
     chosen = choices[dist.get_rank()]
     with pytest.raises(RuntimeError, match="about to issue different collectives") as error:
         model(torch.ones(1, 6), chosen).sum().backward()
@@ -57,7 +43,7 @@ def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
 
 
 def run_less():
-    model = make(seeded(Choosing()))
+    model = make(seeded(ChosenBlocks()))
     chosen = (0, 1, 2) if dist.get_rank() == 0 else (0, 1)
     dist.barrier()
     os.environ["MESHARD_DEBUG_TIMEOUT"] = "2"
@@ -79,7 +65,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
 
 
 def clip_on_one_rank():
-    model = make(seeded(Choosing()))
+    model = make(seeded(ChosenBlocks()))
     model(torch.ones(1, 6), (0, 1)).sum().backward()
     clip, forward = (meshard.clip_grad_norm_, (model, 1.0)), (model, (torch.ones(1, 6), (0, 1)))
     do, args = clip if dist.get_rank() == 0 else forward

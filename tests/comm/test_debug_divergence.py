@@ -6,12 +6,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
-from tests.support.models import MlpBlock, seeded
+from tests.support.models import ChosenBlocks, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
 
@@ -26,21 +25,8 @@ def debug(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", str(LONG))
 
 
-class Choosing(nn.Module):
-    """Runs the blocks it is told to; ``cut`` is the one before which the graph is cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
-
-    def forward(self, x, chosen=(0, 1, 2), cut=None):
-        for number in chosen:
-            x = self.blocks[number](x.detach() if number == cut else x)
-        return x
-
-
 def make():
-    model = seeded(Choosing())
+    model = seeded(ChosenBlocks())
     mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()])
     return shard_blocks(model, mesh)
 

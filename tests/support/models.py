@@ -49,6 +49,21 @@ class MlpStack(nn.Module):
         return x + self.shift
 
 
+class ChosenBlocks(nn.Module):
+    """Blocks of which a call runs some; ``cut`` is the one before which the graph is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
+
+    def forward(
+        self, x: torch.Tensor, chosen: Sequence[int] = (0, 1, 2), cut: int | None = None
+    ) -> torch.Tensor:
+        for number in chosen:
+            x = self.blocks[number](x.detach() if number == cut else x)
+        return x
+
+
 class Attention(nn.Module):
     """Causal self-attention over ``[batch, length, dim]``."""
 
