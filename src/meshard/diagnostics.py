@@ -39,6 +39,8 @@ def describe(module: nn.Module) -> str:
 
     Warnings below the table name units in which padding adds a quarter or more to what is gathered
     and reduced, and trainable parameters that an optimizer would step in less than float32.
+    Where several CPU ranks communicate, the last line states whether they use shared memory, and
+    why not.
 
     Not a collective, and needs no memory: it also describes models on the meta device and on fake
     process groups.
@@ -63,7 +65,8 @@ def describe(module: nn.Module) -> str:
         padding=sum(row.padding for row in rows),
     )
     lines = _aligned([_COLUMNS, *(row.cells() for row in [*rows, total])])
-    return "\n".join([*lines, *(warning for row in rows for warning in row.warnings)])
+    warnings = [warning for row in rows for warning in row.warnings]
+    return "\n".join([*lines, *warnings, *_memory_reports(units_in(module))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +219,15 @@ def _short(dtype: torch.dtype) -> str:
 
 
 # --- CommLedger: what is communicated ------------------------------------------------------------
+
+
+def _memory_reports(units: Iterable[Unit]) -> list[str]:
+    reports = [
+        unit.group.comm.memory_report(unit.group.spec.mesh_info.groups)
+        for unit in units
+        if unit.group is not None
+    ]
+    return [report for report in dict.fromkeys(reports) if report]
 
 
 class CommLedger:

@@ -1,17 +1,26 @@
-"""Reduction of one unit's gradients: reduce-scatter, then all-reduce.
+"""Reduction of one unit's gradients: reduce-scatter, accumulate, all-reduce.
 
-A reduce-scatter inside the shard group, an accumulation, and an all-reduce across the replicas,
-with divisors taken from the groups that are passed in, when they are passed in. With ``S`` shards,
-``R`` replicas and divide factor ``c`` (default ``S * R``), what goes through the reduce-scatter is
-divided by ``c / R`` and what goes through the all-reduce by ``R``, whatever the sizes: so a partial
-means the same at every moment, the mean over the shard group, and ``.grad`` is the sum over all
-microbatches and ranks over ``c``.
+With ``S`` ranks in the shard group, ``R`` replicas and divide factor ``c`` (default ``S * R``),
+what goes through the reduce-scatter is divided by ``c / R``, and what goes through the all-reduce
+by ``R``, whatever the sizes of the groups:
+
+    partial = partial + sum over the shard group of gradients / (c / R)
+    result  = sum over the replicas of partial / R
+
+So a partial means the same at every moment (by default the mean over the shard group), and the
+result is the sum over all microbatches and ranks, divided by ``c``. The partial is added after the
+reduce-scatter and before the all-reduce: adding it later would leave the replicas different. The
+divisors are computed when a reduction starts, from the groups that are passed in.
+
+``foreach_reduce`` is the whole reduction as one blocking call. The engine runs the same stages one
+by one: see ``Reduction``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -21,14 +30,173 @@ import torch.distributed as dist
 
 from meshard._comm.buffers import ReusableBuffer, ScalarOperands
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
-from meshard._comm.cpu import wider
+from meshard._comm.cpu import WorkCommunicator, wider
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._comm.streams import StreamCommunicator
 from meshard._comm.unused_params import UnusedParamMarks
+from meshard._mesh.layout import ParamLayout
 
 _ONE = Fraction(1)
 
 
+@torch.no_grad()
+def foreach_reduce(
+    gradients: Sequence[torch.Tensor | None],
+    shard_group: dist.ProcessGroup,
+    replicate_group: dist.ProcessGroup | None = None,
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+    partial: Sequence[torch.Tensor | None] | None = None,
+    divide_factor: float | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+    accumulate_dtype: torch.dtype = torch.float32,
+    all_reduce: bool = True,
+) -> list[torch.Tensor | None]:
+    """Reduce the unsharded gradients of one unit to this rank's shards, as training does.
+
+    Process groups are enough: no module has to be sharded. So the arithmetic of a training step can
+    be tested as a function. The formulas stand at the top of this module. They follow from one
+    requirement: calls with ``all_reduce=False`` for some microbatches of a window, and one without
+    it for the last, give what one call with the sum of all microbatches gives. In float16 each
+    division is split around its collective: see ``resolve_divisors``.
+
+    **Collective:** all ranks of ``shard_group``; then, with ``all_reduce``, all ranks of
+    ``replicate_group``. Groups of one rank issue nothing. All ranks pass as many gradients, of the
+    same shapes, and the same options. All shard groups have one size, and so have all replicate
+    groups; the ranks of a replicate group have the same rank in their shard groups.
+    **Stream:** the result may be used on the current stream. On CPU tensors the call blocks until
+    the collectives are done; on a device they are queued on streams of their own.
+    **Lifetime:** the arguments are neither changed nor kept. The returned shards are views of one
+    new tensor.
+
+    Args:
+        gradients: Gradient ``[rows, ...]`` of each parameter, all on one device, of floating-point
+            dtypes. None: this rank has not used the parameter.
+        shard_group: Ranks that each own a shard: rank ``r`` owns chunk ``r`` of ``torch.chunk``
+            along dim 0, which is empty where there are fewer chunks than ranks.
+        replicate_group: Ranks that own the same shard, one per replica. None: one replica.
+        shapes: Shape of each parameter; required where a gradient is None.
+        partial: Result of an earlier call with ``all_reduce=False`` and the same divide factor.
+        divide_factor: ``c``, the divisor of the sum over all ranks. None: the number of ranks.
+        reduce_dtype: dtype in which gradients are sent.
+        accumulate_dtype: dtype of sums, partials and the result.
+        all_reduce: False: stop before the all-reduce and return the partial.
+
+    Returns:
+        This rank's shard ``[rows of its chunk, ...]`` of each parameter, in ``accumulate_dtype``.
+        None where no rank has used the parameter, in this call or in the partial.
+
+    Raises:
+        TypeError: A dtype is not of floating point.
+        ValueError: The lengths or shapes do not match, ``shapes`` is missing, a parameter has no
+            dims, or the divide factor is not positive and finite.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> group = dist.group.WORLD
+    >>> first = foreach_reduce([torch.tensor([2.0, 4.0])], group, all_reduce=False)
+    >>> foreach_reduce([torch.tensor([1.0, 1.0])], group, partial=first)
+    [tensor([3., 5.])]
+    >>> foreach_reduce([None], group, shapes=[(2,)])
+    [None]
+    >>> dist.destroy_process_group()
+    """
+    sizes = _check_arguments(gradients, shapes, divide_factor, (reduce_dtype, accumulate_dtype))
+    if not sizes:
+        return []
+    present = [tensor for tensor in (*gradients, *(partial or ())) if tensor is not None]
+    device = present[0].device if present else torch.get_default_device()
+    params = [ParamLayout(torch.Size(size), 0, shard_group.size()) for size in sizes]
+    layout = GradientLayout(params, tuple(range(len(params))), device)
+    # float16 is divided before it is narrowed to, or sums would overflow that need not.
+    is_narrowed_late = reduce_dtype == torch.float16 and any(
+        gradient is not None and gradient.dtype != reduce_dtype for gradient in gradients
+    )
+    buffer = layout.allocate(accumulate_dtype if is_narrowed_late else reduce_dtype)
+    layout.pack(buffer, list(gradients))
+    used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+    request = ReduceRequest(
+        buffer=buffer,
+        wire_dtype=reduce_dtype,
+        partial=_laid_out(partial, layout, shard_group.rank(), accumulate_dtype),
+        shard_group=shard_group,
+        replicate_group=replicate_group if all_reduce else None,
+        replicate_count=1 if replicate_group is None else replicate_group.size(),
+        divide_factor=divide_factor,
+        accumulate_dtype=accumulate_dtype,
+        marks=layout.marks_for(used),
+        label="(foreach_reduce)",
+    )
+    comm: Communicator = WorkCommunicator()
+    if device.type != "cpu":
+        comm = StreamCommunicator(torch.get_device_module(device))
+    reduced = Reduction(request, comm).finish()
+    shards: list[torch.Tensor | None] = [None] * len(params)
+    for index, shard in layout.shards(reduced.shard, shard_group.rank(), reduced.used):
+        shards[index] = shard
+    return shards
+
+
+def _check_arguments(
+    gradients: Sequence[torch.Tensor | None],
+    shapes: Sequence[Sequence[int]] | None,
+    divide_factor: float | None,
+    dtypes: Sequence[torch.dtype],
+) -> list[tuple[int, ...]]:
+    """Return the shape of each parameter."""
+    for dtype in (*dtypes, *(gradient.dtype for gradient in gradients if gradient is not None)):
+        if not dtype.is_floating_point:
+            raise TypeError(f"gradients are reduced in floating-point dtypes, got {dtype}.")
+    if divide_factor is not None and not 0 < divide_factor < math.inf:
+        raise ValueError(f"divide_factor must be positive and finite, got {divide_factor}.")
+    if shapes is not None and len(shapes) != len(gradients):
+        raise ValueError(f"got {len(gradients)} gradients and {len(shapes)} shapes; pass as many.")
+    checked = []
+    for index, gradient in enumerate(gradients):
+        if gradient is None and shapes is None:
+            raise ValueError(f"gradient {index} is None: pass shapes, the same on all ranks.")
+        shape = tuple(shapes[index] if shapes is not None else gradient.shape)  # type: ignore[union-attr]  # checked above
+        if gradient is not None and tuple(gradient.shape) != shape:
+            raise ValueError(
+                f"gradient {index} has shape {tuple(gradient.shape)}, but shapes says {shape}."
+            )
+        if not shape:
+            raise ValueError(f"gradient {index} has no dims, so it cannot be cut along dim 0.")
+        checked.append(shape)
+    return checked
+
+
+def _laid_out(
+    partial: Sequence[torch.Tensor | None] | None,
+    layout: GradientLayout,
+    shard_rank: int,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Return the shards of ``partial`` as a flat tensor, with the marks of unused parameters."""
+    if partial is None:
+        return None
+    if len(partial) != len(layout.params):
+        raise ValueError(
+            f"partial has {len(partial)} entries for {len(layout.params)} gradients; pass what "
+            "foreach_reduce(..., all_reduce=False) returned for the same parameters."
+        )
+    flat = torch.full((layout.shard_numel,), -0.0, dtype=dtype, device=layout.device)
+    used = frozenset(index for index, shard in enumerate(partial) if shard is not None)
+    for index, target in layout.shards(flat, shard_rank, used):
+        shard, param_range = partial[index], layout.ranges[index]
+        assert shard is not None
+        if shard.shape != target.shape:
+            raise ValueError(
+                f"partial {index} has shape {tuple(shard.shape)}; this rank's shard has "
+                f"{tuple(target.shape)}."
+            )
+        flat.narrow(0, param_range.offset, param_range.numel).zero_()
+        target.copy_(shard).add_(0.0)  # a first element of -0.0 would mark it as unused
+    return flat
+
+
 class Divisors(NamedTuple):
-    """What to divide by before and after each of the two collectives, exactly."""
+    """What to divide by before and after each of the two collectives, as exact fractions."""
 
     before_scatter: Fraction
     after_scatter: Fraction
@@ -42,15 +210,19 @@ def resolve_divisors(
 ) -> Divisors:
     """Return the divisors of one reduction.
 
-    float16 overflows at 65504, so there each group's share is split around its own collective:
-    a power of two near its square root before, the rest after. Other dtypes divide once, after
-    the sum, which rounds once.
+    Their product is the divide factor ``c``, exactly: ``c / R`` around the reduce-scatter and ``R``
+    around the all-reduce. float16 overflows at 65504, so there the share of each group is split
+    around its collective: a power of two near its square root before, the rest after. Other dtypes
+    divide once, after the sum, and so round once.
 
     Args:
-        shard_count: Ranks in the shard group.
-        replicate_count: Ranks in the replica group; 1 on a 1D mesh.
-        divide_factor: The divisor of the whole reduction; None: the number of ranks.
-        wire_dtype: The dtype in which gradients travel.
+        shard_count: ``S``, ranks in the shard group.
+        replicate_count: ``R``, ranks in the replicate group; 1 on a 1D mesh.
+        divide_factor: ``c``, positive and finite. None: ``S * R``.
+        wire_dtype: dtype in which gradients are sent.
+
+    Returns:
+        The divisors, in the order in which they are applied.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -66,21 +238,21 @@ def resolve_divisors(
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # Halves round up: overflow destroys a step, underflow loses what hardly mattered.
+    # Halves round up: overflow destroys a step, underflow loses the smallest values only.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
 def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -> None:
-    """Divide in place; rounds once where the divisor or its reciprocal is a float."""
+    """Divide in place. Rounds once where the divisor or its reciprocal is a float."""
     numerator, denominator = divisor.as_integer_ratio()
     if numerator == denominator:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
-        # As for 1 / 7, whose reciprocal alone is exact.
+        # The reciprocal is exact: a power of two, or a divisor such as 1 / 7.
         tensor.mul_(operands.as_operand(denominator / numerator, tensor))
     else:
-        # Not by multiplication with the reciprocal, which would round twice. CUDA kernels do just
-        # that with a Python number, but not with a tensor.
+        # Multiplying by the reciprocal would round twice. CUDA kernels do that for a Python number,
+        # but not for a tensor.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(operands.as_operand(quotient, tensor))
@@ -94,26 +266,26 @@ def _parts(rows: Rows) -> list[torch.Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class ReduceRequest:
-    """What is to be reduced, over whom, and how.
+    """What is to be reduced, over which groups, and how.
 
     Attributes:
-        buffer: ``[shard_count, shard_numel]``, or what ``allocate_rows`` lent in ``wire_dtype``;
-            consumed.
-        wire_dtype: The dtype in which it travels; narrowed to only after the first division.
-        partial: ``[shard_numel]`` in ``accumulate_dtype``, reduced over the shard group earlier in
-            the window, or None. Added after the reduce-scatter, before the all-reduce.
+        buffer: ``[shard_count, shard_numel]``, or the rows of ``Communicator.allocate_rows`` in
+            ``wire_dtype``; consumed.
+        wire_dtype: dtype in which it is sent. A wider buffer is narrowed after the first division.
+        partial: ``[shard_numel]`` in ``accumulate_dtype``, or None: what was reduced over the shard
+            group earlier in the window. Added after the reduce-scatter, before the all-reduce.
         shard_group: Ranks that each own a row of ``buffer``.
-        replicate_group: Ranks that own the same row; None: do not all-reduce.
-        replicate_count: Replicas of the mesh, also when this reduction stops before them.
+        replicate_group: Ranks that own the same row; None: no all-reduce.
+        replicate_count: Replicas of the mesh, also where this reduction stops before them.
         divide_factor: See ``resolve_divisors``.
         accumulate_dtype: dtype of the result.
-        marks: Keeps the marks of non-use right on the way.
+        marks: Which parameters this rank has used; kept right through the reduction.
         label: Name of the unit.
         output: ``[shard_numel]`` in the wider of the two dtypes, where the result should be; may be
             a row of ``buffer``. None: anywhere.
-        sums_apart: ``buffer`` is one row that was allocated to be sent by the all-reduce, whose sum
-            goes to ``output``.
-        kept: What ``buffer`` is in, if it is to be given back by its owner.
+        sums_apart: ``buffer`` is one row, allocated to be sent by the all-reduce, which sums into
+            ``output``.
+        reusable: The owner of ``buffer``, freed once it is sent.
     """
 
     buffer: Rows
@@ -132,18 +304,18 @@ class ReduceRequest:
 
 
 class Reduced(NamedTuple):
-    """The end of a reduction."""
+    """The result of a reduction."""
 
     shard: torch.Tensor  # [shard_numel], in the accumulate dtype
     used: frozenset[int]  # the parameters for which some rank had a gradient
 
 
 class Reduction:
-    """A reduction on its way, one stage per ``advance``.
+    """A reduction in flight, one stage per ``advance``.
 
-    **Collective:** the ranks of both groups, which must advance alike.
-    **Stream:** stages queue on the scatter and all-reduce lanes; ``finish`` orders the caller's
-    stream after the last.
+    **Collective:** the ranks of both groups, which must advance in the same order.
+    **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
+    caller's stream after the last.
     **Lifetime:** holds all tensors that are in use until ``finish``.
     """
 
@@ -158,18 +330,18 @@ class Reduction:
             request.divide_factor,
             request.wire_dtype,
         )
-        # Marks are read from raw sums: in a narrower dtype a small one may become a negative zero.
+        # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
         self._sum_dtype = wider(request.wire_dtype, request.accumulate_dtype)
         self._unused: torch.Tensor | None = None
-        self._ends: list[InFlight] = []  # what follows the last work on each lane
+        self._ends: list[InFlight] = []  # after the last work on each stream
         self._result: torch.Tensor
         self._pending = self._start_scatter()
 
     def _start_scatter(self) -> InFlight:
         request = self._request
         if self._shard_count == 1 and self._comm.waits_block_host:
-            request.buffer = [_parts(request.buffer)[0].view(-1)]  # the sum will be there
-        if self._divisors.before_scatter is not _ONE:  # another one divides by 1, to no effect
+            request.buffer = [_parts(request.buffer)[0].view(-1)]  # sum in place
+        if self._divisors.before_scatter is not _ONE:
             for part in _parts(request.buffer):
                 self._divide(part, self._divisors.before_scatter)
         if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:
@@ -208,7 +380,7 @@ class Reduction:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is a stage that has not been queued."""
+        """Whether a stage has not been queued."""
         return self._stages_done < (1 if self._request.replicate_group is None else 2)
 
     def advance(self) -> None:
@@ -220,10 +392,10 @@ class Reduction:
             self._after_all_reduce()
 
     def free_input_if_sent(self) -> bool:
-        """Give back what was sent, if all have it. Starts nothing, and does not block.
+        """Free what was sent, if all ranks have received it. Starts nothing, and does not block.
 
         Returns:
-            Whether there is nothing more to give back.
+            Whether there is nothing left to free.
         """
         if self._stages_done or self._request.buffer is self._result:
             return True
@@ -253,7 +425,7 @@ class Reduction:
             if self._sum_dtype != request.accumulate_dtype:
                 self._result = self._result.to(request.accumulate_dtype)
             if request.replicate_group is None and request.replicate_count > 1:
-                marks.write(self._result, self._unused)  # it becomes a partial
+                marks.write(self._result, self._unused)  # the result is a partial
             self._pending = self._comm.record(self._result)
             self._ends.append(self._pending)
         if request.replicate_group is not None:
@@ -263,7 +435,7 @@ class Reduction:
         request = self._request
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
-            # In place where no lane but the host's has used it.
+            # In place if no stream uses it; the caller may read the result on another.
             self._wire = self._result if self._comm.waits_block_host else self._result.clone()
             self._divide(self._wire, self._divisors.before_all_reduce)
             self._wire = self._wire.to(request.wire_dtype)
@@ -279,28 +451,28 @@ class Reduction:
         request = self._request
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
-            # Under a second name: the first was allocated on the scatter lane, and is read on this.
+            # A second attribute: the first lives on the scatter stream, and is read on this one.
             self._unused_anywhere = request.marks.read(self._wire)
             self._reduced = self._wire.to(request.accumulate_dtype)
             self._divide(self._reduced, self._divisors.after_all_reduce)
             self._ends.append(self._comm.record(self._reduced))
 
     def finish(self) -> Reduced:
-        """Return the result, usable on the caller's stream."""
+        """Run the stages that are left and return the result, usable on the current stream."""
         while self.has_more:
             self.advance()
         for end in self._ends:
             end.wait()
         over_replicas = self._request.replicate_group is not None
         shard = self._reduced if over_replicas else self._result
-        # Only now may the inputs go: the caller's stream is ordered after every use of them.
+        # Inputs are dropped only now, when the current stream is ordered after every use of them.
         unused = self._unused_anywhere if over_replicas else self._unused
         used = self._request.marks.used_after(unused)
         del self._request
         return Reduced(shard, used)
 
     def abandon(self) -> None:
-        """Wait for what was started, and queue nothing more."""
+        """Wait for what was started, without starting another collective."""
         self._pending.wait()
         if self._request.reusable is not None:
             self._drop_sent()

@@ -14,12 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.custom import GroupMemory
-from meshard._comm.divergence import share
+from meshard._comm.custom import CommSettings, memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
 from meshard._engine.unit import (
-    CommSettings,
     DivideFactor,
     ReduceHook,
     Unit,
@@ -69,45 +67,7 @@ def _set_flag(module: Any, recurse: bool, setting: str, value: bool, argument: s
 
 # --- forward, called directly --------------------------------------------------------------------
 
-_CLASSES: dict[tuple[type, type], type] = {}
 _REGISTERED = "_meshard_forward_methods"  # on a module: name -> the instance's own method, or None
-
-
-def swap_class(module: nn.Module, mixin: type, prefix: str) -> None:
-    """Make ``module`` an instance of ``mixin`` as well as of its own class.
-
-    Args:
-        module: Changed in place.
-        mixin: ``FSDPModule`` or ``ReplicateModule``.
-        prefix: Of the name of the new class.
-    """
-    original = type(module)
-    if (mixin, original) not in _CLASSES:
-        forward = _direct_forward(original)
-        members = {} if forward is None else {"forward": forward}
-        _CLASSES[mixin, original] = type(f"{prefix}{original.__name__}", (mixin, original), members)
-    module.__class__ = _CLASSES[mixin, original]
-
-
-def _direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` that unshards the parameters if it is called outside of ``module(...)``.
-
-    None if ``original`` has no ordinary method of that name.
-    """
-    plain = original.forward
-    if plain is nn.Module.forward or not inspect.isfunction(plain):
-        return None
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit = self._meshard_unit
-        if unit.group is None or unit.group.is_unsharded_installed:
-            return original.forward(self, *args, **kwargs)
-        method = functools.partial(original.forward, self)
-        return run_in_unit(self, unit, method, args, kwargs)
-
-    # Dynamo limits how often it compiles one code object: each class needs its own.
-    forward.__code__ = forward.__code__.replace()
-    return functools.wraps(plain)(forward)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -346,13 +306,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         return original(*args, **kwargs)
 
-    @staticmethod
-    def adopt(module: nn.Module, unit: Unit) -> None:
-        """Make ``module`` an instance of FSDPModule, with ``unit`` behind it."""
-        swap_class(module, FSDPModule, "FSDP")
-        # Not setattr: Module.__setattr__ is slow, and the unit is no submodule.
-        module.__dict__["_meshard_unit"] = unit
-
     # --- gather and reshard ----------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
@@ -513,7 +466,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         check_bool("enable", enable)
         for unit in selected_units(self, recurse):
             if enable and unit.group is not None:
-                GroupMemory(unit.group.spec.device).of(unit.group.spec.mesh_info.shard_group)
+                memory_backend(unit.group.spec.mesh_info.shard_group, unit.group.spec.device)
         _replace_comm(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -630,7 +583,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
         if unit.group is not None:
-            unit.group.comm = settings.apply_to(unit.lifecycle.comm, unit.group.spec.device)
+            unit.group.comm = unit.lifecycle.comm.with_custom(settings)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
@@ -659,4 +612,4 @@ def share_comm_ctx(modules: list[Any]) -> None:
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
     for unit in units[1:]:
-        unit.lifecycle.use(share(units[0].lifecycle.comm, unit.lifecycle.comm))
+        unit.lifecycle.use(units[0].lifecycle.comm.shared_with(unit.lifecycle.comm))

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
+from meshard._shared_memory import channel
+from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from meshard.diagnostics import readable_bytes
 from tests.support.fake import fake_group
 from tests.support.models import Adapted, MixedDtype, Transformer
@@ -115,6 +118,44 @@ def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
         (warning,) = warnings
         assert "less than float32 (first 'blocks.0.linear.weight')" in warning
         assert not rows(describe(model.requires_grad_(False)))[1]
+
+
+def last_lines(variable):
+    """Return the last line before and after the first collective, on ranks of one host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHARD_SHARED_MEMORY", variable)
+        layer = fully_shard(nn.Linear(4, 4))
+        before = describe(layer).splitlines()[-1]
+        layer(torch.ones(1, 4))
+        return before, describe(layer).splitlines()[-1]
+
+
+def test_the_last_line_states_whether_ranks_use_shared_memory(run_ranks):
+    for before, after in run_ranks(last_lines, 2, "1"):
+        if WHY_UNSUPPORTED:
+            assert before == after == f"shared memory: off: {WHY_UNSUPPORTED}"
+        else:
+            assert before.endswith("decided at the first collective of each process group")
+            assert after == "shared memory: on"
+
+
+def test_the_last_line_states_why_ranks_do_not_use_shared_memory(run_ranks):
+    for lines in run_ranks(last_lines, 2, "0"):
+        assert lines == (f"shared memory: off: {WHY_UNSUPPORTED or 'MESHARD_SHARED_MEMORY=0'}",) * 2
+
+
+def one_is_unable():
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(channel, "WHY_UNSUPPORTED", "an example")
+        layer = fully_shard(nn.Linear(4, 4))
+        layer(torch.ones(1, 4))
+    return describe(layer).splitlines()[-1]
+
+
+def test_one_rank_that_is_unable_is_a_reason(run_ranks):
+    for line in run_ranks(one_is_unable, 2):
+        assert line.startswith("shared memory: off: ")
 
 
 def test_parameters_in_no_unit_have_a_line():

@@ -2,13 +2,10 @@
 
 import re
 
-from tests.house.sources import SOURCES, Source, new
+from tests.house.sources import SOURCES, Source
 
 # `grep -rE "getrefcount|getweakrefcount|_use_count|excepthook|dis\." src` finds nothing.
 LET_GO = re.compile(r"getrefcount|getweakrefcount|_use_count|excepthook|dis\.")
-
-# Must become empty.
-KNOWN = {}
 
 
 def uses(sources):
@@ -21,7 +18,7 @@ def uses(sources):
 
 
 def test_nothing_of_the_users_is_guessed_at():
-    assert new(uses(SOURCES), KNOWN) == []
+    assert uses(SOURCES) == []
 
 
 def test_a_planted_use_is_found():

@@ -7,7 +7,7 @@ import re
 import torch.distributed.fsdp as torch_fsdp
 
 import meshard
-from tests.house.sources import ROOT, SOURCES, Source, new
+from tests.house.sources import ROOT, SOURCES, Source
 
 # Names of torch.distributed.fsdp (FSDP2), under which meshard has its own.
 FSDP2_NAMES = [
@@ -149,7 +149,7 @@ def test_exported_names_are_public_and_live_in_public_files():
 
 
 def test_nothing_private_of_another_file_is_imported():
-    assert new(private_imports(SOURCES)) == []
+    assert private_imports(SOURCES) == []
 
 
 def test_documents_and_examples_use_public_names_only():

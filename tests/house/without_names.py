@@ -4,6 +4,7 @@
 fails. Every name has a process that begins as a copy of this one, which has imported torch.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -29,12 +30,11 @@ def main() -> None:
     for name in names:
         child = os.fork()
         if not child:
+            with contextlib.suppress(AttributeError, TypeError):  # what cannot be removed stays
+                delattr(holder_of(name), name.rpartition(".")[2])
+            for module in (name, library):
+                sys.modules.pop(module, None)
             try:
-                holder = holder_of(name)
-                if hasattr(holder, name.rpartition(".")[2]):
-                    delattr(holder, name.rpartition(".")[2])
-                sys.modules.pop(name, None)
-                sys.modules.pop(library, None)
                 importlib.import_module(library)
             except BaseException as error:
                 print(f"{name} is needed: {error}", file=sys.stderr)

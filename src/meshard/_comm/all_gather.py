@@ -1,11 +1,8 @@
 """All-gather of a unit's parameters.
 
-A ``GatherPlan`` is made once per unit: which ranges to cast, and where each rank's slot goes in
-each whole parameter. A step only follows it.
-
-They travel as bytes, one behind the other. What arrives is laid out per tensor, rank by rank along
-dim 0, in memory that is given back by resizing it: who has wrapped these tensors finds them filled
-again after the next gather.
+A ``GatherPlan`` is made once per unit: which ranges to cast, and where the range of each rank goes
+in each unsharded parameter. ``PackedGather`` gathers the tensors of subclasses with a custom
+all-gather (float8, int8) as bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ from meshard._mesh.layout import FlatLayout, ParamRange
 class GatherInFlight(NamedTuple):
     """An all-gather that has been started."""
 
-    gathered: torch.Tensor | None  # None: its rows are borrowed
+    gathered: torch.Tensor | None  # [ranks, n]; None: read ``views``
     source: torch.Tensor  # kept alive: the collective reads it
     pending: InFlight
     views: GatheredViews | None = None
-    reusable: ReusableBuffer | None = None  # of which ``gathered`` is
+    reusable: ReusableBuffer | None = None  # owner of ``gathered``
 
     def rows(self) -> Rows:
         """Wait for the rows, and return them."""
@@ -43,7 +40,7 @@ class GatherInFlight(NamedTuple):
         return self.gathered
 
     def end(self) -> None:
-        """Have no more use for the rows."""
+        """Release the rows."""
         if self.views is not None:
             self.views.release()
         elif self.reusable is not None:
@@ -51,22 +48,22 @@ class GatherInFlight(NamedTuple):
 
 
 class UnshardedMemory(Protocol):
-    """The memory of whole parameters."""
+    """The memory of unsharded parameters."""
 
     def allocate(self) -> None:
-        """Take it, unless that has been done."""
+        """Allocate it, unless it is allocated."""
 
 
 class _InPlace(NamedTuple):
-    """A whole parameter that is what is gathered."""
+    """An unsharded parameter that receives the gather itself."""
 
     memory: UnshardedMemory
     flat: torch.Tensor
-    rows: torch.Tensor  # the same, one per rank
+    rows: torch.Tensor  # the same memory, [ranks, n]
 
 
-class _CastRun(NamedTuple):
-    """A range that is contiguous in the shard at rest and in the shard on the wire."""
+class _CastRange(NamedTuple):
+    """A range that is contiguous in the flat shard and in the shard that is sent."""
 
     from_segment: int
     from_offset: int
@@ -76,7 +73,7 @@ class _CastRun(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """What is filled, and from what."""
+    """Pairs of tensors of the same shape."""
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
@@ -92,7 +89,7 @@ def start_all_gather(
 ) -> GatherInFlight:
     """Start gathering ``source [n]`` of every rank into ``[count, n]``.
 
-    **Collective:** all ranks of ``group``. **Stream:** call it inside the gather lane.
+    **Collective:** all ranks of ``group``. **Stream:** call it on the gather stream.
     **Lifetime:** the result holds what the collective reads and writes.
     """
     numel, dtype, device = count * source.numel(), source.dtype, source.device
@@ -102,19 +99,19 @@ def start_all_gather(
 
 
 class GatherPlan:
-    """How one unit is cast, gathered and laid out as whole parameters.
+    """How one unit is cast, gathered and copied into unsharded parameters.
 
     Args:
-        sharded_of_all: The unit's flat shard.
-        on_wire: The same unit in the dtypes in which it computes.
+        sharded_of_all: Layout of the unit's flat shard.
+        on_wire: Layout of the same unit in the dtypes in which it computes.
     """
 
     def __init__(self, sharded_of_all: FlatLayout, on_wire: FlatLayout) -> None:
         self.on_wire = on_wire
         self._casts = sharded_of_all.segments != on_wire.segments
-        self._runs = _cast_runs(sharded_of_all, on_wire) if self._casts else []
+        self._cast_ranges = _cast_ranges(sharded_of_all, on_wire) if self._casts else []
         self._regular_sizes = [segment.regular_sizes for segment in on_wire.segments]
-        # Up to which element of a part they go; None: to its end, and there is nothing to cut.
+        # Where the regular ranges of each segment end; None: at its end.
         self._regular_ends = [
             None if segment.regular_numel == segment.numel else segment.regular_numel
             for segment in on_wire.segments
@@ -134,7 +131,7 @@ class GatherPlan:
         comm: Communicator,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """Return what this rank sends: the flat shard itself, or a cast copy of it."""
+        """Return what this rank sends: the flat shard, or a cast copy."""
         if not self._casts:
             return buffer
         numel, dtype = self.on_wire.shard_form
@@ -142,9 +139,9 @@ class GatherPlan:
             numel, CommStream.GATHER, dtype=dtype, device=buffer.device, group=group, is_sent=True
         )
         views = self.on_wire.split(source)
-        for run in self._runs:
-            target = views[run.to_segment].narrow(0, run.to_offset, run.numel)
-            target.copy_(segments[run.from_segment].narrow(0, run.from_offset, run.numel))
+        for each in self._cast_ranges:
+            target = views[each.to_segment].narrow(0, each.to_offset, each.numel)
+            target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
         return source
 
     def start(
@@ -158,14 +155,14 @@ class GatherPlan:
     ) -> GatherInFlight:
         """Start gathering the unit.
 
-        **Collective:** all ranks of ``group``. **Stream:** the gather lane.
+        **Collective:** all ranks of ``group``. **Stream:** the gather stream.
         **Lifetime:** the flat shard must not be edited until the gather is waited for.
         """
         with comm.on_stream(CommStream.GATHER):
             source = self._make_source(buffer, segments, comm, group)
             views = comm.gather_views(source, group=group, label=label)
             if views is not None:
-                return GatherInFlight(None, source, views, views)
+                return GatherInFlight(None, source, views, views=views)
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
             if self._in_place is not None:
@@ -178,19 +175,17 @@ class GatherPlan:
                 self._reusable = ReusableBuffer(source, count, numel, self.on_wire.split)
             self._reusable.take()
             pending = comm.all_gather(self._reusable.flat, source, group=group, label=label)
-            return GatherInFlight(self._reusable.rows, source, pending, None, self._reusable)
+            return GatherInFlight(self._reusable.rows, source, pending, reusable=self._reusable)
 
     def bind(
         self, unsharded: Sequence[torch.Tensor], memory: UnshardedMemory | None = None
     ) -> None:
-        """Prepare the views through which ``copy_out`` fills these whole parameters.
-
-        Those of one dtype lie in one storage, as ``UnshardedMemoryPool`` has them.
+        """Prepare the views through which ``copy_out`` fills unsharded parameters.
 
         Args:
-            whole: The parameters.
-            memory: Theirs, if what is gathered may be received in it. That of a parameter which
-                is all of the unit, and cut evenly, is: there is nothing to copy out.
+            unsharded: The parameters; those of one dtype share one storage.
+            memory: Their memory, if the gather may be received in it. It is where the unit has one
+                parameter that is cut evenly: nothing has to be copied out.
         """
         self._in_place = None
         segments = self.on_wire.segments
@@ -239,9 +234,9 @@ class GatherPlan:
             )
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
-        """Prepare the copies of regular parameters out of ``parts``, of all ranks, one per dtype.
+        """Prepare the copies of regular parameters out of ``parts`` ``[ranks, n]``, one per dtype.
 
-        Neighbours of one size are one copy: a layout puts them next to each other.
+        Adjacent parameters of one size are one copy.
         """
         copies = _Copies([], [])
         for part, segment, all_unsharded in zip(
@@ -296,7 +291,7 @@ class GatherPlan:
 
 
 def _runs_of_one_size(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Iterate over where neighbours of one size begin, and how many they are."""
+    """Yield where each run of equal sizes begins, and its length."""
     first = 0
     for _, run in itertools.groupby(sizes):
         count = len(list(run))
@@ -305,40 +300,42 @@ def _runs_of_one_size(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
-    """Return how far apart views of one storage begin, in elements; None: not evenly, or one."""
+    """Return the distance between views of one storage, in elements; None: uneven, or one view."""
     offsets = [int(view.storage_offset()) for view in views]
     gaps = {after - before for before, after in itertools.pairwise(offsets)}
     return gaps.pop() if len(gaps) == 1 else None
 
 
-def _cast_runs(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastRun]:
-    """Pair the two layouts' slots up, merging neighbours that stay neighbours."""
+def _cast_ranges(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:
+    """Pair the ranges of both layouts, merging those that are adjacent in both."""
     target = {
         param_range.index: (position, param_range.offset)
         for position, segment in enumerate(on_wire.segments)
         for param_range in segment.ranges
     }
-    runs: list[_CastRun] = []
+    ranges: list[_CastRange] = []
     for position, segment in enumerate(sharded_of_all.segments):
         for param_range in segment.ranges:
             to_segment, to_offset = target[param_range.index]
-            last = runs[-1] if runs else None
+            last = ranges[-1] if ranges else None
             if (
                 last is not None
                 and (last.from_segment, last.to_segment) == (position, to_segment)
                 and last.from_offset + last.numel == param_range.offset
                 and last.to_offset + last.numel == to_offset
             ):
-                runs[-1] = last._replace(numel=last.numel + param_range.numel)
+                ranges[-1] = last._replace(numel=last.numel + param_range.numel)
             else:
-                runs.append(
-                    _CastRun(position, param_range.offset, to_segment, to_offset, param_range.numel)
+                ranges.append(
+                    _CastRange(
+                        position, param_range.offset, to_segment, to_offset, param_range.numel
+                    )
                 )
-    return runs
+    return ranges
 
 
 class Form(NamedTuple):
-    """What every rank sends of one tensor: so many rows."""
+    """dtype and shape of what every rank sends of one tensor."""
 
     dtype: torch.dtype
     rows: int
@@ -346,7 +343,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        """Return the form of ``tensor``; one without dims is one row."""
+        """Return the form of ``tensor``; a tensor without dims is one row."""
         return cls(tensor.dtype, tensor.shape[0] if tensor.dim() else 1, tuple(tensor.shape[1:]))
 
     @property
@@ -358,13 +355,13 @@ class Form(NamedTuple):
 def agree_on_forms(
     own: Sequence[Form], group: dist.ProcessGroup, *, device: torch.device, label: str
 ) -> list[Form]:
-    """Return forms with the most rows that any rank sends, if ranks differ in nothing else.
+    """Return the forms with the largest number of rows of any rank.
 
     **Collective:** all ranks of ``group``; two small all-gathers, which block. **Stream:** the
     current one.
 
     Raises:
-        RuntimeError: On all ranks, if they differ in more than rows.
+        RuntimeError: On all ranks, if their forms differ in more than the number of rows.
     """
     text = "\n".join(f"{form.dtype} {form.row_shape}" for form in own)
     outline = torch.tensor([len(own), zlib.crc32(text.encode())], device=device)
@@ -383,12 +380,15 @@ def agree_on_forms(
 
 
 class PackedGather:
-    """Memory for tensors of all ranks, and the way of this rank's tensors into it.
+    """A gather of several tensors as bytes, packed one behind the other.
+
+    The outputs are laid out rank by rank along dim 0. Their memory is freed by resizing it, so
+    tensors that wrap them are filled again by the next gather.
 
     Args:
         forms: What every rank sends.
-        count: Ranks.
-        device: Where the tensors are.
+        count: Number of ranks.
+        device: Device of the tensors.
     """
 
     def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
@@ -413,7 +413,7 @@ class PackedGather:
     ) -> GatherInFlight:
         """Start gathering; a tensor of fewer rows than its form is padded with zeros.
 
-        **Collective:** all ranks of ``group``. **Stream:** call it inside the gather lane.
+        **Collective:** all ranks of ``group``. **Stream:** call it on the gather stream.
         **Lifetime:** ``tensors`` must not be edited until the gather is waited for.
         """
         source = self._pack([_bytes_of(tensor) for tensor in tensors])
@@ -433,12 +433,12 @@ class PackedGather:
         torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._bytes)
 
     def allocate(self) -> None:
-        """Give the outputs memory."""
+        """Allocate the memory of the outputs."""
         for flat, storage in zip(self._bytes, self._storages, strict=True):
             storage.resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:
-        """Take the memory of the outputs, or of some, back."""
+        """Free the memory of the outputs, or of some."""
         for index in range(len(self._storages)) if indices is None else indices:
             self._storages[index].resize_(0)
 
@@ -447,8 +447,8 @@ def _typed(flat: torch.Tensor, form: Form, count: int) -> torch.Tensor:
     shape = (count * form.rows, *form.row_shape)
     if not flat.numel():
         return torch.empty(shape, dtype=form.dtype, device=flat.device)
-    # `.data`: what is handed out has a version counter of its own, so that filling it again is
-    # not taken for an in-place change of what autograd has saved.
+    # `.data` has a version counter of its own: autograd does not take the next filling for an
+    # in-place change of what it saved.
     return flat.view(-1).view(form.dtype).view(shape).data
 
 

@@ -1,21 +1,29 @@
-"""The communicator interface.
+"""The communicator: starts collectives and orders their results.
 
-A collective is started by one call and finished by ``wait()`` on what it returned; between the two
-it runs beside the compute. Here is the interface. The implementations are ``shared_memory`` for
-CPU tensors of ranks on one host, ``work_communicator`` for other CPU tensors and ``streams`` for
-devices; but for ``scalars`` and ``setup_communicator``, nobody else calls collectives.
+A collective is started by one call and finished by ``wait()`` on what that call returns; in between
+it runs beside the compute. The implementations are ``WorkCommunicator`` for CPU tensors, its
+extension for ranks of one host, and ``StreamCommunicator`` for devices with streams. Other
+collectives of the package, which block, are in ``blocking``.
+
+Every collective is *announced* before it is issued: to the check of ``MESHARD_DEBUG=1``, which
+raises where the ranks differ, and to the observers, such as ``CommLedger``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from meshard._comm.custom import CommSettings, memory_backend
+from meshard._comm.divergence import check_fingerprint, is_debugging, number_root
+from meshard.policies import Comm
 
 
 class StepPhase(enum.Enum):
@@ -44,8 +52,8 @@ class CommStream(enum.Enum):
 class CommEvent:
     """One collective, as issued by one rank.
 
-    ``payload_bytes`` is the size of the whole buffer: what an all-gather yields, what a
-    reduce-scatter or an all-reduce is given.
+    ``payload_bytes`` is the size of the larger buffer: the output of an all-gather, the input of a
+    reduce-scatter or an all-reduce.
     """
 
     op: str
@@ -65,133 +73,177 @@ class InFlight(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the collective. Again, for another stream."""
+        """Order what the caller does next after the collective. May be called on any stream."""
 
     def poll(self) -> bool:
-        """Do what ``wait`` does if the host need not block for it. Whether it is done."""
+        """Do what ``wait`` does, if the host need not block for it. Return whether it is done."""
 
 
 class GatheredViews(InFlight, Protocol):
-    """An all-gather whose rows are read where they lie."""
+    """An all-gather whose rows are read where the other ranks keep them."""
 
     def rows(self) -> list[torch.Tensor]:
-        """Wait for the rows, and return them in rank order. They are to be read only."""
+        """Wait for the rows, and return them in rank order. They must not be written to."""
 
     def release(self) -> None:
-        """Let the other ranks use their memory again; the rows may not be read any more."""
+        """Let the other ranks reuse the memory of the rows, which must not be read any more."""
 
 
 class RecordedWork(InFlight, Protocol):
     """Local work that has been queued."""
 
     def synchronize(self) -> None:
-        """Block the host until it is over. Call it as often as you like."""
+        """Block the host until the work is done. May be called repeatedly."""
 
 
-class Communicator(Protocol):
-    """Starts collectives and says when their results may be used.
+class Done:
+    """A collective that needed no communication."""
 
-    Groups of one rank issue nothing; the data is copied, so that what surrounds a collective need
-    not know. ``label`` is the name of the unit, for the ledger and the profiler.
+    def wait(self) -> None:
+        """Return at once."""
+
+    def poll(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+DONE = Done()
+
+Observer = Callable[[CommEvent, object], None]
+_observers: list[Observer] = []
+
+
+def add_observer(observer: Observer) -> None:
+    """Call ``observer(event, identity of the communicator)`` before every collective."""
+    _observers.append(observer)
+
+
+def remove_observer(observer: Observer) -> None:
+    """Undo ``add_observer``."""
+    _observers.remove(observer)
+
+
+def announce(
+    op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, *, rows: int = 1
+) -> None:
+    """Check that the ranks agree, then call the observers: a collective is about to be issued.
+
+    For collectives outside of a communicator.
+
+    Args:
+        op: Name of the collective.
+        payload: Its larger buffer, or one of ``rows`` rows of it.
+        group: The ranks that take part.
+        label: Name of the unit, or of what the collective is for.
+        rows: Number of rows.
+
+    Raises:
+        RuntimeError: Under ``MESHARD_DEBUG=1``, if the ranks are about to issue different
+            collectives.
+    """
+    event = _event(op, payload, group, label, rows)
+    if is_debugging():
+        _check(event, group)
+    for observer in tuple(_observers):
+        observer(event, None)
+
+
+def _event(
+    op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, rows: int
+) -> CommEvent:
+    num_bytes = rows * payload.numel() * payload.itemsize
+    return CommEvent(op, label, group.size(), num_bytes, payload.dtype)
+
+
+def _check(event: CommEvent, group: dist.ProcessGroup, root: int | None = None) -> None:
+    of_root = "" if root is None else f"root {root}, "
+    numel = event.payload_bytes // event.dtype.itemsize
+    check_fingerprint(
+        f"{event.op} of unit {event.unit!r} ({of_root}{numel} x {event.dtype})", group
+    )
+
+
+class Communicator:
+    """Collectives on the tensors of one device, for one root.
+
+    Groups of one rank issue nothing; the data is copied. ``label`` is the name of the unit, for
+    observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
+
+    Attributes:
+        waits_block_host: Whether ``InFlight.wait`` blocks the calling thread (and not a stream).
+        may_keep_buffers: Whether the caller may pass ``all_gather`` an output that it keeps and
+            resizes, because only the host uses it.
+        identity: What observers are given to tell communicators apart. Communicators that share
+            streams and memory have the same.
     """
 
     waits_block_host: bool
-    """Whether ``InFlight.wait`` blocks the calling thread (and not a device stream)."""
+    may_keep_buffers = False
 
-    may_keep_buffers: bool
-    """Whether what ``all_gather`` fills may be memory of the caller's that only the host uses."""
+    def __init__(self) -> None:
+        self.identity = object()
+        self._custom = CommSettings()
+        # None: not checked. Else the number of the root by group.
+        self._root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
 
-    @property
-    def identity(self) -> object:
-        """What observers are told issued a collective."""
+    # --- variants that share streams and memory --------------------------------------------
+
+    def with_custom(self, custom: CommSettings) -> Communicator:
+        """Return a communicator on the same streams that uses the collectives of the user."""
+        if not custom:
+            return self
+        variant = copy.copy(self)
+        variant._custom = custom
+        variant.may_keep_buffers = False
+        return variant
+
+    def number_root(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Give the root that uses this communicator a number, if collectives are checked.
+
+        Args:
+            groups: All groups in which the root communicates.
+        """
+        if self._root_numbers is not None:
+            self._root_numbers = number_root(groups)
+
+    def shared_with(self, own: Communicator) -> Communicator:
+        """Return this communicator for another root, which has used ``own``.
+
+        Where collectives are checked, the root keeps its number.
+        """
+        if own._root_numbers is None:
+            return self
+        variant = copy.copy(self)
+        variant._root_numbers = own._root_numbers
+        return variant
+
+    # --- streams ---------------------------------------------------------------------------
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         """Queue what is inside on ``comm_stream``, after all that the caller has queued so far."""
-
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """Give back memory that is kept for the next collectives: a part of a step begins.
-
-        Args:
-            keep_for: But for what this has needed in the last steps; None: everything.
-        """
-
-    def allocate_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        group: dist.ProcessGroup,
-        own: torch.Tensor | None = None,
-    ) -> list[torch.Tensor] | None:
-        """Return what ``reduce_scatter`` is to be given, row by row; None: one tensor.
-
-        The other ranks read their rows ``[numel]`` where they lie. This rank's is ``own``, if that
-        is given, else ordinary memory; it may be the ``output``.
-        """
-
-    def all_gather(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-    ) -> InFlight:
-        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
-
-        **Collective:** all ranks of ``group``. **Stream:** the lane of the caller.
-        **Lifetime:** both tensors must live until ``wait`` has returned.
-        """
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        source: Rows,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        keep_signs: bool = True,
-    ) -> InFlight:
-        """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
-
-        ``source`` is a tensor, or what ``allocate_rows`` has lent, filled.
-        ``output`` may be of a wider dtype than ``source``. Collective, stream and lifetime as for
-        ``all_gather``. With ``keep_signs`` a sum of negative zeros is a negative zero.
-        """
-
-    def all_reduce(
-        self,
-        buffer: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        output: torch.Tensor | None = None,
-    ) -> InFlight:
-        """Sum ``buffer`` over the ranks of ``group``, in place if there is no ``output``.
-
-        Another ``output`` only where ``sums_apart``.
-        """
-
-    def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        """Whether ``all_reduce`` reads what ``allocate`` has lent to be sent, and sums elsewhere.
-
-        In place it would have to be copied first.
-        """
+        raise NotImplementedError
 
     def record(self, *keep: torch.Tensor) -> RecordedWork:
-        """Return a wait for the local work queued on the current lane; ``keep`` lives until it."""
+        """Return a wait for what is queued on the current stream; ``keep`` lives until it."""
+        raise NotImplementedError
 
     def gather_after(self, event: Any) -> None:
-        """Have the next use of the gather lane wait for ``event`` instead of for the caller."""
+        """Order the next use of the gather stream after ``event`` instead of after the caller."""
 
     def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
-        """Have the next use of ``comm_stream`` wait for ``pending`` too."""
+        """Order the next use of ``comm_stream`` after ``pending`` too."""
+        pending.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Hold ``tensors`` until what is queued on the current lane is over. Nobody waits.
+        """Keep ``tensors`` alive until what is queued on the current stream is done. No wait.
 
-        For memory of other lanes that is used on this one for the last time.
+        For memory of another stream that this one uses last.
         """
+
+    # --- memory ----------------------------------------------------------------------------
 
     def allocate(
         self,
@@ -205,88 +257,22 @@ class Communicator(Protocol):
     ) -> torch.Tensor:
         """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``comm_stream``.
 
-        With ``is_sent`` it will be the source of one, whole and once, and then be dropped.
+        With ``is_sent`` it will be the whole source of one collective, then dropped.
         """
-
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatheredViews | None:
-        """Gather every rank's ``source [n]`` where it lies; None: it must be moved to be read.
-
-        Collective and stream as for ``all_gather``. **Lifetime:** ``source`` must not be edited
-        until the rows are given back.
-        """
-
-
-Observer = Callable[[CommEvent, object], None]
-_observers: list[Observer] = []
-
-
-def add_observer(observer: Observer) -> None:
-    """Have ``observer(event, communicator)`` called for every collective that is issued."""
-    _observers.append(observer)
-
-
-def remove_observer(observer: Observer) -> None:
-    """Undo ``add_observer``."""
-    _observers.remove(observer)
-
-
-class Done:
-    """A collective that needed no communication."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def poll(self) -> bool:
-        """Return that it is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-DONE = Done()
-
-
-class BaseCommunicator:
-    """What the implementations share: telling observers, and ordinary memory."""
-
-    may_keep_buffers = False
-
-    @property
-    def identity(self) -> object:
-        """See ``Communicator.identity``."""
-        return self
-
-    def allocate(
-        self,
-        numel: int,
-        comm_stream: CommStream,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        is_sent: bool = False,
-    ) -> torch.Tensor:
-        """See ``Communicator.allocate``."""
+        # The user's allocators serve what is received, and what is reduce-scattered.
+        if self._custom and not is_sent and group.size() > 1:
+            if self._custom.from_group:
+                backend = memory_backend(group, device)
+                tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+                return tensor
+            custom: Comm | None = None
+            if comm_stream is CommStream.GATHER:
+                custom = self._custom.all_gather
+            elif comm_stream is CommStream.SCATTER:
+                custom = self._custom.reduce_scatter
+            if custom is not None:
+                return custom.allocate((numel,), dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
-
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatheredViews | None:
-        """See ``Communicator.gather_views``: a copy has to be sent."""
-        return None
-
-    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
-        """See ``Communicator.enter_after``: the host waits."""
-        pending.wait()
-
-    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Communicator.hold_until_done``: it is over."""
-
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """See ``Communicator.release_cached_memory``: there is none."""
 
     def allocate_rows(
         self,
@@ -296,14 +282,151 @@ class BaseCommunicator:
         group: dist.ProcessGroup,
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
-        """See ``Communicator.allocate_rows``: one tensor is sent."""
+        """Return the rows ``[numel]`` to pass to ``reduce_scatter``; None: pass one tensor.
+
+        The other ranks read their rows in place. The row of this rank is ``own`` if that is given,
+        else ordinary memory; it may be the ``output``.
+        """
         return None
 
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
+        """Free memory that is kept for later collectives, as a phase of the step begins.
+
+        Args:
+            keep_for: Keep what this phase has needed in the last steps; None: free everything.
+        """
+
     def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        """See ``Communicator.sums_apart``."""
+        """Whether ``all_reduce`` sums what ``allocate(is_sent=True)`` returned into ``output``.
+
+        In place it would have to copy first.
+        """
         return False
 
-    def observe(
+    def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
+        """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
+        return ""
+
+    # --- collectives -----------------------------------------------------------------------
+
+    def gather_views(
+        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    ) -> GatheredViews | None:
+        """Gather every rank's ``source [n]`` without moving it; None: use ``all_gather``.
+
+        Collective and stream as for ``all_gather``. **Lifetime:** ``source`` must not be edited
+        until the rows are released.
+        """
+        return None
+
+    def all_gather(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> InFlight:
+        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
+
+        **Collective:** all ranks of ``group``. **Stream:** the stream of the caller.
+        **Lifetime:** both tensors must live until ``wait`` has returned.
+        """
+        if group.size() == 1:
+            output.copy_(source)
+            return self.record(source)
+        self._announce("all_gather", output, group, label)
+        with profiled("all_gather", label):
+            custom = self._custom.all_gather
+            if custom is None:
+                return self._start_all_gather(output, source, group)
+            work = custom(output, source, group, self.waits_block_host)
+            return self._in_flight(work, (source,))
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        keep_signs: bool = True,
+    ) -> InFlight:
+        """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
+
+        ``source`` is a tensor, or the rows of ``allocate_rows``. ``output`` may have a wider dtype.
+        Collective, stream and lifetime as for ``all_gather``. With ``keep_signs`` a sum of negative
+        zeros is a negative zero.
+        """
+        if group.size() == 1:
+            if source[0] is not output:
+                output.copy_(source[0])
+            return self.record(*source)
+        self._announce("reduce_scatter", source[0], group, label, rows=len(source))
+        with profiled("reduce_scatter", label):
+            if self._custom.reduce_scatter is None:
+                return self._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
+            assert isinstance(source, torch.Tensor)
+            return self._start_custom_reduce_scatter(output, source, group)
+
+    def all_reduce(
+        self,
+        buffer: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        output: torch.Tensor | None = None,
+    ) -> InFlight:
+        """Sum ``buffer`` over the ranks of ``group``, in place if there is no ``output``.
+
+        ``output`` is allowed only where ``sums_apart``.
+        """
+        if group.size() == 1:
+            return DONE
+        self._announce("all_reduce", buffer, group, label)
+        with profiled("all_reduce", label):
+            return self._start_all_reduce(buffer, group, output)
+
+    # --- for implementations ---------------------------------------------------------------
+
+    def _start_all_gather(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+    ) -> InFlight:
+        raise NotImplementedError
+
+    def _start_reduce_scatter(
+        self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
+    ) -> InFlight:
+        raise NotImplementedError
+
+    def _start_all_reduce(
+        self, buffer: torch.Tensor, group: dist.ProcessGroup, output: torch.Tensor | None
+    ) -> InFlight:
+        raise NotImplementedError
+
+    def _in_flight(
+        self,
+        work: dist.Work | None,
+        keep: tuple[torch.Tensor, ...],
+        then: Callable[[], object] | None = None,
+    ) -> InFlight:
+        """Return a wait for ``work`` (None: done), then ``then``; ``keep`` lives until it."""
+        raise NotImplementedError
+
+    def _start_custom_reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+    ) -> InFlight:
+        custom, received = self._custom.reduce_scatter, output
+        assert custom is not None
+        if output.dtype != source.dtype:
+            received = custom.allocate((output.numel(),), dtype=source.dtype, device=source.device)
+        op = dist.ReduceOp.SUM
+        work = custom(received, source.view(-1), group, op, self.waits_block_host)
+        if received is output:
+            return self._in_flight(work, (source,))
+        return self._in_flight(work, (source, received), lambda: output.copy_(received))
+
+    def _announce(
         self,
         op: str,
         payload: torch.Tensor,
@@ -312,24 +435,13 @@ class BaseCommunicator:
         *,
         rows: int = 1,
     ) -> None:
-        """Tell every observer of a collective about to be issued.
-
-        Args:
-            op: Which.
-            payload: The whole buffer, or one of ``rows`` rows of it.
-            group: Who takes part.
-            label: Name of the unit.
-            rows: How many there are.
-        """
-        if _observers:
-            event = CommEvent(
-                op,
-                label,
-                group.size(),
-                rows * payload.numel() * payload.itemsize,
-                payload.dtype,
-            )
-            notify_observers(event, self.identity)
+        if not _observers and self._root_numbers is None:
+            return
+        event = _event(op, payload, group, label, rows)
+        if self._root_numbers is not None:
+            _check(event, group, self._root_numbers.get(group))
+        for observer in tuple(_observers):
+            observer(event, self.identity)
 
 
 @contextlib.contextmanager
@@ -338,18 +450,12 @@ def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a 
         yield
 
 
-def notify_observers(event: CommEvent, communicator: object = None) -> None:
-    """Tell every observer of a collective that is about to be issued."""
-    for observer in tuple(_observers):
-        observer(event, communicator)
-
-
 _NOTHING = contextlib.nullcontext()
 
 
 def profiled(what: str, label: str) -> contextlib.AbstractContextManager[None]:
     """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
-    # The public record_function costs microseconds even when nobody listens; this flag does not.
+    # The public record_function takes microseconds even without a profiler; this flag does not.
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _record(f"meshard::{what} {label}")
     return _NOTHING

@@ -1,28 +1,28 @@
-"""Checks that ranks agree, under MESHARD_DEBUG=1.
+"""Check that all ranks are about to issue the same collective, under MESHARD_DEBUG=1.
 
-The exchange behind ``MESHARD_DEBUG=1``. It goes through the store of the group, which keeps working
-while a collective hangs. Each exchange of a group has a number, and four keys under it:
+Ranks that run different units issue different collectives: gloo aborts the process, NCCL hangs or
+sums unrelated data. With the check, every rank publishes a *fingerprint* of the collective it is
+about to issue in the store of the process group, which keeps working while a collective hangs.
 
-    first     what the rank that came first is about to do; the others compare theirs with it
-    differs   there once a rank is about to do something else
-    came      how many ranks have come
+Protocol: the exchanges of a group are numbered, and each has four keys:
+
+    first     fingerprint of the first rank to arrive; the others compare theirs with it
+    differs   present once a rank has another fingerprint
+    came      number of ranks that have arrived
     verdict   ``go``, or the text of the error
 
-The verdict is written by the last rank to come, or by the first whose patience ends, with a
-compare-and-set: whoever is first decides for all, also for a rank that comes later. So nobody goes
-on alone. That takes a fixed number of requests per rank, however many ranks there are; only who
-writes an error reads what every rank said last, which stands under a key of the default group.
+The last rank to arrive writes the verdict, or the first whose timeout ends. It is written with a
+compare-and-set, so the first writer decides for all ranks, later ones included, and no rank goes on
+alone. Each rank sends a fixed number of requests, however many ranks there are. Only a rank that
+writes an error reads the last fingerprint of every rank, from one key per rank of the default
+group.
 
-The last to come deletes the keys of the exchange before: all that came had read that verdict. What
-stays in the store is one exchange per group, one key per rank, and a few keys for each error.
+The last rank to arrive deletes the keys of the previous exchange: every rank has read its verdict.
+The store keeps one exchange per group, one key per rank, and a few keys per error.
 
-An error opens a new *round*, in which numbers start again, so that ranks which were thrown out at
-different places meet again. The first error of a round is known to the whole job. A rank of the old
-round that waits for somebody finds it, and raises too.
-
-Ranks that run different units issue different collectives: on gloo that aborts the process, on NCCL
-it hangs, or sums what does not belong together. Here every rank first says what it is about to do
-and compares (see ``notes``), which costs a few round trips to the store per collective.
+An error starts a new *round*, in which numbers begin at 0, so that ranks which raised at different
+numbers meet again. The first error of a round stands under a key of the default group. A rank of
+the old round that waits for others finds it there and raises too.
 """
 
 from __future__ import annotations
@@ -32,24 +32,13 @@ import datetime
 import os
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import (
-    CommStream,
-    Communicator,
-    GatheredViews,
-    InFlight,
-    RecordedWork,
-    Rows,
-    StepPhase,
-)
-
 _DEFAULT_SECONDS = 60.0
-_QUIET_SECONDS = 0.5  # before looking for errors elsewhere; torch logs a wait that timed out
+_QUIET_SECONDS = 0.5  # before looking for errors of other groups; torch logs a wait that timed out
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
 _GO = "go"
@@ -59,11 +48,15 @@ _REMEDY = (
     "parameters of a unit they use."
 )
 
-# Of each default group, how many rounds have ended in an error on this rank.
+# By default group: how many rounds have ended in an error on this rank.
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# Of each group, the round and the number of the last exchange, over all models.
+# By group: round and number of the last exchange, over all models.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]]
 _numbers = weakref.WeakKeyDictionary()
+# By group: how many roots that use it were made. Per group, because ranks may have models that
+# other ranks do not have, such as the stages of a pipeline. Roots are numbered when they are made:
+# the order in which they run is what is checked.
+_num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_debugging() -> bool:
@@ -71,41 +64,30 @@ def is_debugging() -> bool:
     return os.environ.get("MESHARD_DEBUG", "0") not in ("", "0")
 
 
-def check_collective(
-    op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup, root: int | None = None
-) -> None:
-    """Raise unless all ranks of ``group`` are about to issue the same collective.
+def number_root(groups: Iterable[dist.ProcessGroup]) -> dict[dist.ProcessGroup, int]:
+    """Return the number of a new root in each of its groups.
 
-    **Collective:** as ``check_fingerprint``.
-
-    Args:
-        op: Name of the collective.
-        label: Name of the unit.
-        payload: The larger of its two buffers.
-        group: Who takes part.
-        root: Tells apart models whose units have the same names.
-
-    Raises:
-        RuntimeError: As ``check_fingerprint``.
+    It tells apart models whose units have the same names.
     """
-    of_root = "" if root is None else f"root {root}, "
-    check_fingerprint(
-        f"{op} of unit {label!r} ({of_root}{payload.numel()} x {payload.dtype})", group=group
-    )
+    numbers = {}
+    for group in set(groups):
+        numbers[group] = _num_roots[group] = _num_roots.get(group, 0) + 1
+    return numbers
 
 
 def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
-    """Raise unless all ranks of ``group`` say the same.
+    """Raise unless all ranks of ``group`` have the same fingerprint.
 
-    **Collective:** all ranks of ``group``, through its store. Returns once all have come, or raises
-    when ``MESHARD_DEBUG_TIMEOUT`` is over, on those that came and on those that come later.
+    **Collective:** all ranks of ``group``, through its store. Returns once all have arrived. When
+    ``MESHARD_DEBUG_TIMEOUT`` ends first, raises on the ranks that arrived and on those that arrive
+    later.
 
     Args:
         ours: What this rank is about to do.
-        group: Who should be about to do the same.
+        group: The ranks that should do the same. A group of one is not checked.
 
     Raises:
-        RuntimeError: The ranks differ, or one did not come; or the store does not answer.
+        RuntimeError: The fingerprints differ, a rank did not arrive, or the store does not answer.
     """
     if group.size() == 1:
         return
@@ -127,7 +109,7 @@ def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
 
 
 class _Exchange:
-    """One thing that the ranks of a group should do together, as this rank sees it."""
+    """One numbered comparison among the ranks of a group, as seen by this rank."""
 
     def __init__(self, ours: str, group: dist.ProcessGroup) -> None:
         world = dist.group.WORLD
@@ -148,7 +130,7 @@ class _Exchange:
         self.line = f"  rank {self.rank}: {ours}"
 
     def run(self) -> str:
-        """Return the verdict. Blocks until there is one."""
+        """Return the verdict. Blocks until it is written."""
         self._world_store.set(_last_key(self.rank), f"{self._keys}\n{self.position}\n{self._ours}")
         first = self._store.compare_set(f"{self._keys}/first", "", self._ours).decode()
         if first != self._ours:
@@ -176,7 +158,7 @@ class _Exchange:
         return str(self._store.get(key).decode())
 
     def _decide(self, missing: str, elsewhere: str = "") -> str:
-        """Return the verdict, which is this rank's unless another one was faster."""
+        """Write a verdict unless another rank was faster; return what is written."""
         all_came = self._store.add(f"{self._keys}/came", 0) >= len(self._ranks)
         verdict = _GO
         if not all_came or self._store.check([f"{self._keys}/differs"]):
@@ -196,15 +178,15 @@ class _Exchange:
                 )
                 if keys == self._keys:
                     said = text
-                elif not elsewhere:  # else it may have been thrown out, and begun anew
+                elif not elsewhere:  # else it may have raised already and begun a new round
                     said = f"{missing}; its last was {text}, {position}"
             lines.append(f"  rank {rank}: {said}")
         return "\n".join([*lines, _REMEDY]) + elsewhere
 
     def leave(self) -> None:
-        """Begin a new round, once the other ranks that came know the verdict, or soon."""
+        """Start a new round, after the other ranks have read the verdict or a short wait."""
         _rounds[self._world] = self._round + 1
-        # The store may be in this process, which may end now: see that the others have read it.
+        # This process may hold the store and end now: wait until the others have read it.
         with contextlib.suppress(RuntimeError):
             seen = self._store.add(f"{self._keys}/seen", 1)
             if seen >= self._store.add(f"{self._keys}/came", 0):
@@ -230,153 +212,9 @@ def _is_written_within(seconds: float, store: Any, key: str) -> bool:
     try:
         store.wait([key], datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
-        # Which class a timeout has depends on the store; all of them say "timeout". A lost
+        # The class of a timeout depends on the store; every message contains "timeout". A lost
         # connection is a DistNetworkError.
         if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
             raise
         return False
     return True
-
-
-# Of each group, how many roots were made that use it. Counted when they are made, not when they
-# run: what runs in another order is what is to be found. Not over all groups: ranks may have models
-# that other ranks have not, such as the stages of a pipeline.
-_num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-class CheckedCommunicator:
-    """A communicator that compares notes with the other ranks before each collective.
-
-    Args:
-        inner: What does the work.
-    """
-
-    def __init__(self, inner: Communicator) -> None:
-        self.inner = inner
-        self._root_in: dict[dist.ProcessGroup, int] = {}
-        self.waits_block_host = inner.waits_block_host
-        self.may_keep_buffers = inner.may_keep_buffers
-        self.identity = inner.identity
-
-    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
-        """See ``Communicator.on_stream``."""
-        return self.inner.on_stream(comm_stream)
-
-    def record(self, *keep: torch.Tensor) -> RecordedWork:
-        """See ``Communicator.record``."""
-        return self.inner.record(*keep)
-
-    def gather_after(self, event: Any) -> None:
-        """See ``Communicator.gather_after``."""
-        self.inner.gather_after(event)
-
-    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
-        """See ``Communicator.enter_after``."""
-        self.inner.enter_after(comm_stream, pending)
-
-    def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See ``Communicator.hold_until_done``."""
-        self.inner.hold_until_done(tensors)
-
-    def allocate(
-        self,
-        numel: int,
-        comm_stream: CommStream,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        is_sent: bool = False,
-    ) -> torch.Tensor:
-        """See ``Communicator.allocate``."""
-        return self.inner.allocate(
-            numel, comm_stream, dtype=dtype, device=device, group=group, is_sent=is_sent
-        )
-
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatheredViews | None:
-        """See ``Communicator.gather_views``: never, so that there is one gather to check."""
-        return None
-
-    def all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        """See ``Communicator.all_gather``; raises if the ranks differ."""
-        self.check("all_gather", label, output, group)
-        return self.inner.all_gather(output, source, group=group, label=label)
-
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """See ``Communicator.release_cached_memory``."""
-        self.inner.release_cached_memory(keep_for=keep_for)
-
-    def allocate_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        group: dist.ProcessGroup,
-        own: torch.Tensor | None = None,
-    ) -> list[torch.Tensor] | None:
-        """See ``Communicator.allocate_rows``: never, likewise."""
-        return None
-
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        source: Rows,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        keep_signs: bool = True,
-    ) -> InFlight:
-        """See ``Communicator.reduce_scatter``; raises if the ranks differ."""
-        payload = source if isinstance(source, torch.Tensor) else source[0]  # of a group of one
-        self.check("reduce_scatter", label, payload, group)
-        return self.inner.reduce_scatter(
-            output, source, group=group, label=label, keep_signs=keep_signs
-        )
-
-    def all_reduce(
-        self,
-        buffer: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        output: torch.Tensor | None = None,
-    ) -> InFlight:
-        """See ``Communicator.all_reduce``; raises if the ranks differ."""
-        self.check("all_reduce", label, buffer, group)
-        return self.inner.all_reduce(buffer, group=group, label=label, output=output)
-
-    def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        """See ``Communicator.sums_apart``."""
-        return self.inner.sums_apart(group)
-
-    def check(self, op: str, label: str, payload: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Raise if the ranks of ``group`` differ; for a collective that is issued elsewhere."""
-        check_collective(op, label, payload, group, self._root_in.get(group))
-
-    def number_root(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Tell the root that talks through this from others that have units of the same names."""
-        for group in set(groups):
-            self._root_in[group] = _num_roots[group] = _num_roots.get(group, 0) + 1
-
-
-def number_root(comm: Communicator, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Have the root that talks through ``comm`` told from others, if collectives are checked.
-
-    Args:
-        comm: Used by one root.
-        groups: All that it communicates in.
-    """
-    if isinstance(comm, CheckedCommunicator):
-        comm.number_root(groups)
-
-
-def share(comm: Communicator, own: Communicator) -> Communicator:
-    """Return ``comm`` for a root that has used ``own``, and is still told from the others."""
-    if isinstance(comm, CheckedCommunicator) and isinstance(own, CheckedCommunicator):
-        own.inner, own.identity = comm.inner, comm.identity
-        return own
-    return comm

@@ -1,10 +1,9 @@
 """Layout of a unit's gradients in the buffer that is reduced.
 
-A buffer ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. Every parameter
-that takes part has its slot in it, whether this rank has a gradient for it or not, so that ranks
-which use different parameters still issue the same collective.
-
-A slot without a gradient is filled with ``-0.0``: see ``usage_marks``.
+A buffer is ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. Every parameter
+that takes part has its range in it, whether this rank has a gradient or not, so ranks that use
+different parameters still issue the same collective. A range without a gradient is filled with
+``-0.0``: see ``unused_params``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LARGE = 2**18  # elements: from here on bytes matter more than the number of ke
 
 
 class _Owned(NamedTuple):
-    """What a rank owns of one parameter, in a row."""
+    """The part of one parameter that a rank owns, in a row."""
 
     position: int  # of the parameter in the unit
     offset: int
@@ -35,12 +34,12 @@ class _Owned(NamedTuple):
 
 
 class GradientLayout:
-    """Where the gradients of some of a unit's parameters stand on the wire. Immutable.
+    """Where the gradients of some of a unit's parameters lie in what is sent. Immutable.
 
     Args:
         params: All parameters of the unit.
         indices: Those that take part, in the order of the unit.
-        device: Where the buffers live.
+        device: Device of the buffers.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class GradientLayout:
         indices: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        # One segment: all gradients of a unit travel in one dtype, which each buffer chooses.
+        # One segment: all gradients of a unit are sent in one dtype, chosen per buffer.
         flat = FlatLayout.build(params, [torch.float32] * len(params), indices)
         self.params = params
         self.indices = indices
@@ -74,7 +73,7 @@ class GradientLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of a buffer for all shards."""
+        """Elements of a buffer."""
         return self.shard_count * self.shard_numel
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +81,7 @@ class GradientLayout:
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)
 
     def reusable_buffer(self, dtype: torch.dtype) -> ReusableBuffer:
-        """Return what ``allocate`` does, but the same in each step, for one reduction at a time."""
+        """Return the buffer that every step reuses, for one reduction at a time."""
         if dtype not in self._reusable:
             like = torch.empty(0, dtype=dtype, device=self.device)
             self._reusable[dtype] = ReusableBuffer(like, self.shard_count, self.shard_numel)
@@ -96,11 +95,11 @@ class GradientLayout:
         Args:
             row: ``[shard_numel]``, contiguous.
             shard_rank: Whose row it is.
-            used: Parameters to return, in the order of the unit.
+            used: Parameters to return; they come in the order of the unit.
         """
         if shard_rank not in self._owned:
             self._owned[shard_rank] = [self._owned_by(shard_rank, i) for i in self.indices]
-        # One call where narrow and view would be two, which take four times as long.
+        # One call: narrow and view take four times as long.
         start, view = row.storage_offset(), row.as_strided
         return [
             (index, view(shape, stride, start + offset))
@@ -114,12 +113,12 @@ class GradientLayout:
         return _Owned(index, self.ranges[index].offset, tuple(shape), tuple(stride))
 
     def pack(self, buffer: Rows, gradients: list[torch.Tensor | None]) -> None:
-        """Overwrite ``buffer`` with whole gradients; slots without one become ``-0.0``.
+        """Overwrite ``buffer`` with unsharded gradients; ranges without one become ``-0.0``.
 
         Args:
             buffer: ``[shard_count, shard_numel]`` of any floating-point dtype, or a list of rows.
-            gradients: One entry per parameter of the unit. Those of a large unit are taken out,
-                one by one as they are copied, so that they do not exist twice.
+            gradients: One entry per parameter of the unit. In a large unit each is replaced by None
+                once it is copied, so that not all exist twice.
         """
         if isinstance(buffer, list):
             self._pack_rows(buffer, gradients)
@@ -135,7 +134,7 @@ class GradientLayout:
             else:
                 if not is_complete:
                     target.fill_(-0.0)
-                present.clear()  # or it would hold them
+                present.clear()  # it would keep them alive
                 self._write(buffer, gradients, [self.ranges[index] for index in self.regular])
         for param_range in self.irregular:
             buffer.narrow(1, param_range.offset, param_range.numel).fill_(
@@ -150,7 +149,7 @@ class GradientLayout:
         elif self._is_by_element:
             self._transpose(gradients, target)
         elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
-            # One call for what follows: 6 us less for six gradients.
+            # One operator instead of those below: 6 us less for six gradients.
             torch._chunk_cat(gradients, 0, self.shard_count, out=target)
         else:
             rows = [gradient.reshape(self.shard_count, -1) for gradient in gradients]
@@ -160,9 +159,8 @@ class GradientLayout:
     def _transpose(gradients: list[torch.Tensor], target: torch.Tensor) -> None:
         """Write gradients of which every rank owns one element.
 
-        To move elements one by one takes long. What is faster, copies column by column or one
-        transposed copy, was measured: 6 gradients and 4096 ranks take 16 and 29 us, 64 ranks 10
-        and 8, and torch's kernel that moves single elements 39.
+        By column or as one transposed copy, whichever is faster. Measured: 6 gradients on 4096
+        ranks take 16 and 29 us, on 64 ranks 10 and 8; torch's kernel for single elements takes 39.
         """
         if target.numel() >= _FEW and len(gradients) <= _MAX_COLUMNS:
             lines = [gradient.reshape(-1) for gradient in gradients]
@@ -180,7 +178,7 @@ class GradientLayout:
             ranges = self.irregular
         else:
             ranges = [*(self.ranges[index] for index in self.regular), *self.irregular]
-        regular.clear()  # or it would hold them
+        regular.clear()  # it would keep them alive
         for param_range in ranges:
             parts = [row.narrow(0, param_range.offset, param_range.numel) for row in rows]
             self._write_rows(param_range, parts, gradients)
@@ -221,7 +219,7 @@ class GradientLayout:
                     gradients[param_range.index] = None
 
     def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add whole gradients to what ``buffer`` holds."""
+        """Add unsharded gradients to ``buffer``."""
         for index in self.regular:
             gradient = gradients[index]
             if gradient is not None:
@@ -232,7 +230,7 @@ class GradientLayout:
             gradient = gradients[param_range.index]
             if gradient is not None:
                 part = buffer.narrow(1, param_range.offset, param_range.numel)
-                part.add_(0.0)  # padding of a slot that was unused until now: -0.0 becomes 0.0
+                part.add_(0.0)  # padding of a range that was unused until now: -0.0 becomes 0.0
                 for ours, theirs in matching_parts(part, gradient, self.params[param_range.index]):
                     ours.add_(theirs)
 
@@ -242,10 +240,10 @@ class GradientLayout:
         buffer: torch.Tensor,
         used: frozenset[int],
     ) -> None:
-        """Let the user's hooks change ``buffer``, and keep the slots of unused parameters marked.
+        """Run the user's hooks on ``buffer``, and mark unused parameters again.
 
         Raises:
-            TypeError: A hook returned another tensor: it must change the one it is given.
+            TypeError: A hook returned another tensor; it must change its argument in place.
         """
         for hook in hooks:
             result = hook(buffer)
@@ -261,18 +259,18 @@ class GradientLayout:
     def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
-            if len(self._marks) >= _MAX_MARKS:  # experts make a new set at almost every step
+            if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step has a new set
                 self._marks.clear()
             offsets = {
                 i: param_range.offset for i, param_range in self.ranges.items() if param_range.numel
             }
-            # An empty slot cannot be marked: count it as used, so that all ranks agree.
+            # An empty range cannot be marked: count it as used, so that all ranks agree.
             empty = {index for index, param_range in self.ranges.items() if not param_range.numel}
             self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._operands)
         return self._marks[used]
 
     def move(self, buffer: torch.Tensor, to: GradientLayout, used: frozenset[int]) -> torch.Tensor:
-        """Return the gradients ``used`` of ``buffer`` laid out like ``to``; others are ``-0.0``."""
+        """Return the gradients ``used`` of ``buffer`` in the layout ``to``; others are ``-0.0``."""
         shape = (*buffer.shape[:-1], to.shard_numel)
         moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
         for index in used:
@@ -296,23 +294,23 @@ class FlatGradients(NamedTuple):
     used: frozenset[int]  # the parameters that have a gradient
 
     def shards(self, shard_rank: int) -> list[tuple[int, torch.Tensor]]:
-        """Return each parameter's shard: a view of ``flat``, which has been reduced."""
+        """Return the shard of each parameter: views of ``flat``, which has been reduced."""
         return self.layout.shards(self.flat, shard_rank, self.used)
 
     def laid_out(self, layout: GradientLayout) -> torch.Tensor:
-        """Return ``flat`` in another layout, in which nothing is missing."""
+        """Return ``flat`` in another layout, which has all of its parameters."""
         if self.layout is layout:
             return self.flat
         return self.layout.move(self.flat, layout, self.used)
 
     def erase(self, indices: frozenset[int]) -> None:
-        """Make the slots of some parameters as if they had no gradient, in place."""
+        """Remove the gradients of some parameters, in place."""
         for index in self.used & indices:
             param_range = self.layout.ranges[index]
             self.flat.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
     def unless_all(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Return what is left once ``erased`` are gone; None if that is all, used here or not."""
+        """Return what is left without ``erased``; None if those are all, used here or not."""
         if erased.issuperset(self.layout.indices):
             return None
         return self._replace(used=self.used - erased)

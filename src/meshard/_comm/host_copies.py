@@ -1,16 +1,16 @@
 """Copies between host memory and the device.
 
-All copies are asynchronous. Shards are copied to the device on the gather lane, right before the
-all-gather that needs them; gradients go to the host on a lane of their own, beside the reductions
-that follow. Nothing here makes the host wait but ``wait``.
+All copies are asynchronous; only ``wait`` blocks the host. Shards are copied to the device on the
+gather stream, right before the all-gather that needs them. Gradients are copied to the host on the
+host stream, beside the reductions that follow.
 
-Note: Orders.
-    * *The host writes, the device reads* (the optimizer steps a shard, the next gather copies it):
-      the copy is queued after the host has written, which is order enough.
-    * *The device reads or writes, the host writes or reads* (a gradient arrives, the optimizer
+Note: Order of copies.
+    * *The host writes, then the device reads* (the optimizer steps a shard, the next gather copies
+      it): the copy is queued after the host has written. Nothing else is needed.
+    * *The device reads or writes, then the host writes or reads* (a gradient arrives, the optimizer
       reads it; a gather copies a shard, the optimizer changes it): only after ``wait``.
-    * *The device writes one buffer twice* (two microbatches): both copies are on one lane, and the
-      second waits for the event of the first, should the lane have changed in between.
+    * *The device writes one buffer twice* (two microbatches): both copies are on one stream, and
+      the second waits for the event of the first, in case the stream has changed in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostCopies:
     """The copies of one unit.
 
     Args:
-        device: Where the unit computes.
+        device: Device on which the unit computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,14 +33,14 @@ class HostCopies:
         self._writing: RecordedWork | None = None  # the last copy to it
 
     def fetch(self, shard: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        """Return a copy of a flat shard on the device, in the dtypes that it has at rest.
+        """Return a copy of a flat shard on the device, in the same dtypes.
 
-        A cast comes after the copy, on the device, also where it would halve the bytes to move.
-        A cast on the host blocks the thread that launches everything else: 25 million float32
-        take 13 ms to cast to bfloat16 on one core (measured), to save 2 of the 4 ms that 100 MB
+        A cast comes after the copy, on the device, although casting first would move fewer bytes:
+        on the host it blocks the thread that launches everything else. 25 million float32 take
+        13 ms to cast to bfloat16 on one core (measured), and would save 2 of the 4 ms that 100 MB
         take at 25 GB/s, beside the compute.
 
-        **Stream:** the gather lane. **Lifetime:** ``shard`` must not be written to until ``wait``.
+        **Stream:** the gather stream. **Lifetime:** ``shard`` must not change until ``wait``.
         """
         with comm.on_stream(CommStream.GATHER):
             copy = torch.empty_like(shard, device=self._device, pin_memory=False)
@@ -51,8 +51,8 @@ class HostCopies:
     def store(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         """Copy ``source [n]`` from the device to ``host [n]``.
 
-        **Stream:** the host lane. **Lifetime:** what is returned holds ``source``; wait for it on
-        the current stream to let go. ``host`` holds the values after ``wait``.
+        **Stream:** the host stream. **Lifetime:** the result holds ``source`` until it is waited
+        for on the current stream. ``host`` holds the values after ``wait``.
         """
         with comm.on_stream(CommStream.HOST):
             self._order_writes()
@@ -62,8 +62,8 @@ class HostCopies:
     def add(self, host: torch.Tensor, source: torch.Tensor, comm: Communicator) -> RecordedWork:
         """Add ``source [n]`` on the device to ``host [n]``; stream and lifetime as ``store``.
 
-        The sum is made on the device: fetched, added to, and stored. On the host it would have to
-        wait for the copy, in the middle of backward, and would need a second buffer.
+        The sum is computed on the device. On the host it would have to wait for the copy, in the
+        middle of backward, and would need a second buffer.
         """
         with comm.on_stream(CommStream.HOST):
             self._order_writes()
@@ -74,18 +74,18 @@ class HostCopies:
             return self._record_written(source, comm)
 
     def _record_written(self, source: torch.Tensor, comm: Communicator) -> RecordedWork:
-        # Two: whoever waits for the one must not let go of what the other holds for compute.
+        # Two records: waiting for one must not drop what the other keeps alive for compute.
         self._writing = comm.record()
         return comm.record(source)
 
     def begin_step(self) -> None:
-        """Order what is queued next after the copies that are under way: it reads and writes."""
+        """Order what is queued next, which reads and writes, after the copies in flight."""
         for copy in (self._reading, self._writing):
             if copy is not None:
                 copy.wait()
 
     def end_step(self, step: RecordedWork) -> None:
-        """Note that a step on the device is the last that writes."""
+        """Record that ``step``, on the device, is the last work that writes."""
         self._writing = step
 
     def _order_writes(self) -> None:
@@ -93,7 +93,7 @@ class HostCopies:
             self._writing.wait()
 
     def wait(self) -> None:
-        """Block the host until no copy from or to this unit's host memory is under way."""
+        """Block the host until no copy from or to this unit's host memory is in flight."""
         for copy in (self._reading, self._writing):
             if copy is not None:
                 copy.synchronize()

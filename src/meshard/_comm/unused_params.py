@@ -1,11 +1,11 @@
 """Marks of unused parameters in reduced buffers.
 
-**Negative zero marks non-use.** A rank without a gradient for a parameter fills its slot with
-``-0.0``; a rank with one makes sure that the first element of the slot is not ``-0.0``. In IEEE 754
-(section 6.3) a sum is ``-0.0`` only if every term is, so the first element of the sum tells whether
-*any* rank had a gradient, exactly and without one extra byte. Dividing can underflow to ``-0.0``,
-so the marks are read from raw sums and restored after each division. A rank that has all gradients
-itself reads nothing; only one that lacks some asks its device (and so waits for it).
+**Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
+parameter with ``-0.0``; a rank with one makes sure that the first element of the range is not
+``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first element of
+the sum shows whether *any* rank had a gradient, exactly and without an extra byte. Dividing can
+underflow to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that
+has all gradients reads no mark; a rank that lacks some waits for its device to read them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from meshard._comm.buffers import ScalarOperands
 
-# To add to all elements is faster than to look for some, if they are so many at most, or if that
-# many stand for each that is looked for (measured: 4 against 120 us for six of six, 4096 ranks).
+# Adding to all elements is faster than indexing some in small buffers, and where there are few
+# elements per index (measured: 4 against 120 us for six of six parameters on 4096 ranks).
 _SMALL, _FEW = 2**14, 8
 
 
@@ -26,10 +26,10 @@ class UnusedParamMarks:
         all_used: Whether this rank has a gradient for every parameter, and so reads no mark.
 
     Args:
-        offsets: Offset of the first element of each parameter's slot in a row.
+        offsets: Offset of the first element of each parameter's range in a row.
         used: Parameters for which this rank has a gradient.
-        device: Where the buffers live.
-        numbers: Those that the unit computes with, also what its reductions divide by.
+        device: Device of the buffers.
+        operands: Scalars of the unit, which its reductions also divide by.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class UnusedParamMarks:
         self._columns = torch.tensor(list(offsets.values()), dtype=torch.long, device=device)
 
     def mark_sent(self, buffer: torch.Tensor) -> None:
-        """Make ``-0.0`` at the start of used slots of ``buffer [..., n]`` positive."""
+        """Make ``-0.0`` at the start of used ranges of ``buffer [..., n]`` positive."""
         columns = self._used_columns
         is_dense = buffer.numel() <= _SMALL or buffer.size(-1) <= _FEW * columns.numel()
         if self.all_used and is_dense:
             buffer.add_(self.operands.as_operand(0.0, buffer))
         elif columns.numel():
-            # Not index_add_: CUDA adds narrow dtypes in pairs, and the neighbour may be a mark.
+            # Not index_add_: CUDA adds narrow dtypes in pairs, and the other may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return, for each slot of ``flat [n]``, whether it starts with ``-0.0``."""
+        """Return, for each range of ``flat [n]``, whether it starts with ``-0.0``."""
         first = flat.index_select(0, self._columns)
         return torch.signbit(first) & (first == 0)
 
     def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
-        """Return which slots no rank used; None if this rank knows that all were used."""
+        """Return which ranges no rank used; None if this rank used all."""
         return None if self.all_used else self.is_marked(raw_sum)
 
     def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
-        """Restore the marks of ``flat [n]`` to what ``read`` said."""
+        """Restore the marks of ``flat [n]`` to what ``read`` returned."""
         if not self._columns.numel():
             return
         first = flat.index_select(0, self._columns) + 0.0
@@ -77,8 +77,8 @@ class UnusedParamMarks:
         flat.index_copy_(0, self._columns, first)
 
     def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
-        """Return the parameters that some rank used. Waits for the device if any is in doubt."""
+        """Return the parameters that some rank used. Waits for the device unless all are known."""
         if unused is None:
             return self._all
-        doubtful = zip(self._indices, unused.tolist(), strict=True)
-        return self.used | {index for index, never in doubtful if not never}
+        pairs = zip(self._indices, unused.tolist(), strict=True)
+        return self.used | {index for index, is_unused in pairs if not is_unused}

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._comm.divergence import number_root
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, UnitSettings, UnitStep, units_in
-from meshard._shared_memory.factory import make_communicator
+from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.private import queue_backward_callback
 
 _UNDER_WAY = object()  # its id, in the memo, says that units have been copied
@@ -156,7 +155,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     groups = [copied.group for copied in copies if copied.group is not None]
     device = groups[0].spec.device if groups else torch.device("cpu")
     comm = make_communicator(device)
-    number_root(comm, [each for group in groups for each in group.spec.mesh_info.groups])
+    comm.number_root([each for group in groups for each in group.spec.mesh_info.groups])
     lifecycle = Lifecycle(queue_backward_callback, comm)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     lifecycle.set_units(copies)

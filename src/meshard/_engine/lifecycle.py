@@ -108,7 +108,7 @@ class Lifecycle:
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
             if unit.group is not None:
-                unit.group.comm = unit.settings.comm.apply_to(comm, unit.group.spec.device)
+                unit.group.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""

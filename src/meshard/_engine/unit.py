@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from meshard._comm.communicator import Communicator
-from meshard._comm.custom import CustomCommunicator, GroupMemory
+from meshard._comm.custom import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
@@ -30,28 +29,10 @@ from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.reduce_plan import check_divide_factor as check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.subclass_params import SubclassParams
-from meshard.policies import AllGather, GradientSync, ReduceScatter
+from meshard.policies import GradientSync
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
-
-
-@dataclass(frozen=True, slots=True)
-class CommSettings:
-    """What the user put in the place of collectives, or of their memory."""
-
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
-    from_group: bool = False  # memory of the process group
-
-    def apply_to(self, comm: Communicator, device: torch.device) -> Communicator:
-        """Return ``comm`` with all that replaced."""
-        if self == CommSettings():
-            return comm
-        memory = GroupMemory(device) if self.from_group else None
-        return CustomCommunicator(
-            comm, all_gather=self.all_gather, reduce_scatter=self.reduce_scatter, memory=memory
-        )
 
 
 @dataclass(slots=True)
@@ -64,7 +45,7 @@ class UnitSettings(ReduceSettings):
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
-    comm: CommSettings = CommSettings()
+    comm: CommSettings = field(default_factory=CommSettings)
     unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
@@ -287,6 +268,17 @@ def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
             "first, or pass a module around one that they were applied to (with recurse=True)."
         )
     return units
+
+
+def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Return every ``(module, attribute)`` that holds a parameter of a unit in ``module``."""
+    return {
+        owner
+        for unit in units_in(module)
+        if unit.group is not None
+        for param in unit.group.params
+        for owner in param.live_owners()
+    }
 
 
 def own_class(module: nn.Module) -> type:

@@ -1,15 +1,16 @@
 """Collectives between ranks of one host through shared memory.
 
-A gather copies the neighbours' shards from where they lie into whole parameters, and a
-reduce-scatter adds up the neighbours' rows from where they were packed. Nothing goes through a
-socket, and no thread beside the caller's takes time from compute. The numbers are those of
-``WorkCommunicator``, bit for bit, which does what is left: groups across hosts, and all-reduces of
-more than two ranks, which gloo adds up in an order of its own.
+A gather copies the shards of the other ranks from their memory into unsharded parameters, and a
+reduce-scatter adds the rows of the other ranks from where they were packed. Nothing goes through a
+socket, and no second thread takes time from compute. The numbers are those of ``WorkCommunicator``,
+bit for bit, which does the rest: groups across hosts, and all-reduces of more than two ranks, which
+gloo adds in an order of its own.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from meshard._comm import cpu
 from meshard._comm.communicator import (
     CommStream,
+    Communicator,
     GatheredViews,
     InFlight,
     Rows,
@@ -24,58 +26,70 @@ from meshard._comm.communicator import (
     profiled,
 )
 from meshard._comm.cpu import WorkCommunicator
+from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.channel import Channel, open_channel
+from meshard._shared_memory.segment import WHY_UNSUPPORTED
+
+_VARIABLE = "MESHARD_SHARED_MEMORY"
+
+
+def make_communicator(device: torch.device) -> Communicator:
+    """Return a communicator for tensors on ``device``."""
+    if device.type != "cpu":
+        return StreamCommunicator(torch.get_device_module(device))
+    return SharedMemoryCommunicator()
 
 
 class _Receiving:
-    """A collective that this rank takes part in by reading one message of every neighbour."""
+    """A collective in which this rank reads one message of every other rank."""
 
-    __slots__ = ("_channel", "_is_over", "_message")
+    __slots__ = ("_channel", "_is_done", "_message")
 
     def __init__(self, channel: Channel, message: int) -> None:
         self._channel = channel
         self._message = message
-        self._is_over = False
+        self._is_done = False
 
     def _read(self) -> None:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Wait for the neighbours, and do this rank's part."""
-        if not self._is_over:
+        if not self._is_done:
             self._read()
-            self._end()
+            self.release()
 
     def poll(self) -> bool:
-        """See ``InFlight.poll``."""
-        if not self._is_over and not self._channel.is_published(self._message):
+        if not self._is_done and not self._channel.is_published(self._message):
             return False
         self.wait()
         return True
 
-    def _end(self) -> None:
-        self._is_over = True
-        self._channel.acknowledge(self._message)
+    def release(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._channel.acknowledge(self._message)
 
     def __del__(self) -> None:
-        # Dropped, say with the model: the neighbours need not wait for this rank. A process that
-        # was forked has a copy of this object, but does not speak for the rank. (What could not be
-        # started has no such attribute.)
-        if not getattr(self, "_is_over", True) and self._channel.process == os.getpid():
+        # Dropped unfinished, for example with the model: the other ranks need not wait for this
+        # one. A forked process has a copy of this object but is not the rank. (A collective that
+        # could not be started has no such attribute.)
+        if not getattr(self, "_is_done", True) and self._channel.process == os.getpid():
             self._channel.acknowledge(self._message)
 
 
-class _ViewGather(_Receiving):
-    """An all-gather of which each row is read where it lies."""
+class _Gather(_Receiving):
+    """An all-gather into ``output [ranks * n]``; without one, only ``rows`` can be read."""
 
-    __slots__ = ("_source",)
+    __slots__ = ("_output", "_source")
 
-    def __init__(self, channel: Channel, source: torch.Tensor) -> None:
+    def __init__(
+        self, channel: Channel, source: torch.Tensor, output: torch.Tensor | None = None
+    ) -> None:
         super().__init__(channel, channel.publish(source))
         self._source = source
+        self._output = output
 
     def rows(self) -> list[torch.Tensor]:
-        """See ``GatheredViews.rows``."""
         source, receive, message = self._source, self._channel.receive, self._message
         rows = [
             receive(message, other, source.numel(), source.dtype) for other in self._channel.others
@@ -83,26 +97,10 @@ class _ViewGather(_Receiving):
         rows.insert(self._channel.rank, source)
         return rows
 
-    def release(self) -> None:
-        """See ``GatheredViews.release``."""
-        if not self._is_over:
-            self._end()
-
     def _read(self) -> None:
-        self.rows()
-
-
-class _Gather(_ViewGather):
-    """An all-gather into ``output [ranks * n]``."""
-
-    __slots__ = ("_output",)
-
-    def __init__(self, channel: Channel, output: torch.Tensor, source: torch.Tensor) -> None:
-        super().__init__(channel, source)
-        self._output = output
-
-    def _read(self) -> None:
-        torch.cat(self.rows(), out=self._output)
+        rows = self.rows()
+        if self._output is not None:
+            torch.cat(rows, out=self._output)
 
 
 class _Scatter(_Receiving):
@@ -137,7 +135,7 @@ class _Sum(_Receiving):
     __slots__ = ("_buffer", "_output")
 
     def __init__(self, channel: Channel, buffer: torch.Tensor, output: torch.Tensor | None) -> None:
-        # In place, what the neighbour reads must not become the sum.
+        # In place, the sum must not overwrite what the other rank reads.
         super().__init__(channel, channel.publish(buffer, copy=output is None))
         self._buffer = buffer
         self._output = buffer if output is None else output
@@ -150,41 +148,64 @@ class _Sum(_Receiving):
 
 
 class _Channels(dict[dist.ProcessGroup, Channel | None]):
-    """The neighbours in each group; None where ranks do not reach one another's memory.
+    """The channel of each group; None where ranks do not reach one another's memory.
 
-    To look for a group that is not there is collective: its ranks meet. Groups that were found live
-    as long as this, also when they have been destroyed.
-
-    Args:
-        is_wanted: Whether this rank wants to.
+    The first look-up of a group is collective. Channels live as long as this object, also when
+    their group has been destroyed.
     """
 
-    def __init__(self, *, is_wanted: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.met: list[Channel] = []
-        self._is_wanted = is_wanted
+        self.is_wanted = os.environ.get(_VARIABLE, "1") != "0"
 
     def __missing__(self, group: dist.ProcessGroup) -> Channel | None:
-        is_gloo = group.size() > 1 and dist.get_backend(group) == "gloo"
-        found = open_channel(group, is_wanted=self._is_wanted) if is_gloo else None
-        if found is not None:
-            self.met.append(found)
-        self[group] = found
-        return found
+        channel = open_channel(group, is_wanted=self.is_wanted) if _is_candidate(group) else None
+        self[group] = channel
+        return channel
+
+
+def _is_candidate(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and dist.get_backend(group) == "gloo"
 
 
 class SharedMemoryCommunicator(WorkCommunicator):
     """Collectives between ranks that reach one another's memory; by sockets where they do not.
 
-    Which it is, a group finds out at its first collective: no rank need know the hosts' names.
-    ``MESHARD_SHARED_MEMORY=0`` on one rank, when the communicator is made, keeps its groups to
-    sockets.
+    Each group finds out at its first collective. ``MESHARD_SHARED_MEMORY=0`` on one rank, when the
+    communicator is made, keeps its groups to sockets.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        is_wanted = os.environ.get("MESHARD_SHARED_MEMORY", "1") != "0"
-        self._channel = _Channels(is_wanted=is_wanted)
+        self._channels = _Channels()
+
+    def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
+        """Return the channel of ``group`` for memory of a collective that is still to come.
+
+        None if the user's collectives run instead. Where collectives are checked, none is opened
+        here: ranks that differ would open channels of different models with one another, and the
+        check comes only with the collective.
+        """
+        if self._custom:
+            return None
+        return self._channels[group] if self._root_numbers is None else self._channels.get(group)
+
+    def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
+        candidates = [group for group in dict.fromkeys(groups) if _is_candidate(group)]
+        if not candidates:
+            return ""
+        if WHY_UNSUPPORTED or not self._channels.is_wanted:
+            return f"shared memory: off: {WHY_UNSUPPORTED or f'{_VARIABLE}=0'}"
+        if any(group not in self._channels for group in candidates):
+            return "shared memory: decided at the first collective of each process group"
+        num_open = sum(self._channels[group] is not None for group in candidates)
+        if num_open == len(candidates):
+            return "shared memory: on"
+        where = f" in {len(candidates) - num_open} of {len(candidates)} groups" if num_open else ""
+        return (
+            f"shared memory: off{where}: the ranks are on several hosts, one may not open the "
+            f"memory of another, or one has set {_VARIABLE}=0"
+        )
 
     def allocate(
         self,
@@ -196,16 +217,12 @@ class SharedMemoryCommunicator(WorkCommunicator):
         group: dist.ProcessGroup,
         is_sent: bool = False,
     ) -> torch.Tensor:
-        """See ``Communicator.allocate``: what is sent lies where the neighbours read it."""
-        channel = self._channel[group] if is_sent else None
+        channel = self._channel_before(group) if is_sent else None
         if channel is not None:
             return channel.allocate(numel, dtype)
-        return super().allocate(numel, comm_stream, dtype=dtype, device=device, group=group)
-
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """See ``Communicator.release_cached_memory``."""
-        for channel in self._channel.met:  # every unit asks before an optimizer steps
-            channel.release_cached_memory(keep_for=keep_for)
+        return super().allocate(
+            numel, comm_stream, dtype=dtype, device=device, group=group, is_sent=is_sent
+        )
 
     def allocate_rows(
         self,
@@ -215,69 +232,49 @@ class SharedMemoryCommunicator(WorkCommunicator):
         group: dist.ProcessGroup,
         own: torch.Tensor | None = None,
     ) -> list[torch.Tensor] | None:
-        """See ``Communicator.allocate_rows``."""
-        channel = self._channel[group]
+        channel = self._channel_before(group)
         if channel is None:
             return super().allocate_rows(numel, dtype, group=group, own=own)
         return channel.allocate_rows(numel, dtype, own)
 
+    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
+        for channel in self._channels.values():
+            if channel is not None:
+                channel.release_cached_memory(keep_for=keep_for)
+
+    def sums_apart(self, group: dist.ProcessGroup) -> bool:
+        return group.size() == 2 and self._channel_before(group) is not None
+
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> GatheredViews | None:
-        """See ``Communicator.gather_views``."""
-        channel = self._channel[group]
+        channel = self._channel_before(group)
         if channel is None:
             return super().gather_views(source, group=group, label=label)
-        self.observe("all_gather", source, group, label, rows=group.size())
+        self._announce("all_gather", source, group, label, rows=group.size())
         with profiled("all_gather", label):
-            return _ViewGather(channel, source)
+            return _Gather(channel, source)
 
-    def all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
+    def _start_all_gather(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
     ) -> InFlight:
-        """See ``Communicator.all_gather``."""
-        channel = self._channel[group]
+        channel = self._channels[group]
         if channel is None:
-            return super().all_gather(output, source, group=group, label=label)
-        self.observe("all_gather", output, group, label)
-        with profiled("all_gather", label):
-            return _Gather(channel, output, source)
+            return super()._start_all_gather(output, source, group)
+        return _Gather(channel, source, output)
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        source: Rows,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        keep_signs: bool = True,
+    def _start_reduce_scatter(
+        self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
     ) -> InFlight:
-        """See ``Communicator.reduce_scatter``."""
-        channel = self._channel[group]
+        channel = self._channels[group]
         if channel is None:
-            return super().reduce_scatter(
-                output, source, group=group, label=label, keep_signs=keep_signs
-            )
-        self.observe("reduce_scatter", source[0], group, label, rows=group.size())
-        with profiled("reduce_scatter", label):
-            return _Scatter(channel, output, source, keep_signs=keep_signs)
+            return super()._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
+        return _Scatter(channel, output, source, keep_signs=keep_signs)
 
-    def all_reduce(
-        self,
-        buffer: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        output: torch.Tensor | None = None,
+    def _start_all_reduce(
+        self, buffer: torch.Tensor, group: dist.ProcessGroup, output: torch.Tensor | None
     ) -> InFlight:
-        """See ``Communicator.all_reduce``."""
-        channel = self._channel[group] if group.size() == 2 else None
+        channel = self._channels[group] if group.size() == 2 else None
         if channel is None:
-            return super().all_reduce(buffer, group=group, label=label, output=output)
-        self.observe("all_reduce", buffer, group, label)
-        with profiled("all_reduce", label):
-            return _Sum(channel, buffer, output)
-
-    def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        """See ``Communicator.sums_apart``: two ranks do."""
-        return group.size() == 2 and self._channel[group] is not None
+            return super()._start_all_reduce(buffer, group, output)
+        return _Sum(channel, buffer, output)

@@ -1,8 +1,8 @@
 """Anonymous shared memory of one process.
 
-Each makes an anonymous file in memory, which its neighbours open by the number of its process and
-of its descriptor. It has no name, so nothing is left behind by a process that dies, and no size but
-that of what has been touched, so it is not bound by the size of ``/dev/shm``.
+A segment is an anonymous file in memory, which other processes open through the process id and the
+descriptor of its owner. It has no name, so a process that dies leaves nothing behind. Only touched
+pages take memory, and the size of ``/dev/shm`` does not limit it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 ALIGNMENT = 64  # bytes: a cache line
 _STEP = 2**24  # bytes by which a file grows at least; only what is touched is memory
 
-# The stores of one processor are seen by others in their order, without a fence, which Python does
-# not have: so it is on x86, and not on Arm.
-IS_SUPPORTED = (
-    hasattr(os, "memfd_create")
-    and hasattr(os, "pidfd_open")
-    and platform.machine().lower() in ("x86_64", "amd64")
-)
+# Why ranks cannot share memory on this machine; empty if they can. The data of a message must be
+# visible before its number. x86-64 shows the stores of a processor to others in their order; other
+# processors need fences, which Python does not have, so there all ranks send through gloo.
+WHY_UNSUPPORTED = ""
+if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+    WHY_UNSUPPORTED = "this system has no memfd_create or no pidfd_open (Linux has them)"
+elif platform.machine().lower() not in ("x86_64", "amd64"):
+    WHY_UNSUPPORTED = f"{platform.machine()} may reorder stores; it needs x86-64"
 
 
 def aligned(num_bytes: int) -> int:
@@ -42,7 +43,7 @@ class Segment:
     """An anonymous file in memory that several processes map.
 
     Args:
-        descriptor: Of the open file; taken over.
+        descriptor: Descriptor of the open file, which the segment closes.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -52,33 +53,33 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """Make one of this process's own."""
+        """Create a segment of this process."""
         descriptor = os.memfd_create("meshard")
         os.ftruncate(descriptor, max(num_bytes, _STEP))
         return cls(descriptor)
 
     @classmethod
     def open(cls, process: int, descriptor: int) -> Segment:
-        """Map that of another process.
+        """Map a segment of another process.
 
         Raises:
-            OSError: There is none, or not on this host, or it may not be opened.
+            OSError: It does not exist on this host, or must not be opened.
         """
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least so many bytes. Only the process that made it calls this."""
+        """Grow to at least ``num_bytes``. Only the process that created it may call this."""
         if num_bytes > len(self._map):
             os.ftruncate(self.descriptor, max(num_bytes, 2 * len(self._map)))
             self._reach(num_bytes)
 
     def _reach(self, end: int) -> None:
-        """Map what has been added since; what looks into the old map keeps it."""
+        """Map what was added since; views of the old map keep that alive."""
         if end > len(self._map):
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
 
     def release_pages(self, begin: int, end: int) -> None:
-        """Have no memory behind the whole pages of a range: it is zero when it is next read."""
+        """Return the whole pages of a range to the OS; they read as zero afterwards."""
         begin, end = (
             -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
             end // mmap.PAGESIZE * mmap.PAGESIZE,
@@ -87,11 +88,11 @@ class Segment:
             self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def words(self, offset: int, count: int) -> memoryview:
-        """Return ``count`` numbers of 8 bytes, each read and written at once."""
+        """Return ``count`` numbers of 8 bytes, each read and written in one access."""
         return memoryview(self._map)[offset : offset + 8 * count].cast("q")
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what lies at ``offset`` as a tensor ``[numel]``."""
+        """Return the memory at ``offset`` as a tensor ``[numel]``."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         self._reach(offset + numel * dtype.itemsize)
@@ -100,16 +101,16 @@ class Segment:
     def allocate(
         self, offset: int, numel: int, dtype: torch.dtype, then: Callable[[Any], object]
     ) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        """Return a tensor at ``offset``, and what calls ``then`` when its memory is let go of.
+        """Return a tensor at ``offset``, and a weak reference that calls ``then`` when it is freed.
 
-        A tensor's views share its storage, and the storage holds the object that is watched.
+        The reference watches the object that the storage holds, which all views share.
         """
         watched = (ctypes.c_char * (numel * dtype.itemsize)).from_buffer(self._map, offset)
         return torch.frombuffer(watched, dtype=dtype), weakref.ref(watched, then)
 
 
 class FirstFit:
-    """Which ranges of a segment are free? Neighbouring ones are joined, the first that fits taken.
+    """The free ranges of a segment. Adjacent ones are merged; the first that fits is taken.
 
     Args:
         start: Where the ranges begin; there is no end.
@@ -124,7 +125,7 @@ class FirstFit:
         return any(end - begin >= num_bytes for begin, end in self.ranges)
 
     def take(self, num_bytes: int) -> int:
-        """Return where ``num_bytes`` are free, and take them."""
+        """Take ``num_bytes`` and return where they begin."""
         for position, (begin, end) in enumerate(self.ranges):
             if end - begin >= num_bytes:
                 if end - begin == num_bytes:
@@ -134,12 +135,12 @@ class FirstFit:
                 return begin
         begin = self._end
         if self.ranges and self.ranges[-1][1] == begin:
-            begin = self.ranges.pop()[0]  # what is free at the end, and more
+            begin = self.ranges.pop()[0]  # extend the free range at the end
         self._end = begin + num_bytes
         return begin
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Have a range that was taken back."""
+        """Return a range that was taken."""
         end = begin + num_bytes
         position = next(
             (i for i, each in enumerate(self.ranges) if each[0] > begin), len(self.ranges)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 # torch 2.13 renamed the collectives on one tensor; the old names warn there.
 if hasattr(dist, "all_gather_single"):
@@ -15,11 +18,14 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
+# Since torch 2.13; an instance of () does not exist.
+TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
+
 
 def start_all_gather_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
 ) -> dist.Work:
-    """Do what torch's function does once it has looked at its arguments, at every call anew."""
+    """Start an all-gather without the checks of arguments that torch's function repeats."""
     if _METHODS_ARE_RENAMED:
         return group.all_gather_single(output, source)
     return group._allgather_base(output, source)
@@ -28,7 +34,7 @@ def start_all_gather_on(
 def start_all_to_all_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
 ) -> dist.Work:
-    """Likewise exchange rows: as many with each rank as ``sizes`` says, or all as many."""
+    """Start an all-to-all, likewise; ``sizes`` by rank, empty for equal sizes."""
     if _METHODS_ARE_RENAMED:
         return group.all_to_all_single(output, source, sizes, sizes)
     return group.alltoall_base(output, source, sizes, sizes)
