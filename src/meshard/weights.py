@@ -33,7 +33,7 @@ from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
-from meshard._params.unit_params import GradientHook, sharded_params_of
+from meshard._params.unit_params import sharded_params_of
 from meshard._torch.dtensor import is_placed_like, local_of
 
 

@@ -23,6 +23,7 @@ from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
+from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
@@ -32,9 +33,7 @@ def model_on(mesh, policy, is_shared, monkeypatch):
     """Return a sharded model and how many of its groups share memory, after its first forward."""
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(is_shared)))
     model = seeded(MlpStack())
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, mp_policy=policy)
-    meshard.fully_shard(model, mesh, mp_policy=policy)
+    shard_blocks(model, mesh, mp_policy=policy)
     model(torch.ones(1, 6))
     return model
 
@@ -175,6 +174,7 @@ def any_order(seed):
     )
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
     for seed in range(4):
