@@ -306,12 +306,10 @@ def register_load_hooks(unit: Unit) -> None:
         return
     owned: dict[nn.Module, list[tuple[str, int]]] = {}
     for index, param in enumerate(unit.group.params):
-        for module_ref, name in param.owners:
-            module = module_ref()
-            assert module is not None
-            owned.setdefault(module, []).append((name, index))
-    for module, names in owned.items():
-        module.register_load_state_dict_pre_hook(_LoadHook(unit, names))
+        for owner, name in param.owners:
+            owned.setdefault(owner, []).append((name, index))
+    for owner, names in owned.items():
+        owner.register_load_state_dict_pre_hook(_LoadHook(unit, names))
     for module_ref in unit.modules:
         module = module_ref()
         assert module is not None
