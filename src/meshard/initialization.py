@@ -21,6 +21,7 @@ from meshard._comm.blocking import broadcast_from_first, gather_from_all
 from meshard._engine.param_group import ParamGroup, sharded_params
 from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, plain_tensors_in
 from meshard.weights import SummonedUnit, check_between_steps
@@ -54,9 +55,11 @@ def _is_untouched(tensor: torch.Tensor) -> bool:
 def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     """Allocate the shards that are on the meta device; return which those are."""
     group.reshard()
+    group.finish_pending_step()
     group.finish_copies()
     group.tensors.take_replacements()
-    new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
+    params = sharded_params(group)
+    new = [param for param in params if local_of(param.sharded).is_meta]
     for param in new:
         _allocate(param, group)
     group.adopt_edits()  # moves them into one buffer
@@ -217,7 +220,7 @@ class _Initialisation:
 
     def _summon(self, unit: Unit, fqn: str) -> None:
         group = unit.group
-        if group is None:
+        if group is None or isinstance(group.tensors, ReplicatedParams):
             return
         check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
@@ -333,37 +336,28 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
 @contextlib.contextmanager
 def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
     """Draw the random numbers of the first rank of all meshes on every rank."""
-    sources: list[Any] = [torch.default_generator]
+    generators: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]
+    generators = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":
-        sources.append(_DeviceGenerator(device))
-    own = [source.get_state() for source in sources]
-    shared = [state.clone() for state in own]
-    for source, state in zip(sources, shared, strict=True):
+        accelerator = torch.get_device_module(device.type)
+        generators.append(
+            (
+                lambda: accelerator.get_rng_state(device),
+                lambda state: accelerator.set_rng_state(state, device),
+            )
+        )
+    own = [get_state() for get_state, _ in generators]
+    first = [state.clone() for state in own]
+    for (_, set_state), state in zip(generators, first, strict=True):
         for mesh_info in meshes:
             overwrite_by_first_rank(state, mesh_info, device, label="(materialize)")
-        source.set_state(state)
+        set_state(state)
     try:
         yield
     finally:
-        for source, before, drawn_from in zip(sources, own, shared, strict=True):
-            if not torch.equal(before, drawn_from):
-                source.set_state(before)
-
-
-class _DeviceGenerator:
-    """The default generator of an accelerator, with the two methods of ``torch.Generator``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device.type)
-        self._device = device
-
-    def get_state(self) -> torch.Tensor:
-        """Return the state, a tensor of bytes on the host."""
-        return self._module.get_rng_state(self._device)  # type: ignore[no-any-return]
-
-    def set_state(self, state: torch.Tensor) -> None:
-        """Continue from ``state``."""
-        self._module.set_rng_state(state, self._device)
+        for (_, set_state), before, state in zip(generators, own, first, strict=True):
+            if not torch.equal(before, state):
+                set_state(before)
 
 
 # --- the same values on all ranks ----------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -29,10 +29,10 @@ from meshard._comm.buffers import matching_parts
 from meshard._engine.param_group import ParamGroup, sharded_params
 from meshard._engine.unit import SummonOptions, Unit, units_in, units_of
 from meshard._params.flat_params import FlatParams
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
-from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
 
 
@@ -72,7 +72,7 @@ def unsharded_params(
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
         RuntimeError: A forward or backward is running; the units are summoned already with other
             arguments; what was assigned cannot be written back; or another rank raised inside.
-        ValueError: There is no unit in ``module``.
+        ValueError: There is no unit in ``module``, or ``rank0_only`` and one is replicated.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2, bias=False))
@@ -126,18 +126,27 @@ def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit: not without parameters, nor if that was done.
+    """Return whether to summon a unit: not without shards, nor if that was done.
 
     Raises:
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
         RuntimeError: It cannot be summoned now, or was with other options.
+        ValueError: It is replicated, so that edits of rank 0 would stay there.
     """
     if unit.group is None:
+        return False
+    if isinstance(unit.group.tensors, ReplicatedParams):
+        if options.rank0_only:
+            raise ValueError(
+                f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits "
+                "of rank 0 would not reach the others; make them on all ranks, without rank0_only."
+            )
         return False
     if unit.summoned is not None:
         unit.summoned.check_allows(options, unit.label)
         return False
     check_between_steps(unit, options.caller)
+    unit.group.finish_pending_step()
     unit.group.adopt_edits()
     check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.tensors.check_materialised()
@@ -187,12 +196,12 @@ class SummonedUnit:
         self._version = self._group.version
         self._is_unsharded = bool(unsharded)
         unit.summoned = options
-        make_hook = joining_hook_maker(unit)
+        unit_ref = weakref.ref(unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
             if unsharded_param.is_floating_point():
                 unsharded_param.requires_grad_(True)  # torch refuses a hook otherwise
-                unsharded_param.register_post_accumulate_grad_hook(make_hook(index))
+                unsharded_param.register_post_accumulate_grad_hook(partial(_join, unit_ref, index))
                 unsharded_param.requires_grad_(param.sharded.requires_grad)
             param.install(unsharded_param)
 
@@ -354,21 +363,8 @@ def _pairs(
 # --- gradients -----------------------------------------------------------------------------
 
 
-def joining_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
-    """Return a function that makes the hook of parameter ``index``.
-
-    The hook hands the gradient of an unsharded parameter to the unit, to be reduced with those of
-    ordinary forwards.
-    """
-    unit_ref = weakref.ref(unit)
-
-    def make(index: int) -> GradientHook:
-        return partial(_join, unit_ref, index)
-
-    return make
-
-
 def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> None:
+    """Add the gradient of an unsharded parameter to the unit's, to be reduced with them."""
     unit, gradient = unit_ref(), unsharded.grad
     unsharded.grad = None
     if unit is None or unit.group is None or gradient is None:

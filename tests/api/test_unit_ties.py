@@ -1,4 +1,4 @@
-"""Which unit takes a parameter that is tied, or in a module that is registered twice?"""
+"""Parameters that are tied, or in a module that is registered twice: which unit takes them."""
 
 import pytest
 from hypothesis import given

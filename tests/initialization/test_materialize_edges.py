@@ -1,9 +1,10 @@
-"""What if materialize has nothing to call, or what it calls does not initialise everything?"""
+"""``materialize`` with nothing to call, or with initializations that leave something out."""
 
 import pytest
 import torch
 from torch import nn
 
+import meshard
 from meshard import fully_shard, fully_shard_units, materialize, unsharded_params
 from tests.support.parity import assert_same, full_state
 
@@ -73,6 +74,27 @@ def runs_while_it_is_initialised():
 def test_a_module_may_run_while_it_is_initialised(run_ranks):
     for before, after in run_ranks(runs_while_it_is_initialised, 2):
         assert_same(before, after, bitwise=True)
+
+
+def replicated():
+    torch.manual_seed(0)
+    model = meshard.replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    torch.manual_seed(SEED)
+    materialize(model)
+    with unsharded_params(model), torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(ValueError, match="is replicated: every rank has ordinary parameters"):
+        unsharded_params(model, rank0_only=True).__enter__()
+    return full_state(model)
+
+
+def test_replicated_parameters_are_drawn_and_edited_as_they_are(run_ranks):
+    torch.manual_seed(SEED)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        plain[0].weight.mul_(2)
+    for state in run_ranks(replicated, 2):
+        assert_same(state, full_state(plain), bitwise=True)
 
 
 # --- errors -----------------------------------------------------------------------------------

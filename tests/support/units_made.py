@@ -1,4 +1,4 @@
-"""Which modules of a model became units, and what did each take?"""
+"""The modules of a model that became units, and what each took."""
 
 from meshard import FSDPModule
 

@@ -1,8 +1,9 @@
 """Deep copies of modules with units.
 
-Another module with units of its own: own shards, hooks, settings and steps, on the same mesh. The
-units are copied first, then the modules, whose hooks and parameters find their copies in deepcopy's
-memo; last, the copied units learn which modules are theirs.
+A copy has units of its own, with their own shards, hooks, settings and steps, on the same mesh. The
+units are copied first. Then the modules are copied as instances of their original classes; their
+hooks and parameters find the copied units and shards in the memo of ``copy.deepcopy``. Last, the
+copied units are connected with their modules and with one another.
 """
 
 from __future__ import annotations
@@ -19,48 +20,43 @@ from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, UnitSettings, UnitStep, units_in
+from meshard._engine.unit import Unit, UnitSettings, UnitStep, unit_of, units_in
 from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.private import queue_backward_callback
-
-_UNDER_WAY = object()  # its id, in the memo, says that units have been copied
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
-    Every rank by itself. Gradients are copied, whole parameters are not.
+    Gradients are copied, unsharded parameters are not. Nothing is communicated.
 
     Args:
         module: The outermost sharded module of what is copied, or one inside it.
-        memo: ``copy.deepcopy``'s.
+        memo: The memo of ``copy.deepcopy``.
 
     Raises:
-        RuntimeError: A step is under way, or gradients are not fully reduced.
+        RuntimeError: A step is running, or gradients are not fully reduced.
     """
-    if id(_UNDER_WAY) in memo:
+    if id(unit_of(module)) in memo:  # a module inside the outermost one
         return _copy_module(module, memo)
     units = _reached_from(module)
     for unit in units:
-        _check_at_rest(unit)
+        _check_between_steps(unit)
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
-    memo[id(_UNDER_WAY)] = _UNDER_WAY
-    try:
-        copied = memo[id(module)] = _copy_module(module, memo)
-        for unit in units:  # of a list, some modules may be beside this one
-            for ref in unit.modules:
-                copy.deepcopy(ref(), memo)
-    finally:
-        del memo[id(_UNDER_WAY)]
+    copied = memo[id(module)] = _copy_module(module, memo)
+    for unit in units:  # a unit of several modules has some that are not inside this one
+        for ref in unit.modules:
+            copy.deepcopy(ref(), memo)
     _connect(units, memo)
     return copied
 
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module as what it was before its class was changed: that class knows how."""
+    """Copy a module as an instance of its original class, which may have a ``__deepcopy__``."""
     sharded_class = type(module)
-    original = next(cls for cls in sharded_class.__mro__[1:] if not _is_ours(cls))
+    # The first after FSDPModule (or ReplicateModule) and its bases, which are no modules.
+    original = next(cls for cls in sharded_class.__mro__[1:] if issubclass(cls, nn.Module))
     module.__class__ = original
     try:
         copied: nn.Module = copy.deepcopy(module, memo)
@@ -68,11 +64,6 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         module.__class__ = sharded_class
     copied.__class__ = sharded_class
     return copied
-
-
-def _is_ours(cls: type) -> bool:
-    # FSDPModule, which cannot be imported here, and its base in torch: they are no modules.
-    return not issubclass(cls, nn.Module)
 
 
 def _reached_from(module: nn.Module) -> list[Unit]:
@@ -87,7 +78,7 @@ def _reached_from(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-def _check_at_rest(unit: Unit) -> None:
+def _check_between_steps(unit: Unit) -> None:
     if not unit.lifecycle.is_between_steps():
         raise RuntimeError(
             f"copy.deepcopy was called while unit {unit.label!r} is in its forward or backward; "
@@ -96,6 +87,7 @@ def _check_at_rest(unit: Unit) -> None:
         )
     if unit.group is not None:
         unit.group.check_not_summoned("copied")
+        unit.group.finish_pending_step()
     if unit.gradients is not None and unit.gradients.pending:
         raise RuntimeError(
             f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "
@@ -129,7 +121,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
 
 def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
-    """Let the copies know their modules and one another, and run in steps of their own."""
+    """Connect the copies with their modules and with one another, in a lifecycle of their own."""
     copies = [memo[id(unit)] for unit in units]
     root_fqn = units[0].fqn
     for unit, copied in zip(units, copies, strict=True):

@@ -1,8 +1,9 @@
 """Gathers on access from a parent's forward.
 
-A unit that opted in is then gathered by the read. The forward of the unit around the read stands in
-for its own: it is given back when that ends, and what that returned says when its backward begins.
-Other units do not pay: the modules of this one hold their parameters in a dict that notices reads.
+A unit with ``unshard_on_access`` is gathered when another unit's forward reads one of its
+parameters. The forward of the reader then stands for its own: the unit is resharded when that ends,
+and its backward begins with the gradient of what that returned. Modules of such units hold their
+parameters in a dict that notices reads; other units cost nothing more.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from meshard._engine.schedule import Phase
 from meshard._engine.unit import Unit, unit_of
 from meshard._torch.private import skip_dynamo
 
-_reading: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a forward that runs
-_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a running forward
+_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have our hook
 
 
 def gather_on_access(unit: Unit) -> None:
-    """Have reads of the parameters of ``unit`` gather it while a unit around it runs.
+    """Gather ``unit`` whenever the forward of a unit around it reads one of its parameters.
 
-    So do reads of those of its companions, which are gathered with it.
+    Its siblings are gathered with it, and reads of their parameters count too.
     """
     groups = [each.group for each in (unit, *unit.siblings) if each.group is not None]
     params = [param for group in groups for param in group.params]
@@ -38,11 +39,11 @@ def gather_on_access(unit: Unit) -> None:
 
 
 class _NoticedReads(dict[str, Any]):
-    """The ``_parameters`` of a module: ``module.weight`` comes here, ``parameters()`` does not.
+    """The ``_parameters`` of a module. Only ``module.weight`` is a read; ``parameters()`` is not.
 
     Args:
-        params: What the module holds.
-        unit: Whose parameters they are.
+        params: The parameters of the module.
+        unit: The unit that they belong to.
     """
 
     __slots__ = ("_unit",)
@@ -53,7 +54,7 @@ class _NoticedReads(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
-        if unit is not None and _is_closed(unit):
+        if unit is not None and _holds_shards(unit):
             for each in (unit, *unit.siblings):
                 _read(each)
         return super().__getitem__(name)
@@ -62,7 +63,7 @@ class _NoticedReads(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def _is_closed(unit: Unit) -> bool:
+def _holds_shards(unit: Unit) -> bool:
     """Whether the modules of ``unit`` hold shards."""
     group = unit.group
     return group is not None and not group.is_unsharded_installed and not group.is_summoned
@@ -70,37 +71,37 @@ def _is_closed(unit: Unit) -> bool:
 
 @skip_dynamo
 def _read(unit: Unit) -> None:
-    """Gather ``unit``, if a unit runs that can give it back."""
+    """Gather ``unit``, if a unit is running whose end can reshard it."""
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
-        # Checkpointing runs a part of forward again. What is over is given back by the lifecycle.
+        # Activation checkpointing runs a part of forward again. The lifecycle reshards.
         lifecycle.pre_forward(unit)
         return
-    reader = next((one for one in reversed(lifecycle.running()) if one not in _reading), None)
+    reader = next((one for one in reversed(lifecycle.running()) if one not in _read_units), None)
     if reader is None:
         return
     for ref in reader.modules:
         module = ref()
         if module is not None and module not in _readers:
-            # First of all its hooks: it still runs. Also if it raises. Left in place, because a
-            # module that raises must not lose a hook in the middle of them.
+            # First of its hooks, so that the module counts as running; called also if it raises.
+            # Never removed: torch iterates over the hooks when it is called.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
-    _reading.add(unit)
+    _read_units.add(unit)
     lifecycle.pre_forward(unit)
 
 
 @skip_dynamo
 def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
-    """End the forward of what was read in a forward that ends."""
+    """End the forwards of the units that were read in the forward that ends."""
     reader = unit_of(module)
     if reader is None:
         return
     lifecycle = reader.lifecycle
     failed = output is None and sys.exc_info()[0] is not None
-    while (running := lifecycle.running()) and running[-1] in _reading:
+    while (running := lifecycle.running()) and running[-1] in _read_units:
         unit = running[-1]
-        _reading.discard(unit)
+        _read_units.discard(unit)
         of = lifecycle.schedule.present
         records = not failed and torch.is_grad_enabled()
         if records and is_hidden(output, unit, args, {}):

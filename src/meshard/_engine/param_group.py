@@ -243,6 +243,11 @@ class ParamGroup:
         if self.tensors.host_copies is not None and self.pending_step is None:
             self.tensors.host_copies.wait()
 
+    def finish_pending_step(self) -> None:
+        """Order what the caller does next after the pending optimizer step, if there is one."""
+        if self.pending_step is not None:
+            self.pending_step.finish()
+
     def make_room(self) -> None:
         """Release cached memory: an optimizer is about to step and may need it."""
         self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
