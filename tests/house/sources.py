@@ -28,10 +28,19 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _imports_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Iterate over all nodes but those under ``if TYPE_CHECKING:``."""
+    if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _imports_at_run_time(child)
+
+
 def imported_modules(path: Path) -> set[str]:
     """Return the absolute names of all that ``path`` imports: modules, and names in modules."""
     names = set()
-    for node in ast.walk(tree(path)):
+    for node in _imports_at_run_time(tree(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
