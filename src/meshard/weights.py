@@ -138,6 +138,7 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
         unit.summoned.check_allows(options, unit.label)
         return False
     check_between_steps(unit, options.caller)
+    unit.group.finish_pending_step()
     unit.group.adopt_edits()
     check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
     unit.group.tensors.check_materialised()

@@ -96,6 +96,7 @@ def _check_at_rest(unit: Unit) -> None:
         )
     if unit.group is not None:
         unit.group.check_not_summoned("copied")
+        unit.group.finish_pending_step()
     if unit.gradients is not None and unit.gradients.pending:
         raise RuntimeError(
             f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "
