@@ -78,6 +78,7 @@ def _check_no_pending_gradients(module: nn.Module, prefix: str, keep_vars: bool)
     unit = module.__dict__.get("_meshard_unit")
     if unit is not None and unit.group is not None:
         unit.group.check_nothing_is_pending()
+        unit.group.finish_pending_step()
 
 
 class ModuleHooks:
@@ -365,6 +366,7 @@ class _LoadHook:
         if unit is None or unit.group is None:
             return
         unit.group.finish_copies()
+        unit.group.finish_pending_step()
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         for name, index in self._names:
             given = state_dict.get(prefix + name)
