@@ -1,4 +1,4 @@
-"""How do I shard or replicate this module?"""
+"""The call that shards a module: ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +19,12 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
-from meshard._engine.build import (
-    Collected,
-    ParamsOnMesh,
-    ShardSpecResolver,
-    by_mesh,
-    check_parameters,
-    collect,
-    commit,
-    make_unit,
-    resolve_mesh_info,
-)
+from meshard._engine.build import UnitPlan, allocate, collect, commit, plan, resolve_mesh_info
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.storage import host_location
-from meshard.fsdp_module import check_bool
+from meshard._torch.versions import TorchDataParallelMeshDims
+from meshard.fsdp_module import FSDPModule, check_bool
 from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
@@ -42,13 +33,8 @@ from meshard.policies import (
     ShardPlacementResult,
 )
 
-# Since torch 2.13.
-_TorchDataParallelMeshDims = getattr(
-    torch.distributed.fsdp, "DataParallelMeshDims", DataParallelMeshDims
-)
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
 PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
-_EXIT_SECONDS = 0.05
 
 
 def fully_shard(
@@ -66,46 +52,44 @@ def fully_shard(
     """Shard the parameters of ``module`` over ``mesh``, in place, as one unit.
 
     Call it bottom-up, on each layer and then on the root: parameters that are already in a unit
-    are left alone. A unit is gathered by one all-gather before its forward and backward, and its
-    gradients are reduced by one reduce-scatter after (and one all-reduce on a 2D mesh). Outside
-    that, ``module.parameters()`` are DTensors that hold this rank's shard; names do not change.
-    Build the optimizer after the last call. Tensor subclasses with ``fsdp_pre_all_gather`` are
-    gathered through that.
+    stay there. One all-gather unshards a unit before its forward and backward; one reduce-scatter
+    (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that,
+    ``module.parameters()`` are DTensors that hold this rank's shard; names do not change. Build the
+    optimizer after the last call. Parameters with ``fsdp_pre_all_gather`` are gathered by it.
 
-    **Collective:** every rank of the mesh, in the same order. Every rank must hold the same
-    values before the call, or only shard 0 of rank 0, shard 1 of rank 1, ... are kept;
-    ``MESHARD_DEBUG=1`` compares checksums of them.
-    **Lifetime:** all whole parameters are freed as soon as nothing else holds them.
+    **Collective:** every rank of the mesh, in the same order. Every rank must hold the same values
+    before the call: rank 0 keeps its shard 0, rank 1 its shard 1 and so on. ``MESHARD_DEBUG=1``
+    compares their checksums.
+    **Lifetime:** the original parameters are freed as soon as nothing else refers to them.
 
     Args:
         module: The module, or a list of modules that become one unit.
         mesh: 1D shards (FSDP); 2D ``(replicate, shard)`` shards on the last axis and replicates
             over the first (HSDP). None: 1D over the default group, which is initialised from
             torchrun's environment, or as a group of one rank, if there is none.
-        reshard_after_forward: True gives whole parameters back after forward, False keeps them
-            for backward, an int keeps them spread over so many neighbouring ranks. None: True
-            except for the root.
-        shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, or None for dim 0.
-            Any dim will do, whether or not the number of ranks divides it. A
-            ``Replicate()`` keeps the parameter whole on every rank, and its gradient is
-            all-reduced. ``ShardPlacementResult`` puts the parameter on a mesh of its own.
+        reshard_after_forward: True reshards after forward, False keeps parameters unsharded for
+            backward, an int reshards over so many neighbouring ranks. None: True except for the
+            root.
+        shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, for any dim, or None
+            for dim 0. ``Replicate()`` keeps the parameter unsharded on every rank, and its gradient
+            is all-reduced. ``ShardPlacementResult`` puts the parameter on a mesh of its own.
         mp_policy: dtypes for compute, communication and accumulation.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are, gradients too. (To have them averaged
             over the ranks, return ``Replicate()`` for them from ``shard_placement_fn``.)
-        dp_mesh_dims: Names the data-parallel axes of ``mesh``, which then has all axes that the
-            model is spread over. Parameters are DTensors on it that are whole along those axes, or
-            ordinary tensors.
-        unshard_on_access: When the forward of a unit around this one reads one of its parameters,
-            gather it for the rest of that forward, and for its backward. For modules whose
+        dp_mesh_dims: Names of the data-parallel axes of ``mesh``, which then has all axes that the
+            model is spread over. Parameters are ordinary tensors, or DTensors on that mesh that
+            are replicated along the data-parallel axes.
+        unshard_on_access: Unshard the unit when the forward of a unit around it reads one of its
+            parameters, for the rest of that forward and for its backward. For modules whose
             parameters others read, like ``nn.MultiheadAttention.out_proj``.
 
     Returns:
         ``module``, the same object; its class is now also a subclass of ``FSDPModule``.
 
     Raises:
-        NotImplementedError: A tensor subclass with ``fsdp_pre_all_gather`` is to live in host
-            memory, or to be cut along another dim than the first.
+        NotImplementedError: A parameter with ``fsdp_pre_all_gather`` is to live in host memory, or
+            to be sharded on another dim than the first.
         TypeError: An argument is of the wrong type.
         ValueError: ``module``, ``mesh`` or a parameter cannot be sharded as asked. The module is
             left as it was.
@@ -127,53 +111,37 @@ def fully_shard(
     check_bool("unshard_on_access", unshard_on_access)
     found = collect(modules, as_set(ignored_params))
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
-    resolver = ShardSpecResolver(mesh_info, shard_placement_fn)
-    shard_specs = [resolver.resolve(fqn, param) for fqn, param, _ in found]
+    plans = plan(found, mesh_info, shard_placement_fn)
     device = device_of(mesh_info.mesh)
-    check_parameters(found, device)
-    groups = by_mesh(shard_specs, mesh_info)
-    subclass_fqns = [
-        each.fqn for each, at in zip(found, shard_specs, strict=True) if at.is_subclass
-    ]
+    subclass_fqns = [param.fqn for each in plans if each.is_subclass for param in each.params]
     host = host_location(offload_policy, device, subclass_fqns)
     if is_debugging():
-        _check_values(modules, found, groups, device)
-    settings = [_settings(reshard_after_forward, group.mesh_info) for group in groups]
+        _check_values(modules, plans, device)
+    settings = [_settings(reshard_after_forward, each.mesh_info) for each in plans]
     if device.type != "cpu":
         _move_buffers(modules, device)
     units = []
-    for group, chosen in zip(groups, settings, strict=True):
+    for each, chosen in zip(plans, settings, strict=True):
         chosen.unshard_on_access = unshard_on_access
-        units.append(
-            make_unit(
-                modules,
-                [found[position] for position in group.positions],
-                shard_specs=[shard_specs[position] for position in group.positions],
-                policy=policy,
-                settings=chosen,
-                device=device,
-                host=host,
-            )
-        )
-    in_order = [found[position] for group in groups for position in group.positions]
-    commit(link_siblings(units), modules, in_order, device)
+        units.append(allocate(each, modules, policy=policy, settings=chosen, host=host))
+    commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     return module
 
 
+# --- checks --------------------------------------------------------------------------------
+
+
 def _check_values(
-    modules: list[nn.Module],
-    found: list[Collected],
-    groups: list[ParamsOnMesh],
-    device: torch.device,
+    modules: list[nn.Module], plans: Sequence[UnitPlan], device: torch.device
 ) -> None:
-    what = ", ".join(type(each).__name__ for each in modules)
-    for group in groups:
-        named = [(found[position].fqn, found[position].param) for position in group.positions]
-        check_same_start(named, group.mesh_info, device, what)
+    classes = ", ".join(type(each).__name__ for each in modules)
+    for each in plans:
+        named = [(param.fqn, param.param) for param in each.params]
+        check_same_start(named, each.mesh_info, device, classes)
 
 
 def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
-    """Return ``ignored_params`` as a set, whatever holds them."""
+    """Return ``ignored_params``, any iterable, as a set."""
     if isinstance(ignored, torch.Tensor):
         raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
     return set(ignored or ())
@@ -253,13 +221,16 @@ def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
 def _check_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | None:
     if dims is None or isinstance(dims, DataParallelMeshDims):
         chosen = dims
-    elif isinstance(dims, _TorchDataParallelMeshDims):
+    elif isinstance(dims, TorchDataParallelMeshDims):
         chosen = DataParallelMeshDims(shard=dims.shard, replicate=dims.replicate)
     else:
         raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims or None, got {dims!r}.")
     if chosen is not None and mesh is None:
         raise ValueError("dp_mesh_dims names axes of mesh; pass mesh as well.")
     return chosen
+
+
+# --- settings ------------------------------------------------------------------------------
 
 
 def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> UnitSettings:
@@ -272,7 +243,7 @@ def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> 
     if chosen < 1 or count % chosen:
         raise ValueError(
             f"reshard_after_forward={chosen} must divide the {count} ranks of the shard axis; "
-            "use True to reshard over all of them, False to keep parameters whole."
+            "use True to reshard over all of them, False to keep parameters unsharded."
         )
     if chosen == 1:
         return UnitSettings(reshard_after_forward=False)
@@ -283,26 +254,33 @@ def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> 
     )
 
 
-_last_default_mesh: weakref.ref[DeviceMesh] | None = None
+# --- the default mesh ----------------------------------------------------------------------
+
+_EXIT_SECONDS = 0.05  # see _destroy_group
+_last_default: tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]] | None = None
 
 
 def default_mesh() -> DeviceMesh:
     """Return a 1D mesh over the default group, the same one for all units of a model."""
-    global _last_default_mesh
+    global _last_default
     device_type = _default_device_type()
     if not dist.is_initialized():
         _init_default_group(device_type)
-    mesh = _last_default_mesh() if _last_default_mesh is not None else None
-    # A mesh finds its group by name, and the default group of a later job has the same name.
-    world_size = dist.get_world_size()
-    if mesh is None or mesh.get_group(0) is not dist.group.WORLD or mesh.size() != world_size:
-        mesh = init_device_mesh(device_type, (world_size,))
-        _last_default_mesh = weakref.ref(mesh)
+    world = dist.group.WORLD
+    assert world is not None
+    if _last_default is not None:
+        mesh, its_world = _last_default[0](), _last_default[1]()
+        # By the identity of the group: a mesh finds its group by name, and the default groups of
+        # successive worlds have the same name.
+        if mesh is not None and its_world is world and mesh.device_type == device_type:
+            return mesh
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    _last_default = weakref.ref(mesh), weakref.ref(world)
     return mesh
 
 
 def _default_device_type() -> str:
-    """Return the accelerator's type, if there is one that the default group can serve."""
+    """Return the type of the accelerator that the default group can serve; else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or (dist.is_initialized() and dist.get_backend() == "gloo"):
         return "cpu"
@@ -325,8 +303,8 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
-    # A thread of gloo takes the lock of Python to let go of what it has sent. Refused it, as the
-    # interpreter is ending, it aborts the process; while this thread sleeps, it gets it.
+    # A thread of gloo takes the GIL to free what it has sent. If the interpreter is ending and
+    # refuses it, the process aborts; while this thread sleeps, the other one gets it.
     time.sleep(_EXIT_SECONDS)
 
 

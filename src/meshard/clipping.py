@@ -18,6 +18,7 @@ from meshard._comm.blocking import gather_values
 from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import local_of
+from meshard._torch.private import foreach_mul_
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
 
@@ -138,8 +139,7 @@ def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) ->
         by_device.setdefault(local.device, []).append(local)
     with torch.no_grad():
         for device, locals_ in by_device.items():
-            # Private, but what torch's own clipping calls: a fifth of the time of one by one.
-            torch._foreach_mul_(locals_, coefficient.to(device))
+            foreach_mul_(locals_, coefficient.to(device))
 
 
 def _refuse_overlapped(params: Iterable[torch.Tensor], what: str) -> None:

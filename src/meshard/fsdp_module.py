@@ -67,45 +67,7 @@ def _set_flag(module: Any, recurse: bool, setting: str, value: bool, argument: s
 
 # --- forward, called directly --------------------------------------------------------------------
 
-_CLASSES: dict[tuple[type, type], type] = {}
 _REGISTERED = "_meshard_forward_methods"  # on a module: name -> the instance's own method, or None
-
-
-def swap_class(module: nn.Module, mixin: type, prefix: str) -> None:
-    """Make ``module`` an instance of ``mixin`` as well as of its own class.
-
-    Args:
-        module: Changed in place.
-        mixin: ``FSDPModule`` or ``ReplicateModule``.
-        prefix: Of the name of the new class.
-    """
-    original = type(module)
-    if (mixin, original) not in _CLASSES:
-        forward = _direct_forward(original)
-        members = {} if forward is None else {"forward": forward}
-        _CLASSES[mixin, original] = type(f"{prefix}{original.__name__}", (mixin, original), members)
-    module.__class__ = _CLASSES[mixin, original]
-
-
-def _direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` that unshards the parameters if it is called outside of ``module(...)``.
-
-    None if ``original`` has no ordinary method of that name.
-    """
-    plain = original.forward
-    if plain is nn.Module.forward or not inspect.isfunction(plain):
-        return None
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit = self._meshard_unit
-        if unit.group is None or unit.group.is_unsharded_installed:
-            return original.forward(self, *args, **kwargs)
-        method = functools.partial(original.forward, self)
-        return run_in_unit(self, unit, method, args, kwargs)
-
-    # Dynamo limits how often it compiles one code object: each class needs its own.
-    forward.__code__ = forward.__code__.replace()
-    return functools.wraps(plain)(forward)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -343,13 +305,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """Return an instance of the original class: a slice of a sharded Sequential is plain."""
         original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         return original(*args, **kwargs)
-
-    @staticmethod
-    def adopt(module: nn.Module, unit: Unit) -> None:
-        """Make ``module`` an instance of FSDPModule, with ``unit`` behind it."""
-        swap_class(module, FSDPModule, "FSDP")
-        # Not setattr: Module.__setattr__ is slow, and the unit is no submodule.
-        module.__dict__["_meshard_unit"] = unit
 
     # --- gather and reshard ----------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from meshard._comm.blocking import agree_on_max
 from meshard._engine.optimizer_hooks import check_may_step, mark_scaled
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import local_of
+from meshard._torch.private import unscale_each
 
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
@@ -104,9 +105,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 if device not in found:
                     found[device], scales[device] = found_inf.to(device), inv_scale.to(device)
                 # The kernel behind torch's own scaler, on plain tensors.
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    grads, found[device], scales[device]
-                )
+                unscale_each(grads, found[device], scales[device])
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
             _agree(found_inf, params, self._process_group)

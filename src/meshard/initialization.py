@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
-from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import SummonOptions, Unit, own_class, units_in, units_of
+from meshard._engine.param_group import ParamGroup, sharded_params
+from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -58,7 +58,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.finish_pending_step()
     group.finish_copies()
     group.tensors.take_replacements()
-    new = [param for param in group.params if local_of(param.sharded).is_meta]
+    new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
     for param in new:
         _allocate(param, group)
     group.adopt_edits()  # moves them into one buffer
@@ -226,7 +226,8 @@ class _Initialisation:
         new = _leave_meta(group)
         self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
         unsharded = [
-            _unsharded(param, group.spec.device, is_new=param in new) for param in group.params
+            _unsharded(param, group.spec.device, is_new=param in new)
+            for param in sharded_params(group)
         ]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
 
@@ -308,13 +309,7 @@ def _check_resets(root: nn.Module) -> None:
 
 def _check_owners(root: nn.Module) -> None:
     """Raise if a parameter belongs to a unit that is not inside ``root``."""
-    owned = {
-        (owner(), name)
-        for unit in units_in(root)
-        if unit.group is not None
-        for param in unit.group.params
-        for owner, name in param.owners
-    }
+    owned = owned_names(root)
     for fqn, module in root.named_modules():
         for name, param in module._parameters.items():
             if isinstance(param, DTensor) and (module, name) not in owned:
@@ -331,7 +326,7 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
         param.dtensor_placement.in_use.mesh: None
         for group in groups
         for param in group.params
-        if param.dtensor_placement is not None
+        if isinstance(param, ShardedParam) and param.dtensor_placement is not None
     }
     axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return [groups[0].spec.mesh_info, *axes]

@@ -143,6 +143,7 @@ def _check_between_steps(unit: Unit, what: str) -> None:
         )
     if unit.group is not None:
         unit.group.finish_pending_step()
+        unit.group.adopt_edits()
         check_not_subclass(unit.group.tensors, f"meshard.{what}")
         unit.group.check_may_step()
 

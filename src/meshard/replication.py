@@ -1,9 +1,9 @@
-"""A copy of the model on every rank.
+"""Replicated modules: all parameters on every rank, gradients averaged in buckets.
 
-Those that are complete at about the same time: a bucket waits for its last gradient. Before the
-first backward nobody knows when that is, so buckets follow the reverse of the order in which the
-module lists its parameters; at the start of the second iteration they are made once more, in the
-order in which gradients arrived on the first rank.
+A bucket is all-reduced once its last gradient has arrived, so it should hold gradients that arrive
+at about the same time. Before the first backward that order is unknown, and buckets follow the
+reverse of the order in which the module lists its parameters; the second iteration rebuilds them in
+the order in which gradients arrived on the first rank.
 """
 
 from __future__ import annotations
@@ -22,23 +22,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 
 from meshard._comm.blocking import broadcast_from, broadcast_from_first
-from meshard._engine.build import Collected, adopt_inner_units, collect
+from meshard._engine.build import (
+    Collected,
+    adopt_inner_units,
+    adopt_module,
+    casts_of,
+    check_not_complex,
+    collect,
+    give_params,
+)
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
-from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
-from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
-from meshard._params.flat_params import GroupSpec
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
+from meshard._params.unit_params import GroupSpec
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
-from meshard.fsdp_module import GradientSetters, as_module, check_bool, swap_class
+from meshard.fsdp_module import GradientSetters, as_module, check_bool
 from meshard.initialization import overwrite_by_first_rank
 from meshard.policies import MixedPrecisionPolicy
 
-_FIRST_CAP = 2**20  # bytes: it should leave while most of backward is still to come
+_FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
+
+# --- buckets -------------------------------------------------------------------------------
 
 
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
@@ -49,7 +57,7 @@ def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
         cap: Bytes that a bucket may have, unless one parameter alone has more.
 
     Returns:
-        Places in ``params``. Each bucket is of one dtype, and the first one small.
+        Positions in ``params``. Each bucket is of one dtype, and the first one small.
 
     >>> half = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     >>> partition([nn.Parameter(torch.zeros(4)), half, nn.Parameter(torch.zeros(4))], cap=64)
@@ -70,7 +78,7 @@ def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
 
 
 def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Make one of the last two buckets of one dtype; of the last two, if each has another dtype.
+    """Join the last two buckets of one dtype; the last two, if all have different dtypes.
 
     Args:
         buckets: At least two, as ``partition`` returns them.
@@ -95,8 +103,8 @@ class Buckets:
     """The buckets of one replicated module, a unit each: the first to be reduced is the innermost.
 
     Args:
-        units: Outermost first, without parameters as yet.
-        params: What they share out, in the order of the module.
+        units: Outermost first; they get their parameters here.
+        params: All parameters, in the order of the module.
         spec: Mesh and device.
         policy: dtypes.
         cap: Bytes of a bucket.
@@ -122,110 +130,98 @@ class Buckets:
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders: list[torch.utils.hooks.RemovableHandle] = []
         self.replaced = ReplacedCount()
-        order = list(range(len(params)))[::-1]
-        self._fill(order)
-        self._record()
+        self._fill(list(reversed(range(len(params)))))
+        self._record_arrivals()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
+        """Return buckets of the units' copies, which keep their present order."""
+        copied = copy.copy(self)
+        copied.units = [memo[id(unit)] for unit in self.units]
+        copied._params, copied._recorders, copied.replaced = [], [], ReplacedCount()
+        for unit in copied.units:
+            copied._configure_gradients(unit)
+        return copied
 
     def _fill(self, order: list[int]) -> None:
-        """Give each unit its parameters."""
-        parts = partition([self._params[position].sharded for position in order], self._cap)
-        dtypes = [self._params[position].sharded.dtype for position in order]
-        while len(parts) > len(self.units):  # of which there are as many as buckets at first
+        """Distribute the parameters over the units; ``order`` is that of expected gradients."""
+        params = [self._params[position] for position in order]
+        parts = partition([param.sharded for param in params], self._cap)
+        dtypes = [param.sharded.dtype for param in params]
+        while len(parts) > len(self.units):  # the number of units stays that of the first time
             join_two(parts, dtypes)
-        for number, unit in enumerate(reversed(self.units)):
-            if number < len(parts):
-                self._give(unit, [self._params[order[position]] for position in parts[number]])
-            else:
-                unit.group = None
+        innermost_first = list(reversed(self.units))
+        for unit, part in zip(innermost_first, parts, strict=False):
+            self._fill_unit(unit, [params[position] for position in part])
+        for unit in innermost_first[len(parts) :]:
+            unit.group = None
 
-    def _give(self, unit: Unit, params: list[ReplicatedParam]) -> None:
-        lifecycle = getattr(unit, "lifecycle", None)
+    def _fill_unit(self, unit: Unit, params: list[ReplicatedParam]) -> None:
         tensors = ReplicatedParams(
             params,
             spec=self._spec,
             param_dtype=self._policy.param_dtype,
             gradient_hook=gradient_hook_maker(unit),
         )
-        gradients = GradientAccumulator(
-            tensors,
-            reduce_dtype=self._policy.reduce_dtype,
-            accumulate_dtype=self._policy.accumulate_dtype,
-        )
-        self._tell(gradients)
-        unit.group = ParamGroup(tensors, gradients)
-        if lifecycle is not None:
+        give_params(unit, tensors, self._policy)
+        self._configure_gradients(unit)
+        lifecycle = getattr(unit, "lifecycle", None)  # not the first time
+        if lifecycle is not None and unit.group is not None:
             tensors.label = unit.label
             unit.group.comm = lifecycle.comm.with_custom(unit.settings.comm)
 
-    def _tell(self, gradients: GradientAccumulator) -> None:
-        """Let a bucket know what holds for all."""
-        assert isinstance(gradients.sharded, ReplicatedGrads)
-        gradients.sharded.are_views = self._are_views
-        gradients.sharded.replaced = self.replaced
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
-        """Be the buckets of the units' copies, which have the order that was found by then."""
-        copied = copy.copy(self)
-        copied.units = [memo[id(unit)] for unit in self.units]
-        copied._params, copied._recorders, copied.replaced = [], [], ReplacedCount()
-        for unit in copied.units:
-            if unit.gradients is not None:
-                copied._tell(unit.gradients)
-        return copied
-
-    def _take_from(self, unit: Unit) -> None:
-        """Have a unit's parameters, and their gradients, belong to nobody."""
-        if unit.group is None or unit.gradients is None:
-            return
-        assert isinstance(unit.group.tensors, ReplicatedParams)
-        assert isinstance(unit.gradients.sharded, ReplicatedGrads)
-        unit.gradients.sharded.give_away()
-        unit.group.tensors.unhook()
+    def _configure_gradients(self, unit: Unit) -> None:
+        if unit.gradients is not None:
+            assert isinstance(unit.gradients.sharded, ReplicatedGrads)
+            unit.gradients.sharded.are_views = self._are_views
+            unit.gradients.sharded.replaced = self.replaced
 
     # --- the order of the first backward -----------------------------------------------------
 
-    def _record(self) -> None:
+    def _record_arrivals(self) -> None:
         for index, param in enumerate(self._params):
             if param.unsharded.is_floating_point() and param.unsharded.requires_grad:
                 hook = partial(_record_arrival, weakref.ref(self), index)
                 self._recorders.append(param.unsharded.register_post_accumulate_grad_hook(hook))
 
     def record_arrival(self, index: int) -> None:
-        """Note that the gradient of parameter ``index`` is there."""
+        """Record that the gradient of parameter ``index`` has arrived."""
         self._arrivals.setdefault(index)
 
     def begin_iteration(self) -> bool:
-        """A forward begins. Make the buckets anew, if it is time to.
+        """Rebuild the buckets at the first forward after a backward.
 
-        **Collective:** the mesh, in the first forward after a backward has ended: the first rank
-        says in which order its gradients came.
+        **Collective:** the mesh, when they are rebuilt: the first rank sends its order.
 
         Returns:
-            Whether they will not be made anew again.
+            Whether they were rebuilt, which happens once.
         """
-        # All of this is the same on all ranks, as what runs forward and backward is.
+        # The same on all ranks, because all run the same forwards and backwards.
         if self.units[0].lifecycle.backward_number < 2 or any(map(_is_in_use, self.units)):
             return False
         for handle in self._recorders:
             handle.remove()
         order = self._agreed_order()
         for unit in self.units:
-            self._take_from(unit)
+            if unit.group is not None and unit.gradients is not None:
+                assert isinstance(unit.group.tensors, ReplicatedParams)
+                assert isinstance(unit.gradients.sharded, ReplicatedGrads)
+                unit.gradients.sharded.give_away()
+                unit.group.tensors.unhook()
         self._fill(order)
         return True
 
     def _agreed_order(self) -> list[int]:
-        """Return the first rank's order: what got no gradient comes last."""
+        """Return the first rank's order; parameters without a gradient come last."""
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
-        mesh_info = self._spec.mesh_info
-        assert mesh_info.replicate_group is not None
-        broadcast_from_first(order, mesh_info.replicate_group, label="(order of gradients)")
+        group = self._spec.mesh_info.replicate_group
+        assert group is not None
+        broadcast_from_first(order, group, label="(order of gradients)")
         return [int(index) for index in order.tolist()]
 
 
 def _is_in_use(unit: Unit) -> bool:
-    """Whether a graph, a window, a reduction or an optimizer counts on a unit's parameters."""
+    """Whether a graph, a window, a reduction or an optimizer refers to the present buckets."""
     grads = unit.gradients
     return (
         unit.step.awaits_gradients
@@ -240,14 +236,72 @@ def _record_arrival(ref: weakref.ref[Buckets], index: int, _: Any) -> None:
         buckets.record_arrival(index)
 
 
+# --- before a forward ----------------------------------------------------------------------
+
+
+class BeforeForward:
+    """The forward pre-hook of a replicated module, which runs before the hooks of its units.
+
+    Args:
+        buckets: Of the module; referred to weakly.
+        buffers_over: Group over which buffers are broadcast. None: they are not.
+
+    Attributes:
+        source: Rank in that group whose buffers are sent.
+    """
+
+    def __init__(self, buckets: Buckets, buffers_over: dist.ProcessGroup | None) -> None:
+        self._buckets: Callable[[], Buckets | None] = weakref.ref(buckets)
+        self._buffers_over = buffers_over
+        self.source = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BeforeForward:
+        """Return the hook of a copied module, whose buckets are not rebuilt."""
+        copied = copy.copy(self)
+        copied._buckets = _no_buckets
+        return copied
+
+    @skip_dynamo
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Rebuild the buckets if it is time, and send buffers, before a forward with a graph.
+
+        **Collective:** all ranks of the mesh.
+        """
+        if not torch.is_grad_enabled():
+            return
+        buckets = self._buckets()
+        if buckets is not None and buckets.begin_iteration():
+            self._buckets = _no_buckets
+        if self._buffers_over is not None:
+            self._send_buffers(module, self._buffers_over)
+
+    @torch.no_grad()
+    def _send_buffers(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            broadcast_from(self.source, flat, group, label="(buffers)")
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+
+def _no_buckets() -> None:
+    return None
+
+
+# --- public --------------------------------------------------------------------------------
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class ReplicateModule(GradientSetters):
-    """What ``replicate`` adds to the class of a module.
+    """Methods of replicated modules.
 
     A replicated module is an instance of this and of its own class; its parameters, their names
-    and its ``state_dict`` are what they were. Of the setters, those about gradients are here.
+    and its ``state_dict`` stay the same. It has the setters of ``FSDPModule`` for gradients.
 
     >>> import torch, meshard
     >>> layer = meshard.replicate(torch.nn.Linear(4, 4))
@@ -256,12 +310,12 @@ class ReplicateModule(GradientSetters):
     """
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Add gradients up without any collective inside: ``meshard.no_sync(self)``."""
+        """Return a context that accumulates without communication: ``meshard.no_sync(self)``."""
         return no_sync(as_module(self))
 
     @property
     def num_replaced_gradients(self) -> int:
-        """How often a ``.grad`` was found to be another tensor than the view of its bucket."""
+        """How often a ``.grad`` was another tensor than the view of its bucket."""
         buckets: Buckets = as_module(self).__dict__["_meshard_buckets"]
         return buckets.replaced.count
 
@@ -269,18 +323,17 @@ class ReplicateModule(GradientSetters):
         """Move or cast the parameters, which stay in their buckets."""
         result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
         for unit in units_in(as_module(self)):
-            if unit.group is not None:
-                unit.group.reshard()
-                unit.group.tensors.take_replacements()
-                unit.group.tensors.rebuild()
-                if unit.gradients is not None and isinstance(
-                    unit.gradients.sharded, ReplicatedGrads
-                ):
-                    unit.gradients.sharded.leave()  # torch has cast or moved .grad too
+            if unit.group is None or unit.gradients is None:
+                continue
+            unit.group.reshard()
+            unit.group.tensors.take_replacements()
+            unit.group.tensors.rebuild()
+            if isinstance(unit.gradients.sharded, ReplicatedGrads):
+                unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Say what to do instead of pickling: hooks and process groups cannot be pickled."""
+        """Raise a TypeError: hooks and process groups cannot be pickled."""
         raise TypeError(
             f"a replicated {type(self).__name__.removeprefix('Replicated')} cannot be pickled, nor "
             "copied by copy.copy; save its state_dict(), which is that of the module it was, or "
@@ -301,33 +354,35 @@ def replicate(
 ) -> Module:
     """Average the gradients of ``module`` over the ranks of ``mesh``, in place.
 
-    Every rank keeps all parameters, as the tensors they were: an optimizer may be built before or
-    after. Gradients are added up in buckets, each all-reduced as soon as all ranks have its
-    gradients, while backward goes on. After backward every ``.grad`` is a view of its bucket, so
-    gradients take memory once; that memory is kept from step to step. Unused parameters are found
-    in each step, and one that any rank has used gets its averaged gradient on all.
+    Every rank keeps all parameters as the same tensor objects, so an optimizer may be built before
+    or after. Gradients are accumulated in buckets; each is all-reduced as soon as all its gradients
+    have arrived, while backward goes on. After backward every ``.grad`` is a view of its bucket,
+    which keeps its memory from step to step. Unused parameters may differ between ranks and steps:
+    a parameter that any rank has used gets its averaged gradient on all ranks.
 
     Accumulation, clipping, scaling and reduce hooks are those of ``fully_shard``: ``microbatches``,
-    ``no_sync``, ``set_gradient_sync``, ``clip_grad_norm_`` and so on. Parameters that are in units
-    of ``fully_shard`` already are left to these.
+    ``no_sync``, ``set_gradient_sync``, ``clip_grad_norm_`` and so on. Parameters in units of
+    ``fully_shard`` stay in those.
 
-    **Collective:** every rank of the mesh, in the same order. So are the first forwards.
+    **Collective:** every rank of the mesh, in the same order; also the first forward after a
+    backward, and with ``broadcast_buffers`` every forward that records a graph.
+    **Lifetime:** a reference to a ``.grad`` is overwritten by the next step; ``clone()`` it.
 
     Args:
         module: The outermost module that is called.
-        mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as in ``fully_shard``.
-        bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB. Buckets are made
-            once more in the second iteration, in the order in which gradients arrived.
-        gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own, which takes that
-            memory twice.
-        mp_policy: dtypes for compute, communication and accumulation. With a ``param_dtype``, a
-            copy of the parameters in that dtype is made for each forward and its backward.
+        mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as for ``fully_shard``.
+        bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB. The second
+            iteration rebuilds the buckets in the order in which gradients arrived.
+        gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own, which takes twice
+            the memory.
+        mp_policy: dtypes for compute, communication and accumulation. With a ``param_dtype``, each
+            forward and its backward use a copy of the parameters in that dtype.
         ignored_params: Parameters to leave as they are, gradients too.
-        broadcast_buffers: Give all ranks the buffers of the first one before every forward that
-            records a graph. They are overwritten in place, which autograd refuses in the middle of
-            two forwards before one backward if forward computes with them.
-        init_sync: Give all ranks the parameters and buffers of the first one now. If not, all
-            ranks must hold the same.
+        broadcast_buffers: Overwrite buffers by those of the first rank before every forward that
+            records a graph, in place: of two forwards before one backward, autograd refuses the
+            second if forward computes with them.
+        init_sync: Overwrite parameters and buffers by those of the first rank now. Without it all
+            ranks must hold the same values.
 
     Returns:
         ``module``, the same object; its class is now also a subclass of ``ReplicateModule``.
@@ -363,19 +418,43 @@ def replicate(
                 overwrite_by_first_rank(tensor.detach(), mesh_info, device, label="(replicate)")
     cap = int(bucket_cap_mb * 2**20)
     num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
-    units = _make_units(module, max(1, num_buckets), policy)
-    params = [ReplicatedParam(fqn, owners, param) for fqn, param, owners in found]
     buckets = Buckets(
-        units,
-        params,
+        _make_units(module, max(1, num_buckets), policy),
+        [ReplicatedParam(fqn, owners, param) for fqn, param, owners in found],
         spec=GroupSpec(mesh_info, device),
         policy=policy,
         cap=cap,
         are_views=gradient_as_bucket_view,
     )
     buffers_over = mesh_info.replicate_group if broadcast_buffers else None
-    _adopt(module, buckets, BeforeForward(buckets, buffers_over), device)
+    _commit(module, buckets, BeforeForward(buckets, buffers_over), device)
     return module
+
+
+def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> list[Unit]:
+    """Return one unit per bucket, outermost first, each inside the one before."""
+    units = [Unit([module], casts_of(policy), UnitSettings())]
+    units += [Unit([module], Casts(None, None), UnitSettings()) for _ in range(count - 1)]
+    nest(units)
+    for number, unit in enumerate(reversed(units)):
+        unit.mesh_name = f" bucket {number}" if count > 1 else ""
+    return units
+
+
+def _commit(
+    module: nn.Module, buckets: Buckets, before_forward: BeforeForward, device: torch.device
+) -> None:
+    unit = buckets.units[0]
+    adopt_module(module, unit, ReplicateModule, "Replicated")
+    module.__dict__["_meshard_buckets"] = buckets
+    module.__dict__["_meshard_before_forward"] = before_forward
+    for each in reversed(with_siblings(unit)):  # the hooks of the outermost run first, and last
+        register_hooks(each)
+    adopt_inner_units(unit, [module], device)
+    module.register_forward_pre_hook(before_forward, prepend=True)
+
+
+# --- checks --------------------------------------------------------------------------------
 
 
 def _check(module: Any, cap: Any, *flags: Any) -> None:
@@ -403,15 +482,11 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
                 f"parameter {fqn!r} is on {param.device}, but the mesh is on {device}; move the "
                 "module there (from meta: to_empty, then initialise it) before replicate."
             )
-        if param.is_complex():
-            raise ValueError(
-                f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
-                "hold torch.view_as_real of it as the parameter."
-            )
+        check_not_complex(fqn, param)
         if type(param) is not nn.Parameter:
             raise ValueError(
                 f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "
-                "parameters only. What is placed on other meshes already goes to fully_shard, "
+                "parameters only. DTensors go to fully_shard, "
                 "whose shard_placement_fn may return Replicate()."
             )
 
@@ -423,85 +498,6 @@ def _check_buffers(module: nn.Module) -> None:
             for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
         ):
             raise ValueError(
-                f"buffer {name!r} is expanded: several of its elements are one, so it cannot be "
+                f"buffer {name!r} is expanded: its elements share memory, so it cannot be "
                 "overwritten by that of the first rank; register its clone()."
             )
-
-
-def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> list[Unit]:
-    """Return one unit per bucket, outermost first, each inside the one before."""
-    casts = Casts(
-        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
-        outputs=policy.output_dtype,
-    )
-    units = [
-        Unit([module], casts if number == 0 else Casts(None, None), UnitSettings())
-        for number in range(count)
-    ]
-    nest(units)
-    for number, unit in enumerate(reversed(units)):
-        unit.mesh_name = f" bucket {number}" if count > 1 else ""
-    return units
-
-
-def _adopt(
-    module: nn.Module, buckets: Buckets, before_forward: BeforeForward, device: torch.device
-) -> None:
-    swap_class(module, ReplicateModule, "Replicated")
-    unit = buckets.units[0]
-    module.__dict__["_meshard_unit"] = unit
-    module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(
-        with_siblings(unit)
-    ):  # so that the outermost is entered first, and left last
-        register_hooks(each)
-    adopt_inner_units(unit, [module], device)
-    module.__dict__["_meshard_before_forward"] = before_forward
-    module.register_forward_pre_hook(before_forward, prepend=True)
-
-
-class BeforeForward:
-    """What all ranks do before a forward that records a graph, before the units' hooks.
-
-    Args:
-        buckets: Of the module; held weakly.
-        buffers_over: Give the ranks of this group the buffers of one of them. None: of none.
-    """
-
-    def __init__(self, buckets: Buckets, buffers_over: dist.ProcessGroup | None) -> None:
-        self._buckets: Callable[[], Buckets | None] = weakref.ref(buckets)
-        self._buffers_over = buffers_over
-        self.source = 0  # the rank whose buffers count
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BeforeForward:
-        """Do for a copy what is still to be done: it has its buckets, and groups stay."""
-        copied = copy.copy(self)
-        copied._buckets = _nothing
-        return copied
-
-    @skip_dynamo
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """See above. **Collective:** all ranks of the mesh."""
-        if not torch.is_grad_enabled():
-            return
-        buckets = self._buckets()
-        if buckets is not None and buckets.begin_iteration():
-            self._buckets = _nothing
-        if self._buffers_over is not None:
-            self._send_buffers(module, self._buffers_over)
-
-    @torch.no_grad()
-    def _send_buffers(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast_from(self.source, flat, group, label="(buffers)")
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
-
-
-def _nothing() -> None:
-    return None

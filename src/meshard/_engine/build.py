@@ -1,14 +1,18 @@
-"""Construction of units.
+"""Construction of units, in four steps.
 
-``collect`` and the checks look and do not touch; ``make_unit`` allocates; only ``commit`` changes
-the module, with steps that do not fail.
+``collect`` lists parameters, ``plan`` decides what goes where, ``allocate`` makes the units, and
+``commit`` changes the modules. Only ``commit`` changes anything of the user's, by steps that do not
+fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,195 +24,39 @@ from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
     register_load_hooks,
+    run_in_unit,
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._mesh.layout import ParamLayout
-from meshard._mesh.mesh_info import MeshInfo, mesh_info_of_named_axes
+from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import (
     DTensorPlacement,
     PlacedTensor,
     check_composable,
     compose_placement,
 )
-from meshard._params.flat_params import FlatParams, GroupSpec, UnitParams
+from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
-from meshard._params.subclass_params import SubclassParams, check_gather_methods
+from meshard._params.subclass_params import (
+    SubclassParams,
+    check_subclass_placement,
+    has_gather_methods,
+    has_own_methods,
+)
+from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.dtensor import local_of
+from meshard._torch.dtensor import is_plain, local_of
 from meshard._torch.private import queue_backward_callback
-from meshard.fsdp_module import FSDPModule
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
-
-class ShardSpec(NamedTuple):
-    """Where a parameter goes."""
-
-    mesh_info: MeshInfo
-    layout: ParamLayout  # of what this rank holds of it
-    dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
-    is_subclass: bool = False  # it says itself what is gathered of it: see extension
-
-    def own_part(self, param: nn.Parameter) -> torch.Tensor:
-        """Return what this rank will own of ``param``: a view, of an extended one a copy."""
-        unsharded = param.detach() if self.dtensor_placement is None else local_of(param.detach())
-        if self.is_subclass:
-            return _own_copy(unsharded, self.mesh_info)
-        rows = self.layout.owned_rows(self.mesh_info.shard_rank)
-        return unsharded.narrow(self.layout.shard_dim, rows.start, len(rows))
-
-
-def _own_copy(unsharded: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return this rank's rows by the operations that torch's fully_shard asks of subclasses."""
-    chunks = unsharded.chunk(mesh_info.shard_count)
-    has_any = mesh_info.shard_rank < len(chunks)
-    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
-    copied = own.new_zeros(own.shape)
-    copied.copy_(own)
-    return copied
-
-
-def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
-    """Return the roles of the mesh that was passed to ``fully_shard``.
-
-    Raises:
-        ValueError: The mesh has no such axes, or not one or two where none are named.
-    """
-    if dims is None:
-        return MeshInfo.of(mesh)
-    return mesh_info_of_named_axes(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
-
-
-def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else names
-
-
-class ShardSpecResolver:
-    """Places the parameters of one call of ``fully_shard``.
-
-    Args:
-        roles: Of the mesh that was passed.
-        placement_fn: What the user chose per parameter, or None.
-    """
-
-    def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
-        self._mesh_info = {mesh_info.mesh: mesh_info}
-        self._unsharded: dict[int, MeshInfo] = {}
-        self._default = mesh_info
-        self._placement_fn = placement_fn
-
-    def resolve(self, fqn: str, param: nn.Parameter) -> ShardSpec:
-        """Return where a parameter goes.
-
-        Raises:
-            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard``,
-                ``Replicate`` or ``ShardPlacementResult``, or the parameter is a DTensor that does
-                not fit.
-        """
-        chosen = self._placement_fn(param) if self._placement_fn is not None else None
-        mesh_info, chosen = self._mesh_info_for(fqn, chosen)
-        if type(chosen) is Replicate:
-            if id(mesh_info) not in self._unsharded:
-                self._unsharded[id(mesh_info)] = mesh_info.replicating_all()
-            mesh_info, chosen = self._unsharded[id(mesh_info)], None
-        shard_dim = _shard_dim(fqn, param, chosen)
-        is_subclass = _check_subclass(fqn, param, shard_dim, mesh_info)
-        if not isinstance(param, DTensor):
-            layout = ParamLayout(param.shape, shard_dim, mesh_info.shard_count)
-            return ShardSpec(mesh_info, layout, None, is_subclass)
-        placed_tensor = PlacedTensor(param.device_mesh, param.placements, param.shape)
-        try:
-            check_composable(placed_tensor, mesh_info)
-            dtensor_placement = compose_placement(placed_tensor, mesh_info)
-        except ValueError as error:
-            raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
-        layout = ParamLayout(local_of(param).shape, shard_dim, mesh_info.shard_count)
-        return ShardSpec(mesh_info, layout, dtensor_placement, is_subclass)
-
-    def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
-        """Return the mesh that ``placement_fn`` chose, and the placement on it."""
-        if chosen is None or isinstance(chosen, (Shard, Replicate)):
-            return self._default, chosen
-        # FSDP2's own class for this, in a private place, has a mesh_info.
-        is_ours = isinstance(chosen, ShardPlacementResult)
-        mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
-        if not isinstance(mesh, DeviceMesh):
-            return self._default, chosen  # whatever it is, it is no valid placement
-        if mesh.device_type != self._default.mesh.device_type:
-            raise ValueError(
-                f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
-                f"unit is on {self._default.mesh.device_type!r}; use meshes of one device type."
-            )
-        if mesh not in self._mesh_info:
-            try:
-                self._mesh_info[mesh] = MeshInfo.of(mesh)
-            except ValueError as error:
-                raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
-        return self._mesh_info[mesh], chosen.placement
-
-
-def _check_subclass(fqn: str, param: nn.Parameter, shard_dim: int, mesh_info: MeshInfo) -> bool:
-    """Return whether a parameter says itself what is gathered of it."""
-    local = local_of(param) if isinstance(param, DTensor) else param
-    is_subclass = check_gather_methods(fqn, local)
-    if is_subclass and mesh_info.shard_axis is None:
-        raise NotImplementedError(
-            f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, and there is "
-            "no axis to shard it over; leave it out (ignored_params), or name a shard axis."
-        )
-    if is_subclass and shard_dim:
-        raise NotImplementedError(
-            f"parameter {fqn!r} is a {type(local).__name__} with fsdp_pre_all_gather, which can be "
-            f"sharded on dim 0 only; shard_placement_fn chose dim {shard_dim}."
-        )
-    return is_subclass
-
-
-def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
-    if placement is None:
-        return 0
-    # Not isinstance: _StridedShard and other special shards do not mean what Shard means.
-    if type(placement) is not Shard:
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
-            "torch.distributed.tensor.Shard(dim), Replicate() to keep it whole, "
-            "meshard.ShardPlacementResult of one of these and a mesh, or None for Shard(0)."
-        )
-    if not -param.dim() <= placement.dim < param.dim():
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}, "
-            f"which has only {param.dim()} dims."
-        )
-    return placement.dim % param.dim()
-
-
-class ParamsOnMesh(NamedTuple):
-    """The parameters of one call that are gathered by one collective."""
-
-    mesh_info: MeshInfo
-    positions: list[int]  # among all that were placed
-    is_subclass: bool  # all, or none
-
-
-def by_mesh(shard_specs: list[ShardSpec], first: MeshInfo) -> list[ParamsOnMesh]:
-    """Return what goes onto each mesh, ``first`` first; nothing onto that, if there is nothing.
-
-    Extended parameters are apart from the others, with a gather of their own.
-    """
-    plain = ParamsOnMesh(first, [], False)
-    groups = {(id(first), False): plain}
-    for position, (mesh_info, _, _, is_subclass) in enumerate(shard_specs):
-        new = ParamsOnMesh(mesh_info, [], is_subclass)
-        groups.setdefault((id(mesh_info), is_subclass), new).positions.append(position)
-    return [group for group in groups.values() if group.positions] or [plain]
+# --- collect -------------------------------------------------------------------------------
 
 
 class Collected(NamedTuple):
@@ -230,11 +78,15 @@ def named_modules_outside_units(root: nn.Module) -> Iterator[tuple[str, nn.Modul
         seen.add(module)
         yield prefix, module
         children = [
-            (f"{prefix}.{name}" if prefix else name, child)
+            (_joined(prefix, name), child)
             for name, child in module._modules.items()
             if child is not None and unit_of(child) is None
         ]
         stack.extend(reversed(children))
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
@@ -249,7 +101,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
             for name, param in module._parameters.items():
                 if param is None or param in ignored or not _may_take(modules, param):
                     continue
-                fqn = f"{prefix}.{name}" if prefix else name
+                fqn = _joined(prefix, name)
                 if len(modules) > 1:
                     fqn = f"{position}.{fqn}"
                 if param in found:
@@ -261,11 +113,28 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
     return list(found.values())
 
 
+def _check_free(fqn: str, param: nn.Parameter) -> None:
+    tag, tagged_fqn = tag_of(param)
+    if tag is TensorTag.ORIGINAL:
+        raise ValueError(
+            f"parameter {fqn!r} is tied to {tagged_fqn!r}, which an inner fully_shard has "
+            "already sharded, so the tie would be cut silently; shard both in one call "
+            "(apply fully_shard to their common parent only, or pass both modules as a list)."
+        )
+    if tag is TensorTag.SHARD:
+        raise ValueError(
+            f"parameter {fqn!r} already belongs to a unit (as {tagged_fqn!r}): that of a module "
+            "around this one, or of another module that shares it. Call fully_shard on children "
+            "before their parents; what is shared goes to the unit around all of its uses, as "
+            "fully_shard_units does it."
+        )
+
+
 @contextlib.contextmanager
 def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
     """Reserve each tied parameter for the unit of ``hoisted[param]``."""
-    for param, location in hoisted.items():
-        param._meshard_hoisted_to = weakref.ref(location)  # type: ignore[attr-defined]
+    for param, module in hoisted.items():
+        param._meshard_hoisted_to = weakref.ref(module)  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -279,38 +148,116 @@ def _hoisted_to(param: nn.Parameter) -> nn.Module | None:
 
 
 def _may_take(modules: list[nn.Module], param: nn.Parameter) -> bool:
-    location = _hoisted_to(param)
-    return location is None or location in modules
+    module = _hoisted_to(param)
+    return module is None or module in modules
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add the uses inside inner units of parameters that ``modules`` are the home of."""
+    """Add the uses inside inner units of parameters that are reserved for ``modules``."""
     for root in modules:
         for prefix, module in root.named_modules():
             for name, param in module._parameters.items():
                 if param is None or _hoisted_to(param) is not root:
                     continue
-                fqn = f"{prefix}.{name}" if prefix else name
-                owners = found.setdefault(param, Collected(fqn, param, [])).owners
+                new = Collected(_joined(prefix, name), param, [])
+                owners = found.setdefault(param, new).owners
                 if (module, name) not in owners:
                     owners.append((module, name))
 
 
-def _check_free(fqn: str, param: nn.Parameter) -> None:
-    kind, marked = tag_of(param)
-    if kind is TensorTag.ORIGINAL:
-        raise ValueError(
-            f"parameter {fqn!r} is tied to {marked!r}, which an inner fully_shard has "
-            "already sharded, so the tie would be cut silently; shard both in one call "
-            "(apply fully_shard to their common parent only, or pass both modules as a list)."
-        )
-    if kind is TensorTag.SHARD:
-        raise ValueError(
-            f"parameter {fqn!r} already belongs to a unit (as {marked!r}): that of a module "
-            "around this one, or of another module that shares it. Call fully_shard on children "
-            "before their parents; what is shared goes to the unit around all of its uses, as "
-            "fully_shard_units does it."
-        )
+# --- plan ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """How a parameter lies on a mesh."""
+
+    mesh_info: MeshInfo
+    layout: ParamLayout  # of the parameter; of a DTensor, of this rank's local tensor
+    dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
+    is_subclass: bool  # it has fsdp_pre_all_gather
+
+    def own_part(self, param: nn.Parameter) -> torch.Tensor:
+        """Return what this rank will own of ``param``: a view, of a tensor subclass a copy."""
+        local = _local_part(param).detach()
+        if self.is_subclass:
+            return _own_copy(local, self.mesh_info)
+        rows = self.layout.owned_rows(self.mesh_info.shard_rank)
+        return local.narrow(self.layout.shard_dim, rows.start, len(rows))
+
+
+def _local_part(param: torch.Tensor) -> torch.Tensor:
+    return local_of(param) if isinstance(param, DTensor) else param
+
+
+def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+    """Return this rank's rows by the operations that torch's fully_shard requires of subclasses."""
+    chunks = local.chunk(mesh_info.shard_count)
+    has_any = mesh_info.shard_rank < len(chunks)
+    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
+    copied = own.new_zeros(own.shape)
+    copied.copy_(own)
+    return copied
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """What one unit will hold, and where. One collective gathers all of it.
+
+    Attributes:
+        mesh_info: Mesh of all its parameters.
+        is_subclass: Whether its parameters, and then all of them, have ``fsdp_pre_all_gather``.
+        params: In the order of the module; may be none.
+        shard_specs: Of each parameter.
+        layout: Range of each parameter in the flat shard.
+    """
+
+    mesh_info: MeshInfo
+    is_subclass: bool
+    params: tuple[Collected, ...]
+    shard_specs: tuple[ShardSpec, ...]
+    layout: FlatLayout
+
+
+def plan(
+    found: Sequence[Collected], mesh_info: MeshInfo, placement_fn: PlacementFn | None
+) -> list[UnitPlan]:
+    """Decide which unit each parameter goes to, and how it is sharded.
+
+    Args:
+        found: Parameters of one call of ``fully_shard``.
+        mesh_info: Of the mesh that was passed.
+        placement_fn: What the user chose per parameter, or None.
+
+    Returns:
+        One plan per mesh and kind of gather, that for ``mesh_info`` first; one without parameters,
+        if there are none.
+
+    Raises:
+        NotImplementedError: A parameter with ``fsdp_pre_all_gather`` cannot be sharded as asked.
+        ValueError: Another parameter cannot, or ``placement_fn`` returned something invalid.
+    """
+    check_parameters(found, device_of(mesh_info.mesh))
+    resolver = _ShardSpecResolver(mesh_info, placement_fn)
+    members: dict[tuple[int, bool], list[tuple[Collected, ShardSpec]]] = {}
+    members[id(mesh_info), False] = []
+    for each in found:
+        spec = resolver.resolve(each.fqn, each.param)
+        members.setdefault((id(spec.mesh_info), spec.is_subclass), []).append((each, spec))
+    plans = [_plan_of(pairs) for pairs in members.values() if pairs]
+    return plans or [UnitPlan(mesh_info, False, (), (), FlatLayout.build([], []))]
+
+
+def _plan_of(pairs: list[tuple[Collected, ShardSpec]]) -> UnitPlan:
+    params, shard_specs = zip(*pairs, strict=True)
+    dtypes = [each.param.dtype for each in params]
+    return UnitPlan(
+        mesh_info=shard_specs[0].mesh_info,
+        is_subclass=shard_specs[0].is_subclass,
+        params=params,
+        shard_specs=shard_specs,
+        layout=FlatLayout.build([spec.layout for spec in shard_specs], dtypes),
+    )
 
 
 def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
@@ -331,101 +278,277 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
                 f"parameter {fqn!r} is a scalar and cannot be sharded; give it shape (1,), "
                 "or pass it in ignored_params."
             )
-        if param.is_complex():
+        check_not_complex(fqn, param)
+
+
+def check_not_complex(fqn: str, param: torch.Tensor) -> None:
+    """Raise a ValueError if a parameter is complex."""
+    if param.is_complex():
+        raise ValueError(
+            f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
+            "hold torch.view_as_real of it as the parameter."
+        )
+
+
+def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
+    """Return the axes of the mesh that was passed to ``fully_shard``.
+
+    Raises:
+        ValueError: The mesh has no such axes, or not one or two where none are named.
+    """
+    if dims is None:
+        return MeshInfo.of(mesh)
+    return mesh_info_of_named_axes(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
+
+
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else names
+
+
+class _ShardSpecResolver:
+    """The mesh and placement of each parameter of one call of ``fully_shard``.
+
+    Args:
+        mesh_info: Of the mesh that was passed.
+        placement_fn: What the user chose per parameter, or None.
+    """
+
+    def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
+        self._default = mesh_info
+        self._placement_fn = placement_fn
+        # Units are told apart by the identity of their MeshInfo: one for each mesh and use.
+        self._sharding = {mesh_info.mesh: mesh_info}
+        self._replicating: dict[int, MeshInfo] = {}
+
+    def resolve(self, fqn: str, param: nn.Parameter) -> ShardSpec:
+        """Return how a parameter lies on its mesh.
+
+        Raises:
+            NotImplementedError: It has ``fsdp_pre_all_gather``, and cannot be sharded as asked.
+            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard``,
+                ``Replicate`` or ``ShardPlacementResult``, or the parameter is a DTensor that does
+                not fit.
+        """
+        chosen = self._placement_fn(param) if self._placement_fn is not None else None
+        mesh_info, chosen = self._mesh_info_for(fqn, chosen)
+        if type(chosen) is Replicate:
+            if id(mesh_info) not in self._replicating:
+                self._replicating[id(mesh_info)] = mesh_info.replicating_all()
+            mesh_info, chosen = self._replicating[id(mesh_info)], None
+        shard_dim = _shard_dim(fqn, param, chosen)
+        local = _local_part(param)
+        is_subclass = _check_gather_methods(fqn, local)
+        if is_subclass:
+            check_subclass_placement(fqn, local, mesh_info, shard_dim)
+        placement = None
+        if isinstance(param, DTensor):
+            placed = PlacedTensor(param.device_mesh, param.placements, param.shape)
+            try:
+                check_composable(placed, mesh_info)
+                placement = compose_placement(placed, mesh_info)
+            except ValueError as error:
+                raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
+        layout = ParamLayout(local.shape, shard_dim, mesh_info.shard_count)
+        return ShardSpec(mesh_info, layout, placement, is_subclass)
+
+    def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
+        """Return the mesh that ``placement_fn`` chose, and the placement on it."""
+        if chosen is None or isinstance(chosen, (Shard, Replicate)):
+            return self._default, chosen
+        # FSDP2's own class for this, in a private place, has a mesh_info.
+        is_ours = isinstance(chosen, ShardPlacementResult)
+        mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
+        if not isinstance(mesh, DeviceMesh):
+            return self._default, chosen  # no valid placement either: see _shard_dim
+        if mesh.device_type != self._default.mesh.device_type:
             raise ValueError(
-                f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
-                "hold torch.view_as_real of it as the parameter."
+                f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
+                f"unit is on {self._default.mesh.device_type!r}; use meshes of one device type."
             )
+        if mesh not in self._sharding:
+            try:
+                self._sharding[mesh] = MeshInfo.of(mesh)
+            except ValueError as error:
+                raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
+        return self._sharding[mesh], chosen.placement
 
 
-def make_unit(
+def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
+    """Return whether the class of a parameter has ``fsdp_pre_all_gather``."""
+    if is_plain(local) and has_own_methods(local):
+        raise ValueError(
+            f"parameter {fqn!r} has fsdp_pre_all_gather or fsdp_post_all_gather set on the tensor "
+            "itself, which its shard would not have; set them on the local tensor of the sharded "
+            "parameter, after fully_shard."
+        )
+    return has_gather_methods(fqn, local)
+
+
+def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
+    if placement is None:
+        return 0
+    # Not isinstance: _StridedShard and other special shards do not mean what Shard means.
+    if type(placement) is not Shard:
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
+            "torch.distributed.tensor.Shard(dim), Replicate() to keep it unsharded, "
+            "meshard.ShardPlacementResult of one of these and a mesh, or None for Shard(0)."
+        )
+    if not -param.dim() <= placement.dim < param.dim():
+        raise ValueError(
+            f"shard_placement_fn returned {placement!r} for parameter {fqn!r}, "
+            f"which has only {param.dim()} dims."
+        )
+    return placement.dim % param.dim()
+
+
+# --- allocate ------------------------------------------------------------------------------
+
+
+def allocate(
+    unit_plan: UnitPlan,
     modules: list[nn.Module],
-    found: list[Collected],
     *,
-    shard_specs: list[ShardSpec],
     policy: MixedPrecisionPolicy,
     settings: UnitSettings,
-    device: torch.device,
     host: MemoryLocation | None = None,
 ) -> Unit:
-    """Return a unit for ``modules`` that nothing refers to yet.
+    """Return a unit for ``modules`` with memory of its own; nothing refers to it yet.
 
-    All parameters go onto the same mesh, and are extended, or none is.
+    Args:
+        unit_plan: What it holds.
+        modules: That will be its modules.
+        policy: dtypes.
+        settings: What the user chose.
+        host: Memory of shards; None: that of the mesh's device.
     """
-    casts = Casts(
-        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
-        outputs=policy.output_dtype,
-    )
-    unit = Unit(modules, casts, settings)
-    if not found:
-        return unit
-    spec = GroupSpec(shard_specs[0].mesh_info, device, host)
-    storage = _make_unsharded_params(unit, found, shard_specs, spec, policy)
-    gradients = GradientAccumulator(
-        storage,
-        reduce_dtype=policy.reduce_dtype,
-        accumulate_dtype=policy.accumulate_dtype,
-    )
-    unit.group = ParamGroup(storage, gradients)
+    unit = Unit(modules, casts_of(policy), settings)
+    if unit_plan.params:
+        spec = GroupSpec(unit_plan.mesh_info, device_of(unit_plan.mesh_info.mesh), host)
+        give_params(unit, _allocate_params(unit, unit_plan, spec, policy), policy)
     return unit
 
 
-def _make_unsharded_params(
-    unit: Unit,
-    found: list[Collected],
-    shard_specs: list[ShardSpec],
-    spec: GroupSpec,
-    policy: MixedPrecisionPolicy,
-) -> UnitParams:
-    params, shards = [], []
-    for (fqn, param, owners), shard_spec in zip(found, shard_specs, strict=True):
-        params.append(ShardedParam(fqn, owners, shard_spec.layout, shard_spec.dtensor_placement))
-        shards.append(shard_spec.own_part(param))
-    flags = [entry.param.requires_grad for entry in found]
-    gradient_hook = gradient_hook_maker(unit)
-    if shard_specs[0].is_subclass:
-        return SubclassParams(
-            params, shards, flags, spec=spec, mp_policy=policy, gradient_hook=gradient_hook
-        )
-    return FlatParams(
-        params,
-        shards,
-        flags,
-        spec=spec,
-        param_dtype=policy.param_dtype,
-        gradient_hook=gradient_hook,
+def casts_of(policy: MixedPrecisionPolicy) -> Casts:
+    """Return the dtypes to which a policy casts inputs and outputs of modules."""
+    return Casts(
+        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
+        outputs=policy.output_dtype,
     )
 
 
+def give_params(unit: Unit, tensors: UnitParams, policy: MixedPrecisionPolicy) -> None:
+    """Make ``tensors`` the parameters of ``unit``, without gradients."""
+    gradients = GradientAccumulator(
+        tensors,
+        reduce_dtype=policy.reduce_dtype,
+        accumulate_dtype=policy.accumulate_dtype,
+    )
+    unit.group = ParamGroup(tensors, gradients)
+
+
+def _allocate_params(
+    unit: Unit, unit_plan: UnitPlan, spec: GroupSpec, policy: MixedPrecisionPolicy
+) -> UnitParams:
+    pairs = list(zip(unit_plan.params, unit_plan.shard_specs, strict=True))
+    params = [
+        ShardedParam(each.fqn, each.owners, shard_spec.layout, shard_spec.dtensor_placement)
+        for each, shard_spec in pairs
+    ]
+    shards = [shard_spec.own_part(each.param) for each, shard_spec in pairs]
+    flags = [each.param.requires_grad for each in unit_plan.params]
+    hook = gradient_hook_maker(unit)
+    if not unit_plan.is_subclass:
+        return FlatParams(
+            params,
+            shards,
+            flags,
+            layout=unit_plan.layout,
+            spec=spec,
+            mp_policy=policy,
+            gradient_hook=hook,
+        )
+    for param, shard, flag in zip(params, shards, flags, strict=True):
+        local = shard if shard.is_meta else shard.to(spec.device)
+        param.make_sharded(local, spec.mesh_info, requires_grad=flag)
+    return SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+
+
+# --- commit --------------------------------------------------------------------------------
+
+
 def commit(
-    unit: Unit, modules: list[nn.Module], found: list[Collected], device: torch.device
+    unit: Unit, plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
     """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside.
 
     Args:
-        unit: With its companions.
+        unit: With its siblings.
+        plans: Of the unit, and of each of its siblings.
         modules: Of the unit.
-        found: The parameters of the unit, then those of its companions.
-        device: Of the mesh.
+        base: Class that the modules get beside their own.
+        prefix: Of the names of their new classes.
     """
     chain = with_siblings(unit)
-    all_sharded = [param for each in chain if each.group is not None for param in each.group.params]
-    for sharded, (fqn, param, _) in zip(all_sharded, found, strict=True):
-        # Whoever still holds the original holds a tie that the unit does not know of.
-        tag_tensor(param, TensorTag.ORIGINAL, fqn)
-        sharded.install(sharded.sharded)
+    for each, unit_plan in zip(chain, plans, strict=True):
+        if each.group is None:
+            continue
+        for param, (fqn, original, _) in zip(each.group.params, unit_plan.params, strict=True):
+            # Any other module that holds the original is tied to it, unknown to the unit.
+            tag_tensor(original, TensorTag.ORIGINAL, fqn)
+            param.install(param.sharded)
     for module in modules:
-        FSDPModule.adopt(module, unit)
-    for each in reversed(chain):  # so that the outermost is entered first, and left last
+        adopt_module(module, unit, base, prefix)
+    for each in reversed(chain):  # the hooks of the outermost are to run first, and last
         register_hooks(each)
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
-    adopt_inner_units(unit, modules, device)
+    adopt_inner_units(unit, modules, device_of(plans[0].mesh_info.mesh))
+
+
+_classes: dict[tuple[type, type], type] = {}  # by base and by class before
+
+
+def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
+    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it."""
+    original = type(module)
+    if (base, original) not in _classes:
+        forward = direct_forward(original)
+        members = {} if forward is None else {"forward": forward}
+        name = prefix + original.__name__
+        _classes[base, original] = type(name, (base, original), members)
+    module.__class__ = _classes[base, original]
+    # Not setattr: Module.__setattr__ is slow, and the unit is no submodule.
+    module.__dict__["_meshard_unit"] = unit
+
+
+def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
+    """Return a ``forward`` for the sharded kind of ``original`` that may be called directly.
+
+    Inside ``module(...)`` the parameters are unsharded already, and it only passes the call on.
+    None where ``original`` has no ordinary method of that name.
+    """
+    plain = original.forward
+    if plain is nn.Module.forward or not inspect.isfunction(plain):
+        return None
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = self._meshard_unit
+        if unit.group is None or unit.group.is_unsharded_installed:
+            return original.forward(self, *args, **kwargs)
+        method = functools.partial(original.forward, self)
+        return run_in_unit(self, unit, method, args, kwargs)
+
+    # Dynamo keeps what it compiles, and counts it, per code object: each class needs its own.
+    forward.__code__ = forward.__code__.replace()
+    return functools.wraps(plain)(forward)
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
-    """Name the units inside after their place, and give all of them one lifecycle."""
+    """Name the units inside after their modules, and give all of them one lifecycle."""
     units = with_siblings(unit)
     innermost = units[-1]
     for position, root in enumerate(modules):

@@ -32,10 +32,10 @@ from meshard._engine.outputs import (
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import Unit, units_of
-from meshard._params.flat_params import GradientHook
 from meshard._params.sharded_param import ShardedParam
+from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
-from meshard._torch.private import hook_gradient, next_node, skip_dynamo, skip_dynamo_once
+from meshard._torch.private import base_of, hook_gradient, next_node, skip_dynamo, skip_dynamo_once
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -234,7 +234,7 @@ def watch_outputs(
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             hook_gradient(tensor, hook)
-            if tensor._is_view():
+            if base_of(tensor) is not None:
                 _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
 
 
@@ -253,7 +253,7 @@ def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> N
     A linear layer returns a view, and adding to it in place (``x = layer(x); x += y``) makes
     autograd drop the hooks of the view; what made the base of the view stays in the graph.
     """
-    base = view._base
+    base = base_of(view)
     if base is not None and base.grad_fn is not None:
         base.grad_fn.register_prehook(hook)
 
@@ -361,6 +361,7 @@ class _LoadHook:
         for name, index in self._names:
             given = state_dict.get(prefix + name)
             param = unit.group.params[index]
+            assert isinstance(param, ShardedParam)
             if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
                 continue  # torch has a message for that
             held = module._parameters.get(name)

@@ -9,13 +9,15 @@ leave the module with a tensor that is never filled again (an error).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import local_of, place_like, set_local
+from meshard._torch.private import version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class ManualUnshard:
         params: The parameters of the unit.
     """
 
-    def __init__(self, label: str, params: list[ShardedParam]) -> None:
+    def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
         self._label = label
         self._params = params
         self._shard_version = 0
@@ -74,7 +76,7 @@ class ManualUnshard:
             if local.data_ptr() != before.address or local.dtype != before.dtype:
                 _restore(unsharded, before)
                 cast.append(param.fqn)
-            elif unsharded._version != before.version:
+            elif version_of(unsharded) != before.version:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
             warnings.warn(
@@ -107,7 +109,7 @@ def local_memory(unsharded: torch.Tensor) -> torch.Tensor:
 def _installed(unsharded: torch.Tensor) -> _Installed:
     local = local_memory(unsharded).detach()
     return _Installed(
-        unsharded.requires_grad, unsharded._version, local, local.data_ptr(), local.dtype
+        unsharded.requires_grad, version_of(unsharded), local, local.data_ptr(), local.dtype
     )
 
 

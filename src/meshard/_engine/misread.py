@@ -15,13 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.outputs import tensors_in
+from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import Unit, units_in
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import local_of
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _EXPLAINED = "_meshard_is_explained"
-_Sharded = dict[int, tuple[Unit, ShardedParam]]  # by id of the sharded parameter
+_Sharded = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
 _REMEDIES = (
     "Parameters are unsharded inside their unit's own forward and backward. What helps:\n"
     "* If the forward of a parent reads it, as that of nn.MultiheadAttention reads out_proj: "
@@ -119,7 +120,7 @@ def _parameters_of(local_variables: list[Any]) -> list[Any]:
     return [param for module in modules for param in module._parameters.values()]
 
 
-def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit, ShardedParam]]:
+def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit, UnitParam]]:
     """Return the sharded parameters among the values of the first frame that has any."""
     for values in frames:
         found = {id(each): sharded[id(each)] for each in values if id(each) in sharded}
@@ -130,7 +131,8 @@ def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit,
 
 def _takes_ordinary_tensors(unit: Unit) -> bool:
     """Whether no parameter of a unit is placed by another parallelism."""
-    return unit.group is None or all(param.dtensor_placement is None for param in unit.group.params)
+    params = [] if unit.group is None else sharded_params(unit.group)
+    return all(param.dtensor_placement is None for param in params)
 
 
 def _holds_shards(unit: Unit) -> bool:

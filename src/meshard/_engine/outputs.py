@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from meshard._torch.private import number_of
+from meshard._torch.private import number_of, tree_flatten, tree_unflatten
 
 WATCHED = "_meshard_watched"  # attribute of an output that has the hook of a unit
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
@@ -92,13 +91,13 @@ def map_tensors(
     if type(value) is dict:
         changed = {key: map_tensors(function, item, around) for key, item in value.items()}
         return changed if any(changed[key] is not value[key] for key in value) else value
-    leaves, tree = pytree.tree_flatten(value)
+    leaves, tree = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return _map_fields(function, value, around)
     mapped_leaves = [map_tensors(function, leaf, around) for leaf in leaves]
     if all(a is b for a, b in zip(mapped_leaves, leaves, strict=True)):
         return value
-    return pytree.tree_unflatten(mapped_leaves, tree)
+    return tree_unflatten(mapped_leaves, tree)
 
 
 def _map_fields(

@@ -20,8 +20,8 @@ from meshard._comm.communicator import CommStream, Communicator, StepPhase
 from meshard._engine.manual_unshard import ManualUnshard, local_memory
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._params.flat_params import UnitParams
-from meshard._params.sharded_param import OwnerDicts
+from meshard._params.sharded_param import OwnerDicts, ShardedParam
+from meshard._params.unit_params import UnitParams
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -451,3 +451,8 @@ class ParamGroup:
         """Let autograd raise in a backward that would read freed unsharded parameters."""
         locals_: Sequence[torch.Tensor] = [local_memory(param.unsharded) for param in self.params]
         increment_version([local for local in locals_ if type(local) is not DTensor])
+
+
+def sharded_params(group: ParamGroup) -> list[ShardedParam]:
+    """Return the parameters of a group that are sharded: all of them, or none in ``replicate``."""
+    return [param for param in group.params if isinstance(param, ShardedParam)]

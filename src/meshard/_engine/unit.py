@@ -270,6 +270,17 @@ def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     return units
 
 
+def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Return every ``(module, attribute)`` that holds a parameter of a unit in ``module``."""
+    return {
+        owner
+        for unit in units_in(module)
+        if unit.group is not None
+        for param in unit.group.params
+        for owner in param.live_owners()
+    }
+
+
 def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__

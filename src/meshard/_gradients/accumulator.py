@@ -27,8 +27,8 @@ from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.reduce_plan import GradientRules, ReduceOptions, ReducePlan, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._params.flat_params import UnitParams
 from meshard._params.replicated_params import ReplicatedParams
+from meshard._params.unit_params import UnitParams
 from meshard.foreach_reduce import ReduceRequest, Reduction
 
 Args = ParamSpec("Args")

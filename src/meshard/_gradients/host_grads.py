@@ -12,8 +12,8 @@ from meshard._comm.communicator import RecordedWork
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._comm.host_copies import HostCopies
 from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._params.flat_params import UnitParams
 from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import UnitParams
 
 
 class HostGrads:

@@ -15,7 +15,7 @@ from meshard._comm.buffers import ReusableBuffer
 from meshard._comm.communicator import Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._mesh.layout import FlatLayout
-from meshard._params.flat_params import UnitParams
+from meshard._params.unit_params import UnitParams
 
 _MAX_LAYOUTS = 64
 

@@ -14,8 +14,8 @@ import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.sharded_grads import is_clear, is_marked, mark_as_ours, relaid, take_edit
-from meshard._params.flat_params import UnitParams
 from meshard._params.replicated_params import ReplicatedParam
+from meshard._params.unit_params import UnitParams
 
 
 class ReplacedCount:

@@ -16,16 +16,20 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._params.flat_params import UnitParams
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import UnitParam
 from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import local_of, move_local, wrap_like
-from meshard._torch.private import without_torch_function
+from meshard._torch.private import (
+    accumulation_hooks_of,
+    gradient_hooks_of,
+    without_torch_function,
+)
 
 _OURS = "_meshard_published"  # an attribute of every .grad that was set here
 
 
-def look_at(params: Sequence[ShardedParam]) -> tuple[list[int], bool]:
+def look_at(params: Sequence[UnitParam]) -> tuple[list[int], bool]:
     """Return the indices of parameters with hooks, and whether no parameter has a gradient."""
     hooked, has_none = [], True
     with without_torch_function():
@@ -33,7 +37,7 @@ def look_at(params: Sequence[ShardedParam]) -> tuple[list[int], bool]:
             sharded = param.sharded
             if sharded.grad is not None:
                 has_none = False
-            if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+            if gradient_hooks_of(sharded) or accumulation_hooks_of(sharded):
                 hooked.append(index)
     return hooked, has_none
 
@@ -44,7 +48,7 @@ def run_tensor_hooks(sharded: torch.Tensor, local: torch.Tensor) -> torch.Tensor
     Returns:
         The gradient that the hooks returned, as a DTensor; None if there is no such hook.
     """
-    hooks = sharded._backward_hooks
+    hooks = gradient_hooks_of(sharded)
     if not hooks:
         return None
     # A copy: a hook may keep it.
@@ -57,7 +61,7 @@ def run_tensor_hooks(sharded: torch.Tensor, local: torch.Tensor) -> torch.Tensor
 
 def run_post_hooks(sharded: torch.Tensor) -> None:
     """Run the hooks of ``register_post_accumulate_grad_hook``, after the gradient was added."""
-    hooks = sharded._post_accumulate_grad_hooks
+    hooks = accumulation_hooks_of(sharded)
     for hook in tuple(hooks.values()) if hooks else ():
         hook(sharded)
 
@@ -72,7 +76,7 @@ def is_marked(gradient: torch.Tensor) -> bool:
     return hasattr(gradient, _OURS)
 
 
-def is_clear(params: Sequence[ShardedParam]) -> bool:
+def is_clear(params: Sequence[UnitParam]) -> bool:
     """Whether no parameter has a gradient."""
     with without_torch_function():
         return all(param.sharded.grad is None for param in params)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from meshard._torch.private import concatenate_meshes, flatten_mesh
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullMesh:
@@ -213,8 +215,7 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
         ValueError: They overlap, or are not parts of one mesh.
     """
     try:
-        # Private. A public DeviceMesh over the same ranks would make new process groups.
-        joined = DeviceMesh._concatenate(parts)
+        joined = concatenate_meshes(parts)
     except (AssertionError, RuntimeError, TypeError):  # TypeError: no names
         joined = None
     # It asks for no common root, and mixes ranks up where two roots number them otherwise.
@@ -317,8 +318,7 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
-    # Private, and the only way to a process group over several axes that the mesh remembers.
-    return DeviceMesh._flatten(mesh[names])
+    return flatten_mesh(mesh[names])
 
 
 def _join(parts: Iterable[DeviceMesh]) -> DeviceMesh:

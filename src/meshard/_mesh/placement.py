@@ -18,11 +18,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-# Private, but what torch's own fully_shard puts on parameters, and what checkpoints know.
-from torch.distributed.tensor.placement_types import _StridedShard
-
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import FullMesh, MeshInfo, joined_mesh
+from meshard._torch.private import strided_shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +69,7 @@ class DTensorPlacement:
             for other in range(axis + 1, self.mesh.ndim)
             if self.others[other] == placement
         )
-        return placement if cuts == 1 else _StridedShard(placement.dim, split_factor=cuts)
+        return placement if cuts == 1 else strided_shard(placement.dim, cuts)
 
     def cut(self, unsharded: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds in use of ``unsharded``, a plain tensor: a view of it."""

@@ -1,20 +1,18 @@
 """Parameters that every rank keeps unsharded.
 
-To the engine it is cut into one shard. Its gradient lies in a bucket in the order in which the
-parameter itself lies in memory, so that a parameter in ``channels_last`` has a gradient that is so
-too.
+To the engine such a parameter is one shard. Its gradient lies in a bucket in the order in which the
+parameter lies in memory, so that a ``channels_last`` parameter has a ``channels_last`` gradient.
 
-The parameters themselves: nothing is gathered, and nothing is given back. Only where the module
-computes in another dtype than it keeps, a copy in that dtype takes their place during forward and
-backward, like a gathered parameter does elsewhere.
+Nothing is gathered and nothing is freed. Only where the module computes in another dtype than it
+keeps, a copy in that dtype takes the place of the parameter during forward and backward.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,19 +20,20 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import GatherInFlight
 from meshard._comm.communicator import DONE, Communicator, Rows
-from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.flat_params import GradientHook, GroupSpec
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
+from meshard._params.sharded_param import TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
+from meshard._params.unit_params import GradientHook, GradientHookMaker, GroupSpec, UnitParams
 from meshard._torch.dtensor import make_dtensor
+from meshard._torch.private import version_of
 
 
-class ReplicatedParam(ShardedParam):
-    """A parameter of a replicated module: both faces are the parameter itself.
+class ReplicatedParam(UnitParam):
+    """A parameter of a replicated module.
 
-    Unless the module computes in another dtype: then the face in use is a copy in that one.
+    ``sharded`` is the parameter itself, and so is ``unsharded``, unless the module computes in
+    another dtype: then that is a copy.
 
     Args:
         fqn: Dotted name from the module.
@@ -44,29 +43,26 @@ class ReplicatedParam(ShardedParam):
 
     __slots__ = ()
 
-    def __init__(self, fqn: str, owners: list[tuple[nn.Module, str]], param: nn.Parameter) -> None:
+    def __init__(
+        self, fqn: str, owners: Sequence[tuple[nn.Module, str]], param: nn.Parameter
+    ) -> None:
         super().__init__(fqn, owners, ParamLayout(torch.Size((param.numel(),)), 0, 1))
         self.shard_rank = 0
         self.sharded = self.unsharded = param
+        self.is_given_otherwise = True
 
-    @property
-    def is_given_otherwise(self) -> bool:
-        """See ``ShardedParam.is_given_otherwise``: always."""
-        return True
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the face in use is a copy."""
-        return self.unsharded is not self.sharded
+    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
+        return unsharded.detach()
 
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient as ``[numel]``, in the order in which the parameter lies in memory."""
         param = self.sharded
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if gradient.stride() != param.stride() or not _is_dense(param):
+        strides = _dense_strides(param)
+        if gradient.stride() != strides:
             ordered = torch.empty_strided(
-                param.shape, _dense_strides(param), dtype=gradient.dtype, device=gradient.device
+                param.shape, strides, dtype=gradient.dtype, device=gradient.device
             )
             gradient = ordered.copy_(gradient)
         return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
@@ -74,31 +70,21 @@ class ReplicatedParam(ShardedParam):
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return ``[numel]`` of a bucket in the shape of the parameter: the same memory.
 
-        It is no view to autograd, which would forbid ``detach_()``.
+        To autograd it is no view, on which users could not call ``detach_()``.
         """
         param = self.sharded
         return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
 
-    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return ``unsharded`` itself: there is one shard."""
-        return unsharded.detach()
-
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
-        """Return ``local`` as a gradient that has not been reduced across the replicas."""
         unsharded = self.shaped(local).contiguous()
         return make_dtensor(
             unsharded, mesh_info.mesh, mesh_info.partial_placements(0), unsharded.shape
         )
 
     def for_copy(self, memo: dict[int, Any]) -> ReplicatedParam:
-        """Return a parameter without owners, with a deep copy of the parameter."""
         copied = ReplicatedParam(self.fqn, [], copy.deepcopy(self.sharded, memo))
         memo[id(self.unsharded)] = copied.sharded
         return copied
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.stride() == _dense_strides(tensor)
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -112,7 +98,7 @@ _NOTHING = torch.empty(0)
 
 
 def _accumulator_of(param: torch.Tensor) -> Any:
-    """Return the node of autograd that adds to ``.grad``."""
+    """Return the autograd node that adds to ``.grad``."""
     with torch.enable_grad():
         view = param.view_as(param)
     assert view.grad_fn is not None
@@ -123,14 +109,14 @@ def _after_accumulation(hook: GradientHook, *_: object) -> None:
     hook(_NOTHING)
 
 
-class ReplicatedParams:
+class ReplicatedParams(UnitParams):
     """The parameters of one bucket, which are ordinary tensors.
 
     Args:
         params: In the order in which their gradients lie in the bucket.
         spec: Mesh and device.
         param_dtype: dtype in which floating-point parameters compute; None: as they are.
-        gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
+        gradient_hook: Makes the hook for the gradient of parameter ``index``.
     """
 
     def __init__(
@@ -139,23 +125,20 @@ class ReplicatedParams:
         *,
         spec: GroupSpec,
         param_dtype: torch.dtype | None,
-        gradient_hook: Callable[[int], GradientHook],
+        gradient_hook: GradientHookMaker,
     ) -> None:
-        self.params: list[ShardedParam] = list(params)
+        self.params: list[ReplicatedParam] = list(params)
         self.spec = spec
-        self.label = ""  # the unit's name; known once its root is sharded
-        self.comm: Communicator  # shared by all units of a root
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
-        # Hooks of the nodes, not of the parameters: those of users come first, and see `.grad`.
-        # A parameter does not keep its node alive.
+        # Hooks of the nodes, not of the parameters: those of users run before them, and see
+        # `.grad`. A parameter does not keep its node alive.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
-        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # a copy, and its parameter
         self._copies: UnshardedMemoryPool | None = None
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Listen to the parameters as they are now, and make the copies that they need."""
         self.unhook()
         params = [param.sharded for param in self.params]
         self._dtypes = [each.dtype for each in params]
@@ -164,40 +147,37 @@ class ReplicatedParams:
             for each in params
         ]
         self.is_one_dtype = len(set(self.compute_dtypes)) == 1
-        layouts = [param.layout for param in self.params]
-        self.layout = FlatLayout.build(layouts, self._dtypes)
-        cast = [i for i, each in enumerate(params) if each.dtype != self.compute_dtypes[i]]
-        if cast:
-            self._make_copies(cast)
+        self.layout = FlatLayout.build([param.layout for param in self.params], self._dtypes)
+        cast_ = [i for i, each in enumerate(params) if each.dtype != self.compute_dtypes[i]]
+        if cast_:
+            self._make_copies(cast_)
         for index, param in enumerate(self.params):
-            unsharded_param = param.unsharded
-            if not unsharded_param.is_floating_point():
-                continue
-            flag = unsharded_param.requires_grad
-            unsharded_param.requires_grad_(True)  # only then it has a node
-            node = _accumulator_of(unsharded_param)
-            hook = partial(_after_accumulation, self._gradient_hook(index))
-            self._nodes.append((node, node.register_hook(hook)))
-            unsharded_param.requires_grad_(flag)
+            if param.unsharded.is_floating_point():
+                self._hook(param.unsharded, self._gradient_hook(index))
 
-    def _make_copies(self, cast: list[int]) -> None:
+    def _hook(self, param: torch.Tensor, hook: GradientHook) -> None:
+        flag = param.requires_grad
+        param.requires_grad_(True)  # otherwise it has no node
+        node = _accumulator_of(param)
+        self._nodes.append((node, node.register_hook(partial(_after_accumulation, hook))))
+        param.requires_grad_(flag)
+
+    def _make_copies(self, indices: list[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            layouts = [param.layout for param in self.params]
-            flat = FlatLayout.build(layouts, self.compute_dtypes, tuple(cast))
-            self._copies = UnshardedMemoryPool(flat, self.spec.device)
-            self._copies.allocate()  # for the views to be made
-            for index in cast:
+            layout = FlatLayout.build(self.layout.params, self.compute_dtypes, indices)
+            self._copies = UnshardedMemoryPool(layout, self.spec.device)
+            self._copies.allocate()  # as_strided needs memory
+            for index in indices:
                 param = self.params[index]
-                assert isinstance(param, ReplicatedParam)
                 view = param.shaped(self._copies.views[index])
                 flag = param.sharded.requires_grad
-                param.unsharded = torch.nn.Parameter(view.data, requires_grad=flag)
+                param.unsharded = nn.Parameter(view.data, requires_grad=flag)
                 tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)
                 self._casts.append((view, param.sharded))
             self._copies.free()
 
     def unhook(self) -> None:
-        """Leave the parameters as if they had never been in here."""
+        """Remove hooks and copies from the parameters."""
         for _, handle in self._nodes:
             handle.remove()
         self._nodes.clear()
@@ -206,94 +186,41 @@ class ReplicatedParams:
         for param in self.params:
             param.unsharded = param.sharded
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether any parameter computes in another dtype than it is kept in."""
-        return bool(self._casts)
-
-    # --- what is the same for all that is kept whole ----------------------------------------
-
-    @property
-    def host_copies(self) -> HostCopies | None:
-        """See ``UnitParams.host_copies``: shards are not in host memory."""
-        return None
-
-    @property
-    def is_partly_meta(self) -> bool:
-        """See ``UnitParams.is_partly_meta``."""
-        return False
-
-    @property
-    def is_offloaded(self) -> bool:
-        """See ``UnitParams.is_offloaded``."""
-        return False
-
-    def check_materialised(self) -> None:
-        """See ``UnitParams.check_materialised``: ``replicate`` has looked."""
-
-    def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        """See ``UnitParams.move``.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError(
-            "a replicated module cannot be offloaded; use module.to(device) between steps, or "
-            "fully_shard, which can."
-        )
-
-    # --- on the way to use and back ---------------------------------------------------------
+    # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        """See ``UnitParams.start_gather``: everything is here."""
         return GatherInFlight(_NOTHING, _NOTHING, DONE)
 
     @torch.no_grad()
     def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
-        """See ``UnitParams.fill_unsharded``: fill the copies."""
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:
                 view.copy_(param)
 
     def free_unsharded(self) -> None:
-        """See ``UnitParams.free_unsharded``."""
         if self._copies is not None:
             self._copies.free()
 
-    @property
-    def can_leave(self) -> bool:
-        """See ``UnitParams.can_leave``: nobody is given copies outside of forward."""
-        return False
-
-    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
-        """See ``UnitParams.leave_whole``."""
-        raise AssertionError("what is kept whole is nowhere given back")
-
-    # --- edits made from outside ------------------------------------------------------------
+    # --- edits by users --------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Grows with every edit of a parameter of which there is a copy."""
-        return sum(param._version for _, param in self._casts)
+        """A number that grows with every edit of a parameter that has a copy."""
+        return sum(version_of(param) for _, param in self._casts)
 
     def version_unless_replaced(self) -> int | None:
-        """See ``UnitParams.version_unless_replaced``."""
         for param, dtype in zip(self.params, self._dtypes, strict=True):
-            sharded = param.sharded
-            if sharded.dtype is not dtype:
-                return None  # a submodule was cast, and autograd has dropped the hooks
-            for parameters, name in param._owner_dicts:
-                installed = parameters.get(name)
-                if installed is not sharded and installed is not param.unsharded:
-                    return None
+            # A submodule may have been cast, for which autograd drops the hooks.
+            if param.sharded.dtype is not dtype or not param.is_installed():
+                return None
         return self.version
 
     def take_replacements(self) -> bool:
-        """See ``UnitParams.take_replacements``.
+        """Adopt the parameters that users have put in the place of ours.
 
         Raises:
-            RuntimeError: A parameter was replaced by one of another shape or type.
+            RuntimeError: A parameter was replaced by one of another shape, type or device.
         """
         replaced = [param.sharded.dtype for param in self.params] != self._dtypes
         for param in self.params:
@@ -314,13 +241,22 @@ class ReplicatedParams:
             replaced = True
         return replaced
 
-    def for_copy(
-        self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
-    ) -> ReplicatedParams:
-        """See ``UnitParams.for_copy``."""
+    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
         copied = copy.copy(self)
-        copied.params = params
+        copied.params = cast("list[ReplicatedParam]", params)
         copied._gradient_hook = gradient_hook
         copied._nodes, copied._casts = [], []
         copied.rebuild()
         return copied
+
+    # --- location --------------------------------------------------------------------------
+
+    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+        """Refuse to be offloaded."""
+        raise NotImplementedError(
+            "a replicated module cannot be offloaded; use module.to(device) between steps, or "
+            "fully_shard, which can."
+        )
+
+    def check_materialised(self) -> None:
+        pass  # replicate has checked the device of every parameter

@@ -1,7 +1,7 @@
 """Memory of sharded and unsharded parameters.
 
 One buffer per unit, laid out by a ``FlatLayout``. The local tensor of every sharded parameter is a
-view of it, so the buffer itself is what an all-gather sends.
+view of it, so an all-gather sends the buffer as it is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
@@ -23,7 +24,7 @@ class MemoryLocation:
 
     Args:
         device: The device of the mesh, or the CPU; may be meta.
-        is_pinned: Page-locked host memory, which a device copies from and to by itself.
+        is_pinned: Page-locked host memory, with asynchronous copies from and to a device.
         step_device: Where ``overlap_optimizer`` steps what lives here; None: here.
     """
 
@@ -111,17 +112,21 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 class FlatShard:
-    """This rank's flat shard of a unit, and its view for every parameter.
+    """This rank's flat shard of a unit, with a view for every parameter.
 
     Args:
-        layout: Where each parameter stands.
-        shard_rank: This rank's coordinate on the shard axis.
-        home: What the buffer is allocated in; may be meta.
+        layout: The range of each parameter.
+        shard_rank: This rank's position on the shard axis.
+        location: Memory of the buffer; may be meta.
+
+    Attributes:
+        locals: One view per parameter.
+        attributes: Python attributes of each view; empty unless users set some.
     """
 
     def __init__(self, layout: FlatLayout, shard_rank: int, location: MemoryLocation) -> None:
-        self.layout = layout
         self.buffer = location.buffer_for(layout)
+        self.layout = layout
         self.segments = layout.split(self.buffer)
         self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
         for segment, flat in zip(layout.segments, self.segments, strict=True):
@@ -129,32 +134,33 @@ class FlatShard:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
+        self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
         """Copy each parameter's shard in; padding becomes zero, so that it never holds a NaN."""
-        if self.buffer.device.type == "meta":
+        if self.buffer.is_meta:
             return
         self.buffer.zero_()
         for own, source in zip(self.locals, sources, strict=True):
-            if source.device.type != "meta":
+            if not source.is_meta:
                 own.copy_(source)
 
 
-_ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels like best
+_ALIGNMENT = 64  # bytes: a cache line
 
 
 class UnshardedMemoryPool:
-    """One allocation per dtype for all whole parameters of a unit.
+    """One allocation per dtype for all unsharded parameters of a unit.
 
-    The tensors live as long as the unit. Giving the memory back resizes their storage to zero,
-    which keeps every view that autograd has saved valid for the next time it is filled.
-    Writes go through views that do not share a version counter with the parameters, so that
-    refilling is not taken for an in-place change of a saved tensor.
+    The tensors live as long as the unit. Freeing the memory resizes their storage to zero, so that
+    every view that autograd has saved is valid again once the storage is filled.
+    Writes go through views that do not share a version counter with the parameters: to autograd,
+    filling them again is no in-place change of a saved tensor.
 
     Args:
-        layout: The unit as it is gathered: its dtypes are the dtypes of the whole parameters.
-        device: Where whole parameters live.
+        layout: The unit as it is gathered, in the dtypes of the unsharded parameters.
+        device: Where unsharded parameters live.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
@@ -169,9 +175,8 @@ class UnshardedMemoryPool:
             flat = torch.empty(numel, dtype=segment.dtype, device=device)
             for param_range, offset in zip(segment.ranges, offsets, strict=True):
                 param = layout.params[param_range.index]
-                self.views[param_range.index] = flat.narrow(0, offset, param.numel).view(
-                    param.shape
-                )
+                view = flat.narrow(0, offset, param.numel).view(param.shape)
+                self.views[param_range.index] = view
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
         self._has_memory = True
         self.free()
@@ -185,14 +190,14 @@ class UnshardedMemoryPool:
         ]
 
     def allocate(self) -> None:
-        """Take the memory. The content is undefined until it is filled."""
+        """Allocate the memory; its content is undefined."""
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
             self._has_memory = True
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._has_memory:
             for storage, _ in self._storages:
                 # Resize, do not replace: autograd may have saved views of this storage.

@@ -1,24 +1,26 @@
-"""Tensor subclasses with a custom all-gather (float8, int8).
+"""Parameters with a custom all-gather (float8, int8).
 
-torch's contract for tensor subclasses under ``fully_shard``, used for weights that travel or
-compute in float8 and the like: ``fsdp_pre_all_gather`` turns a shard into tensors to gather, and
-``fsdp_post_all_gather`` turns what was gathered into the whole parameter.
+This is torch's contract for ``fully_shard``: ``fsdp_pre_all_gather`` turns a shard into tensors to
+gather, and ``fsdp_post_all_gather`` turns what was gathered into the unsharded parameter. Tensor
+subclasses have the two methods; users may also set them on the local tensor of any parameter.
 
-The first gather makes its whole face out of what ``fsdp_post_all_gather`` returns; later ones have
-it filled again. In between, the memory that it names is given back by resizing it.
+The first gather creates the unsharded parameter from what ``fsdp_post_all_gather`` returns; later
+ones fill it again. In between, the memory that the method named is freed by resizing its storage.
 
-They are a group of their own beside the ordinary parameters of a unit, with one all-gather for all
-of them, so that a unit without any does not know that there could be. Every shard is a tensor
-subclass, which a flat buffer cannot hold; so shards have memory of their own.
+Tensor subclasses form a sibling unit beside the ordinary parameters of their module, because they
+cannot lie in a flat buffer: their shards have memory of their own. Where users set the methods on
+local tensors, the shards stay in the flat buffer, and the ordinary parameters of the unit are
+gathered in the same way, by methods of ours.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,15 +29,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshard._comm.all_gather import Form, GatherInFlight, PackedGather, agree_on_forms
 from meshard._comm.communicator import CommStream, Communicator, Rows
 from meshard._mesh.layout import FlatLayout
-from meshard._mesh.mesh_info import shard_mesh_of
-from meshard._params.flat_params import GradientHook, GroupSpec, check_not_meta, take_replacements
+from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
 from meshard._params.sharded_param import (
     ShardedParam,
     TensorTag,
+    UnitParam,
     tag_tensor,
+    version_of_shards,
     version_unless_replaced,
 )
 from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import (
+    GradientHookMaker,
+    GroupSpec,
+    UnitParams,
+    check_not_meta,
+    register_gradient_hook,
+    take_replaced_shards,
+)
 from meshard._torch.dtensor import is_plain, local_of, set_local
 from meshard._torch.private import keeping_version
 from meshard.policies import MixedPrecisionPolicy
@@ -43,19 +54,23 @@ from meshard.policies import MixedPrecisionPolicy
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _SHORT, _LONG = 1, 5  # arguments of the two signatures of fsdp_pre_all_gather
 
-
-def has_gather_methods(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has both methods."""
-    return hasattr(tensor, PRE) and hasattr(tensor, POST)
+# --- the contract --------------------------------------------------------------------------
 
 
-def check_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
+def has_own_methods(tensor: torch.Tensor) -> bool:
+    """Whether a method was set on ``tensor`` itself rather than on its class."""
+    return PRE in tensor.__dict__ or POST in tensor.__dict__
+
+
+def has_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
     """Return whether ``tensor``, of parameter ``fqn``, has both methods.
 
     Raises:
         ValueError: It has one only, or one whose arguments are not those of the contract.
     """
     has_pre, has_post = hasattr(tensor, PRE), hasattr(tensor, POST)
+    if not has_pre and not has_post:
+        return False
     kind = type(tensor).__name__
     if has_pre is not has_post:
         have, lack = (PRE, POST) if has_pre else (POST, PRE)
@@ -63,69 +78,82 @@ def check_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
             f"parameter {fqn!r} is a {kind}, which defines {have} but not {lack}; define both, or "
             "neither."
         )
-    if has_pre and _num_arguments(tensor) not in (_SHORT, _LONG):
+    if _num_arguments(tensor) not in (_SHORT, _LONG):
         raise ValueError(
             f"parameter {fqn!r} is a {kind}, whose {PRE} takes "
             f"{inspect.signature(getattr(tensor, PRE))}; it must take (mesh), or (mesh, "
             "outer_size, outer_stride, module, mp_policy)."
         )
-    return has_pre
+    return True
 
 
-def _num_arguments(tensor: torch.Tensor) -> int:
-    return len(inspect.signature(getattr(tensor, PRE)).parameters)
+def _num_arguments(holder: object) -> int:
+    return len(inspect.signature(getattr(holder, PRE)).parameters)
+
+
+def check_subclass_placement(
+    fqn: str, local: torch.Tensor, mesh_info: MeshInfo, shard_dim: int
+) -> None:
+    """Check where a parameter with the two methods is to be sharded.
+
+    Raises:
+        NotImplementedError: The mesh has no shard axis, or ``shard_dim`` is not the first.
+    """
+    name = f"parameter {fqn!r} is a {type(local).__name__} with {PRE}"
+    if mesh_info.shard_axis is None:
+        raise NotImplementedError(
+            f"{name}, and there is no axis to shard it over; leave it out (ignored_params), or "
+            "name a shard axis."
+        )
+    if shard_dim:
+        raise NotImplementedError(
+            f"{name}, which can be sharded on dim 0 only; shard_placement_fn chose dim {shard_dim}."
+        )
+
+
+def warn_of_lost_methods(fqn: str, unit: str) -> None:
+    """Warn that a parameter got another local tensor, without the methods set on the old one."""
+    warnings.warn(
+        f"{PRE} was set on the local tensor of parameter {fqn!r} of unit {unit!r}, which has "
+        "another local tensor now; set the methods again on the new one, or this parameter is "
+        "gathered like any other.",
+        stacklevel=2,
+    )
+
+
+def compute_dtype(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the unsharded parameter of a shard of ``dtype``."""
+    chosen = mp_policy.param_dtype
+    return chosen if chosen and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class GatherContext:
-    """What ``fsdp_pre_all_gather`` is told, beside the shard."""
+    """Arguments of ``fsdp_pre_all_gather``, beside the module."""
 
     mesh: DeviceMesh  # the shard axis
     outer_size: torch.Size
     outer_stride: tuple[int, ...]
-    mp_policy: Any  # as the user gave it
+    mp_policy: MixedPrecisionPolicy  # as the user gave it
 
 
-class GatherInputs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GatherInputs:
     """What ``fsdp_pre_all_gather`` returned."""
 
     tensors: tuple[torch.Tensor, ...]
     metadata: Any
 
 
-def takes_mesh_only(tensor: torch.Tensor) -> bool:
-    """Whether ``fsdp_pre_all_gather`` of ``tensor`` has the short signature."""
-    return _num_arguments(tensor) == _SHORT
+@dataclass(frozen=True, slots=True)
+class GatherResult:
+    """What ``fsdp_post_all_gather`` returned the first time."""
+
+    unsharded: torch.Tensor
+    inner: tuple[torch.Tensor, ...]  # the plain tensors that hold its memory
 
 
-def call_pre_all_gather(
-    name: str,
-    shard: torch.Tensor,
-    context: GatherContext,
-    *,
-    module: nn.Module | None,
-    mesh_only: bool,
-) -> GatherInputs:
-    """Call ``fsdp_pre_all_gather``.
-
-    Args:
-        name: Of parameter and unit, for errors.
-        shard: The local tensor.
-        around: What else it is told.
-        module: The first one that holds the parameter.
-        mesh_only: See ``takes_mesh_only``.
-
-    Raises:
-        TypeError: It returned something else than a tuple of plain tensors, at least one, and
-            metadata.
-    """
-    pre: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
-    if mesh_only:
-        returned = pre(context.mesh)
-    else:
-        returned = pre(
-            context.mesh, context.outer_size, context.outer_stride, module, context.mp_policy
-        )
+def _check_inputs(name: str, returned: Any) -> GatherInputs:
     if isinstance(returned, tuple) and len(returned) == 2:
         tensors, metadata = returned
         if isinstance(tensors, (tuple, list)) and tensors and all(map(is_plain, tensors)):
@@ -136,22 +164,15 @@ def call_pre_all_gather(
     )
 
 
-def check_post_all_gather(
-    name: str, returned: Any
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return the whole parameter and the tensors with its memory, which a first call returned.
-
-    Raises:
-        TypeError: It is something else.
-    """
+def _check_result(name: str, returned: Any) -> GatherResult:
     if isinstance(returned, tuple) and len(returned) == 2:
         unsharded, inner = returned
         is_inner = isinstance(inner, (tuple, list)) and all(map(is_plain, inner))
         if isinstance(unsharded, torch.Tensor) and is_inner:
-            return unsharded, tuple(inner)
+            return GatherResult(unsharded, tuple(inner))
     raise TypeError(
-        f"{POST} of {name} must return (whole tensor, tuple of the plain tensors that hold its "
-        f"memory) where out is None, got {_described(returned)}."
+        f"{POST} of {name} must return (unsharded tensor, tuple of the plain tensors that hold "
+        f"its memory) where out is None, got {_described(returned)}."
     )
 
 
@@ -161,14 +182,57 @@ def _described(value: object) -> str:
     return type(value).__name__
 
 
-class SubclassParam:
-    """The whole face of one parameter, and the memory under it.
+class _OrdinaryGather:
+    """The two methods for an ordinary parameter of a unit that is gathered by them.
 
     Args:
-        param: Its sharded face is there.
+        param: How it is sharded.
+        shard: Its local tensor.
+        dtype: Of the unsharded parameter.
+    """
+
+    def __init__(self, param: ShardedParam, shard: torch.Tensor, dtype: torch.dtype) -> None:
+        self._layout = param.layout
+        self._shard = shard
+        self._dtype = dtype
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
+        rows_first = self._shard.detach().movedim(self._layout.shard_dim, 0)
+        return (rows_first.to(self._dtype),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        (gathered,) = all_gather_outputs
+        dim = self._layout.shard_dim
+        if dim == 0:
+            return (gathered, (gathered,)) if out is None else None
+        rows = gathered[: self._layout.rows].movedim(0, dim)
+        if out is None:
+            unsharded = rows.contiguous()
+            return unsharded, (unsharded,)
+        target = out if is_plain(out) else local_of(out)
+        target.detach().copy_(rows)
+        return None
+
+
+class CustomParam:
+    """The unsharded tensor of one parameter, and the memory under it.
+
+    Args:
+        param: Its sharded parameter exists.
         shard: The local tensor.
-        around: What ``fsdp_pre_all_gather`` is told.
-        param_dtype: What ``fsdp_post_all_gather`` is told to compute in.
+        context: Arguments of ``fsdp_pre_all_gather``.
+        param_dtype: Argument of ``fsdp_post_all_gather``.
+
+    Attributes:
+        dtype: Of the unsharded parameter and its gradient; certain after the first gather.
+        num_inputs: How many tensors are gathered.
     """
 
     def __init__(
@@ -178,13 +242,17 @@ class SubclassParam:
         context: GatherContext,
         param_dtype: torch.dtype,
     ) -> None:
-        self.dtype = param_dtype  # of the whole parameter, and of its gradient
-        self.num_inputs = 0  # tensors that are gathered
+        self.dtype = param_dtype
+        self.num_inputs = 0
         self._param = param
         self._shard = shard
         self._context = context
         self._param_dtype = param_dtype
-        self._mesh_only = takes_mesh_only(shard)
+        # The methods are looked up at each call, because users may replace them.
+        self._methods: Any = shard
+        if not has_gather_methods(param.fqn, shard):
+            self._methods = _OrdinaryGather(param, shard, param_dtype)
+        self._takes_mesh_only = _num_arguments(self._methods) == _SHORT
         self._metadata: Any = None
         self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -194,68 +262,72 @@ class SubclassParam:
         param.unsharded = nn.Parameter(placeholder, requires_grad=flag)
 
     def make_inputs(self, unit: str) -> tuple[torch.Tensor, ...]:
-        """Return what is to be gathered, anew."""
-        inputs, self._metadata = call_pre_all_gather(
-            self._name(unit),
-            self._shard,
-            self._context,
-            module=self._param.owners[0][0](),
-            mesh_only=self._mesh_only,
-        )
-        device = self._shard.device
-        if any(tensor.device != device for tensor in inputs):
-            raise RuntimeError(
-                f"fsdp_pre_all_gather of {self._name(unit)} returned tensors on "
-                f"{[str(tensor.device) for tensor in inputs]}; all must be on {device}."
+        """Return what is to be gathered now.
+
+        Raises:
+            RuntimeError: ``fsdp_pre_all_gather`` returned tensors on another device.
+            TypeError: It did not return a tuple of plain tensors, and metadata.
+        """
+        name, context = self._name(unit), self._context
+        if self._takes_mesh_only:
+            returned = self._methods.fsdp_pre_all_gather(context.mesh)
+        else:
+            owners = self._param.live_owners()
+            returned = self._methods.fsdp_pre_all_gather(
+                context.mesh,
+                context.outer_size,
+                context.outer_stride,
+                owners[0][0] if owners else None,
+                context.mp_policy,
             )
-        self.num_inputs = len(inputs)
-        return inputs
+        inputs = _check_inputs(name, returned)
+        device = self._shard.device
+        if any(tensor.device != device for tensor in inputs.tensors):
+            raise RuntimeError(
+                f"{PRE} of {name} returned tensors on "
+                f"{[str(tensor.device) for tensor in inputs.tensors]}; all must be on {device}."
+            )
+        self._metadata = inputs.metadata
+        self.num_inputs = len(inputs.tensors)
+        return inputs.tensors
 
     def fill(self, outputs: Sequence[torch.Tensor], unit: str) -> bool:
-        """Have the whole parameter in ``param.unsharded``.
-
-        Args:
-            outputs: What was gathered.
-            unit: Its name, for errors.
+        """Fill the unsharded parameter from ``outputs``, what was gathered.
 
         Returns:
-            Whether the face was made anew.
+            Whether the unsharded parameter was created.
 
         Raises:
             RuntimeError: ``fsdp_post_all_gather`` returned, or left, a tensor of another shape.
-            TypeError: It returned something else than a tensor and its memory.
+            TypeError: It did not return a tensor and its memory.
         """
-        post: Any = self._shard.fsdp_post_all_gather  # type: ignore[attr-defined]
+        post = self._methods.fsdp_post_all_gather
         if not self._is_made:
             returned = post(tuple(outputs), self._metadata, self._param_dtype)
-            self._make(*check_post_all_gather(self._name(unit), returned), outputs, unit)
+            self._create(_check_result(self._name(unit), returned), outputs, unit)
             return True
         for storage, num_bytes in self._inner:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
         unsharded_param = self._param.unsharded
-        is_placed = self._param.dtensor_placement is not None
-        with keeping_version(unsharded_param, *([local_of(unsharded_param)] if is_placed else [])):
+        is_dtensor = self._param.dtensor_placement is not None
+        # To autograd, filling a parameter again is no in-place change of what it has saved.
+        with keeping_version(unsharded_param, *([local_of(unsharded_param)] if is_dtensor else [])):
             post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded_param)
         if unsharded_param.shape != self._param.sharded.shape:
             raise self._wrong_shape("left out", unsharded_param.shape, unit)
         return False
 
-    def _make(
-        self,
-        unsharded: torch.Tensor,
-        inner: tuple[torch.Tensor, ...],
-        outputs: Sequence[torch.Tensor],
-        unit: str,
-    ) -> None:
-        self._inner = _memory_of(inner)
+    def _create(self, result: GatherResult, outputs: Sequence[torch.Tensor], unit: str) -> None:
+        unsharded = result.unsharded
+        self._inner = _memory_of(result.inner)
         layout, flag = self._param.layout, self._param.sharded.requires_grad
         if unsharded.shape != layout.shape:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # Padding is behind the rows of the last rank that owns any. Not narrow: this is what
-            # torch's fully_shard asks of tensor subclasses.
+            # Padding is behind the rows of the last rank that owns any. Not narrow: torch's
+            # fully_shard requires as_strided of tensor subclasses.
             unsharded = unsharded.as_strided(layout.shape, self._context.outer_stride, 0)
         if type(unsharded) is torch.Tensor:
             taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([unsharded]))}
@@ -269,17 +341,17 @@ class SubclassParam:
         self._is_made = True
 
     @property
-    def leaves_outputs(self) -> bool:
-        """Whether nothing refers to what was gathered once the face is filled."""
+    def may_free_outputs(self) -> bool:
+        """Whether nothing refers to what was gathered once the unsharded parameter is filled."""
         return self._has_own_memory
 
     def free(self) -> None:
-        """Give the memory under the face back."""
+        """Free the memory of the unsharded parameter."""
         for storage, _ in self._inner:
             storage.resize_(0)
 
     def forget_metadata(self) -> None:
-        """Drop what belongs to one gather."""
+        """Drop the metadata of the last gather."""
         self._metadata = None
 
     def _name(self, unit: str) -> str:
@@ -299,199 +371,205 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
     return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
-class SubclassParams:
-    """The two faces of parameters that are tensor subclasses with methods for their gather.
+class CustomGather:
+    """The gather of a unit in which shards have methods of their own.
 
     Args:
-        params: In the order of the module; their faces are made here.
-        shards: This rank's shard of each, of any device; kept.
-        requires_grad: One flag per parameter.
+        params: In the order of the module; their sharded parameters exist.
+        locals_: The local tensor of each.
         spec: Mesh and device.
-        mp_policy: As the user gave it; what it says of parameters is left to them.
-        gradient_hook: Makes the hook that hears of a whole gradient of parameter ``index``.
+        mp_policy: As the user gave it; passed to the methods.
+        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+
+    Raises:
+        NotImplementedError: A shard with such methods is to live in host memory, or is sharded on
+            another dim than the first.
+        ValueError: A shard has one of the methods only.
     """
 
     def __init__(
         self,
-        params: list[ShardedParam],
-        shards: Sequence[torch.Tensor],
-        requires_grad: Sequence[bool],
+        params: Sequence[ShardedParam],
+        locals_: Sequence[torch.Tensor],
         *,
         spec: GroupSpec,
         mp_policy: MixedPrecisionPolicy,
-        gradient_hook: Callable[[int], GradientHook],
+        gradient_hook: GradientHookMaker,
     ) -> None:
-        assert spec.host is None
-        self.params = params
-        self.spec = spec
-        self.label = ""  # the unit's name; known once its root is sharded
-        self.comm: Communicator  # shared by all units of a root
-        self.host_copies = None  # shards are not in host memory
-        self.is_offloaded = False
-        self._mp_policy = mp_policy
-        self._shard_mesh = shard_mesh_of(spec.mesh_info)
+        for param, local in zip(params, locals_, strict=True):
+            if has_gather_methods(param.fqn, local):
+                dim = param.layout.shard_dim
+                check_subclass_placement(param.fqn, local, spec.mesh_info, dim)
+                check_not_in_host_memory(param.fqn, spec.host)
+        self._params = params
+        self._mesh_info = spec.mesh_info
+        self._device = spec.device
         self._gradient_hook = gradient_hook
-        self._gather: PackedGather | None = None  # once something has been gathered
-        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
-        for param, shard, flag in zip(params, shards, requires_grad, strict=True):
-            local = shard if shard.is_meta else shard.to(spec.device)
-            param.make_sharded(local, spec.mesh_info, requires_grad=flag)
-        self._adopt_shards()
-
-    def _adopt_shards(self) -> None:
-        self.locals = [local_of(param.sharded) for param in self.params]
-        self._unsharded_params = [
-            SubclassParam(param, local, self._context(param), self._param_dtype(local))
-            for param, local in zip(self.params, self.locals, strict=True)
+        mesh = shard_mesh_of(spec.mesh_info)
+        self._unsharded = [
+            CustomParam(
+                param,
+                local,
+                GatherContext(
+                    mesh=mesh,
+                    outer_size=param.layout.shape,
+                    outer_stride=torch.empty(param.layout.shape, device="meta").stride(),
+                    mp_policy=mp_policy,
+                ),
+                compute_dtype(mp_policy, local.dtype),
+            )
+            for param, local in zip(params, locals_, strict=True)
         ]
-        self._gather = None
-        self.is_partly_meta = len({local.is_meta for local in self.locals}) > 1
-
-    def _param_dtype(self, local: torch.Tensor) -> torch.dtype:
-        chosen = self._mp_policy.param_dtype
-        return chosen if chosen and local.dtype.is_floating_point else local.dtype
-
-    def _context(self, param: ShardedParam) -> GatherContext:
-        shape = param.layout.shape
-        return GatherContext(
-            mesh=self._shard_mesh,
-            outer_size=shape,
-            outer_stride=torch.empty(shape, device="meta").stride(),
-            mp_policy=self._mp_policy,
-        )
-
-    # --- whole -----------------------------------------------------------------------------
+        self._gather: PackedGather | None = None  # made by the first gather
+        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
 
     @property
     def compute_dtypes(self) -> list[torch.dtype]:
-        """See ``UnitParams.compute_dtypes``; known for sure after the first gather."""
-        return [unsharded_param.dtype for unsharded_param in self._unsharded_params]
-
-    @property
-    def is_one_dtype(self) -> bool:
-        """See ``UnitParams.is_one_dtype``."""
-        return len(set(self.compute_dtypes)) == 1
+        """dtypes of the unsharded parameters; certain after the first gather."""
+        return [each.dtype for each in self._unsharded]
 
     @torch.no_grad()
-    def start_gather(self, comm: Communicator) -> GatherInFlight:
-        """See ``UnitParams.start_gather``."""
-        group = self.spec.mesh_info.shard_group
-        # What is made here may become part of a whole parameter, and be saved by autograd.
+    def start(self, comm: Communicator, label: str) -> GatherInFlight:
+        """Start the gather: see ``UnitParams.start_gather``."""
+        # What is made here may become part of an unsharded parameter, and be saved by autograd.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
-            inputs = [
-                each
-                for unsharded_param in self._unsharded_params
-                for each in unsharded_param.make_inputs(self.label)
-            ]
-            gather = self._plan([Form.of(each) for each in inputs])
-            return gather.start(inputs, comm=comm, group=group, label=self.label)
+            inputs = [tensor for each in self._unsharded for tensor in each.make_inputs(label)]
+            gather = self._plan([Form.of(each) for each in inputs], label)
+            return gather.start(inputs, comm=comm, group=self._mesh_info.shard_group, label=label)
 
-    def _plan(self, forms: list[Form]) -> PackedGather:
+    def _plan(self, forms: list[Form], label: str) -> PackedGather:
         if self._gather is not None:
             if forms != self._own_forms:
                 raise RuntimeError(
-                    f"fsdp_pre_all_gather of unit {self.label!r} returned {forms} to gather, and "
+                    f"{PRE} of unit {label!r} returned {forms} to gather, and "
                     f"{self._own_forms} before; a parameter must send the same dtypes and shapes "
                     "each time."
                 )
             return self._gather
-        mesh_info, device = self.spec.mesh_info, self.spec.device
+        count, device = self._mesh_info.shard_count, self._device
         self._own_forms = agreed = forms
-        if any(param.layout.rows % mesh_info.shard_count for param in self.params):
-            agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=self.label)
-        self._gather = PackedGather(agreed, mesh_info.shard_count, device)
+        if any(param.layout.rows % count for param in self._params):
+            group = self._mesh_info.shard_group
+            agreed = agree_on_forms(forms, group, device=device, label=label)
+        self._gather = PackedGather(agreed, count, device)
         return self._gather
 
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
-        """See ``UnitParams.fill_unsharded``."""
+    def fill(self, gathered: Rows, *, comes_again: bool, label: str) -> None:
+        """Fill the unsharded parameters: see ``UnitParams.fill_unsharded``."""
         assert self._gather is not None and isinstance(gathered, torch.Tensor)
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
             self._gather.copy_out(gathered)
             try:
-                self._fill_faces(self._gather, comes_again)
+                self._fill_each(self._gather, label)
             except BaseException:
-                self.free_unsharded()
+                self.free()
                 raise
+        if not comes_again:
+            for each in self._unsharded:
+                each.forget_metadata()
 
-    def _fill_faces(self, gather: PackedGather, comes_again: bool) -> None:
+    def _fill_each(self, gather: PackedGather, label: str) -> None:
         first = 0
-        for index, unsharded_param in enumerate(self._unsharded_params):
-            own = range(first, first + unsharded_param.num_inputs)
+        for index, each in enumerate(self._unsharded):
+            own = range(first, first + each.num_inputs)
             first = own.stop
-            if unsharded_param.fill(gather.outputs[own.start : own.stop], self.label):
-                self._watch(index)
-            if unsharded_param.leaves_outputs:
+            if each.fill(gather.outputs[own.start : own.stop], label):
+                register_gradient_hook(self._params[index].unsharded, self._gradient_hook(index))
+            if each.may_free_outputs:
                 gather.free(own)
-            if not comes_again:
-                unsharded_param.forget_metadata()
 
-    def _watch(self, index: int) -> None:
-        """Have the hook hear of the gradients of a whole face that is new."""
-        param = self.params[index]
-        if not param.unsharded.is_floating_point():
-            return
-        param.unsharded.requires_grad_(True)  # a hook can only be put on one that requires grad
-        param.unsharded.register_post_accumulate_grad_hook(self._gradient_hook(index))
-        param.unsharded.requires_grad_(param.sharded.requires_grad)
-
-    def free_unsharded(self) -> None:
-        """See ``UnitParams.free_unsharded``."""
+    def free(self) -> None:
+        """Free the memory of the unsharded parameters."""
         if self._gather is not None:
             self._gather.free()
-        for unsharded_param in self._unsharded_params:
-            unsharded_param.free()
+        for each in self._unsharded:
+            each.free()
 
-    @property
-    def can_leave(self) -> bool:
-        """See ``UnitParams.can_leave``: who holds what is under a subclass cannot be seen."""
-        return False
 
-    def leave_whole(self, joining_hook: Callable[[int], GradientHook], *, stays: bool) -> None:
-        """See ``UnitParams.leave_whole``."""
-        raise AssertionError("whole parameters that say themselves what they are made of stay")
+class SubclassParams(UnitParams):
+    """Parameters that are tensor subclasses; each shard has memory of its own.
 
-    # --- shards ----------------------------------------------------------------------------
+    Args:
+        params: In the order of the module; their sharded parameters exist.
+        spec: Mesh and device.
+        mp_policy: As the user gave it.
+        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+    """
 
-    @property
-    def layout(self) -> FlatLayout:
-        """See ``UnitParams.layout``: of the dtypes that the shards say they have."""
+    has_custom_gather = True
+
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        *,
+        spec: GroupSpec,
+        mp_policy: MixedPrecisionPolicy,
+        gradient_hook: GradientHookMaker,
+    ) -> None:
+        self.params: list[ShardedParam] = params
+        self.spec = spec
+        self._mp_policy = mp_policy
+        self._gradient_hook = gradient_hook
+        self._adopt_shards()
+
+    def _adopt_shards(self) -> None:
+        self.locals = [local_of(param.sharded) for param in self.params]
+        self._gather = CustomGather(
+            self.params,
+            self.locals,
+            spec=self.spec,
+            mp_policy=self._mp_policy,
+            gradient_hook=self._gradient_hook,
+        )
+        self._take_dtypes(self._gather.compute_dtypes)
+        self.is_partly_meta = len({local.is_meta for local in self.locals}) > 1
         layouts = [param.layout for param in self.params]
-        return FlatLayout.build(layouts, [local.dtype for local in self.locals])
+        self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
 
-    def version_unless_replaced(self) -> int | None:
-        """See ``UnitParams.version_unless_replaced``."""
-        return version_unless_replaced(self.params, self.locals)
+    # --- gather ----------------------------------------------------------------------------
+
+    def start_gather(self, comm: Communicator) -> GatherInFlight:
+        return self._gather.start(comm, self.label)
+
+    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+        self._gather.fill(gathered, comes_again=comes_again, label=self.label)
+        self._take_dtypes(self._gather.compute_dtypes)
+
+    def free_unsharded(self) -> None:
+        self._gather.free()
+
+    # --- edits by users --------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """See ``UnitParams.version``."""
-        shards = [param.sharded for param in self.params]
-        return sum(shard._version + local_of(shard)._version for shard in shards)
+        return version_of_shards(self.params)
+
+    def version_unless_replaced(self) -> int | None:
+        return version_unless_replaced(self.params, self.locals)
 
     def take_replacements(self) -> bool:
-        """See ``UnitParams.take_replacements``."""
-        return take_replacements(self.params, self.locals, self.label, None)
+        return take_replaced_shards(self.params, self.locals, self.label, None)
 
     def rebuild(self) -> None:
-        """See ``UnitParams.rebuild``.
+        """Adopt the shards as they are now.
 
         Raises:
-            RuntimeError: A shard is not what it was any more, or on another device.
+            RuntimeError: A shard has no methods, or is on another device.
         """
         device = self.spec.device
         for param in self.params:
-            local, name = local_of(param.sharded), f"{param.fqn!r} of unit {self.label!r}"
-            if not has_gather_methods(local):
+            local = local_of(param.sharded)
+            if not has_gather_methods(param.fqn, local):
                 raise RuntimeError(
-                    f"parameter {name} was replaced by one whose shard is a plain tensor, without "
-                    "the fsdp_pre_all_gather that it had; assign a tensor of the class that it "
-                    "was of, or edit it in place."
+                    f"parameter {param.fqn!r} of unit {self.label!r} was replaced by one whose "
+                    f"shard is a plain tensor, without the {PRE} that it had; assign a tensor of "
+                    "the same class, or edit it in place."
                 )
             if local.device.type not in ("meta", device.type):
                 raise RuntimeError(
-                    f"parameter {name} was moved to {local.device}, but its mesh is on "
-                    f"{device.type!r}; move it back before use."
+                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
+                    f"but its mesh is on {device.type!r}; move it back before use."
                 )
         self._adopt_shards()
         for param, local in zip(self.params, self.locals, strict=True):
@@ -499,34 +577,34 @@ class SubclassParams:
             tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
             param.install(param.sharded)
 
-    def for_copy(
-        self, params: list[ShardedParam], gradient_hook: Callable[[int], GradientHook]
-    ) -> SubclassParams:
-        """See ``UnitParams.for_copy``."""
+    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
         copied = copy.copy(self)
-        copied.params = params
+        copied.params = cast("list[ShardedParam]", params)
         copied._gradient_hook = gradient_hook
         copied.rebuild()
         return copied
 
+    # --- location --------------------------------------------------------------------------
+
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        """See ``UnitParams.move``; ``meshard.offload`` refuses these before it moves anything."""
-        raise AssertionError("shards that say themselves what is gathered of them stay in place")
+        raise AssertionError("meshard.offload has refused: see check_not_subclass")
 
     def check_materialised(self) -> None:
-        """See ``UnitParams.check_materialised``."""
         check_not_meta(self.params, self.label, self.spec.device)
 
 
-def check_not_subclass(tensors: object, what: str) -> None:
-    """Raise if the parameters of a group say themselves what is gathered of them.
+def check_not_in_host_memory(fqn: str, host: MemoryLocation | None) -> None:
+    """Raise a NotImplementedError if a parameter with the two methods is to live in host memory."""
+    if host is not None:
+        raise NotImplementedError(
+            f"CPUOffloadPolicy is not built yet for parameter {fqn!r}, because it has {PRE}."
+        )
 
-    Args:
-        tensors: Of a group.
-        what: Cannot be done with it.
-    """
-    if isinstance(tensors, SubclassParams):
+
+def check_not_subclass(tensors: UnitParams, what: str) -> None:
+    """Raise a NotImplementedError if shards have a custom all-gather, so that ``what`` fails."""
+    if tensors.has_custom_gather:
         raise NotImplementedError(
             f"{what} is not built yet for parameter {tensors.params[0].fqn!r} of unit "
-            f"{tensors.label!r}, because it has fsdp_pre_all_gather."
+            f"{tensors.label!r}, because it has {PRE}."
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 # torch 2.13 renamed the collectives on one tensor; the old names warn there.
 if hasattr(dist, "all_gather_single"):
@@ -14,6 +17,9 @@ else:
     reduce_scatter_single = dist.reduce_scatter_tensor
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+
+# Since torch 2.13; an instance of () does not exist.
+TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 
 def start_all_gather_on(

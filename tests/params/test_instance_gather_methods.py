@@ -1,0 +1,221 @@
+"""fsdp_pre_all_gather and fsdp_post_all_gather set on a local tensor instance."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import meshard
+from tests.support.parity import assert_same, full_state
+
+STEPS = 3
+
+
+def pre_all_gather(local, calls, mesh, outer_size, outer_stride, module, mp_policy):
+    calls.append(("pre", mesh.size(), tuple(outer_size), tuple(outer_stride), type(module)))
+    return (local.to(torch.bfloat16),), None
+
+
+def post_all_gather(calls, all_gather_outputs, metadata, param_dtype, *, out=None):
+    (gathered,) = all_gather_outputs
+    calls.append(("post", param_dtype, out is None))
+    if out is not None:
+        # torch's fully_shard leaves this to the method; meshard does it itself.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered[: out.shape[0]])
+        return None
+    unsharded = gathered.to(param_dtype)
+    return unsharded, (unsharded,)
+
+
+def set_methods(param):
+    """Set both methods on the local tensor of ``param``; return the list of their calls."""
+    local, calls = param._local_tensor, []
+    local.fsdp_pre_all_gather = partial(pre_all_gather, local, calls)
+    local.fsdp_post_all_gather = partial(post_all_gather, calls)
+    return calls
+
+
+def build(rows=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4))
+
+
+def train(model, steps=STEPS):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(3, 6)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded(fully_shard, rows=4, **kwargs):
+    model = build(rows)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh, **kwargs)
+    return model
+
+
+def train_with_methods(fully_shard, reshard_after_forward):
+    model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
+    calls = [set_methods(model[0].weight), set_methods(model[2].weight)]
+    losses = train(model)
+    named = [[(*call[:-1], call[-1].__name__) if call[0] == "pre" else call for call in each]
+             for each in calls]  # fmt: skip
+    return losses, full_state(model), named
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_they_are_called_as_by_torch(run_ranks, reshard_after_forward):
+    ours = run_ranks(train_with_methods, 2, meshard.fully_shard, reshard_after_forward)
+    peers = run_ranks(train_with_methods, 2, torch_fully_shard, reshard_after_forward)
+    for (losses, state, calls), (peer_losses, peer_state, peer_calls) in zip(
+        ours, peers, strict=True
+    ):
+        assert calls[0], "fsdp_pre_all_gather was not called"
+        assert calls == peer_calls
+        assert losses == peer_losses
+        assert_same(state, peer_state, bitwise=True, what="parameters")
+
+
+def train_set_late():
+    model = sharded(meshard.fully_shard)
+    train(model, 1)
+    calls = set_methods(model[0].weight)
+    train(model, 1)
+    return len(calls)
+
+
+def test_they_may_be_set_after_a_step(run_ranks):
+    assert all(run_ranks(train_set_late, 2))
+
+
+def on_other_dim(param):
+    return Shard(1) if param.shape == (4, 5) else None
+
+
+def train_uneven(with_methods, kwargs):
+    model = sharded(meshard.fully_shard, rows=5, **kwargs)
+    if with_methods:
+        set_methods(model[0].weight)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
+    return train(model, 1), full_state(model)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"mp_policy": meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"shard_placement_fn": on_other_dim},
+    ],
+    ids=["float32", "bfloat16", "other dims"],
+)
+def test_the_other_parameters_of_the_unit_train_as_before(run_ranks, kwargs):
+    plain = run_ranks(train_uneven, 2, False, kwargs)
+    patched = run_ranks(train_uneven, 2, True, kwargs)
+    for (losses, state), (plain_losses, plain_state) in zip(patched, plain, strict=True):
+        assert losses == plain_losses
+        assert_same(state, plain_state, bitwise=True, what="parameters")
+
+
+def sharded_on_other_dim():
+    layer = nn.Linear(6, 4)
+    meshard.fully_shard(
+        layer,
+        init_device_mesh("cpu", (2,)),
+        shard_placement_fn=lambda param: Shard(param.dim() - 1),
+    )
+    set_methods(layer.bias)
+    before = layer.weight.full_tensor()
+    layer.unshard()
+    same = torch.equal(layer.weight, before)
+    layer.reshard()
+    set_methods(layer.weight)
+    with pytest.raises(NotImplementedError, match="dim 0 only"):
+        layer(torch.ones(2, 6))
+    return same and isinstance(layer.weight, DTensor)
+
+
+def test_parameters_on_other_dims_are_gathered_beside_them(run_ranks):
+    assert all(run_ranks(sharded_on_other_dim, 2))
+
+
+def refusals():
+    mesh = init_device_mesh("cpu", (2,))
+    before = nn.Linear(6, 4)
+    before.weight.fsdp_pre_all_gather = before.weight.fsdp_post_all_gather = print
+    with pytest.raises(ValueError, match="after fully_shard"):
+        meshard.fully_shard(before, mesh)
+
+    one_only = meshard.fully_shard(nn.Linear(6, 4), mesh)
+    one_only.weight._local_tensor.fsdp_pre_all_gather = print
+    with pytest.raises(ValueError, match="fsdp_post_all_gather"):
+        one_only(torch.ones(2, 6))
+
+    offloaded = meshard.fully_shard(
+        nn.Linear(6, 4), mesh, offload_policy=meshard.CPUOffloadPolicy(pin_memory=False)
+    )
+    set_methods(offloaded.weight)
+    with pytest.raises(NotImplementedError, match="'weight'"):
+        offloaded(torch.ones(2, 6))
+
+    summoned = meshard.fully_shard(nn.Linear(6, 4), mesh)
+    set_methods(summoned.weight)
+    with (
+        pytest.raises(NotImplementedError, match="unsharded_params"),
+        meshard.unsharded_params(summoned),
+    ):
+        pass
+
+    return True
+
+
+def test_what_cannot_be_done_is_refused(run_ranks):
+    assert all(run_ranks(refusals, 2))
+
+
+def lose_methods():
+    layer = meshard.fully_shard(nn.Linear(6, 4), init_device_mesh("cpu", (2,)))
+    calls = set_methods(layer.weight)
+    layer(torch.ones(2, 6))
+    values = {name: torch.ones(value.shape) for name, value in layer.state_dict().items()}
+    layer.load_state_dict(values)  # in place: the local tensor and its methods stay
+    calls.clear()
+    layer(torch.ones(2, 6))
+    assert calls
+    with pytest.warns(UserWarning, match="set the methods again"):
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(values)
+    calls.clear()
+    outputs = layer(torch.ones(2, 6))
+    assert not calls and torch.equal(outputs, torch.full((2, 4), 7.0))
+
+    again = set_methods(layer.weight)
+    layer(torch.ones(2, 6)).sum().backward()
+    with pytest.warns(UserWarning, match="set the methods again"):
+        copied = copy.deepcopy(layer)
+    copied(torch.ones(2, 6))
+    del layer.weight._local_tensor.fsdp_pre_all_gather
+    del layer.weight._local_tensor.fsdp_post_all_gather
+    num_calls = len(again)
+    assert torch.equal(layer(torch.ones(2, 6)), outputs)
+    return num_calls, len(again)
+
+
+def test_methods_may_go_again_but_not_in_silence(run_ranks):
+    for before, after in run_ranks(lose_methods, 2):
+        assert before == after > 0
