@@ -1,1 +1,1 @@
-"""What proves that meshard works?"""
+"""Tests, benchmarks and what they share."""

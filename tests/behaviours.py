@@ -1,4 +1,4 @@
-"""Which test shows what happens in a situation in which torch's fully_shard is wrong or fails?
+"""Situations in which torch's fully_shard is wrong or fails, and the tests that show ours.
 
 Data only: ``tests/house/test_behaviours.py`` holds that every test named here exists. Paths begin
 below ``tests/``; in brackets is the row of that file's ``ROWS`` under whose name the test runs.
@@ -238,7 +238,7 @@ FAILS = (
     ),
     Behaviour(
         situation="torch.autograd.grad by sharded parameters",
-        ours=("engine/test_autograd_of_sharded.py::test_autograd_grad_by_shards_is_refused",),
+        ours=("peers/test_peer_use.py::test_we_are_right",),
         peer=_rows(_USE, "gradients_by_autograd_grad"),
     ),
     Behaviour(

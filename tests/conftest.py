@@ -1,4 +1,4 @@
-"""What does every test find in place? Ranks to run on, seeds, and no leftovers of the last one."""
+"""What every test finds in place: ranks to run on, seeds, and nothing left by the last test."""
 
 import os
 

@@ -65,7 +65,7 @@ def _set_flag(module: Any, recurse: bool, setting: str, value: bool, argument: s
         setattr(unit.settings, setting, value)
 
 
-# --- forward, called directly --------------------------------------------------------------------
+# --- registered forward methods ------------------------------------------------------------------
 
 _REGISTERED = "_meshard_forward_methods"  # on a module: name -> the instance's own method, or None
 
@@ -105,8 +105,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"cannot register {method_name!r} as a forward method: this {type(module).__name__} "
             "has no method of that name."
         )
+    if unit_of(module) is None or method_name == "forward":
+        return
     registered = module.__dict__.setdefault(_REGISTERED, {})
-    if unit_of(module) is None or method_name == "forward" or method_name in registered:
+    if method_name in registered:
         return
     # On the class, which only sharded modules have: an instance that referred to itself would not
     # be freed without the garbage collector, and a copy would call the method of the original.

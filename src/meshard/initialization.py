@@ -58,7 +58,8 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.finish_pending_step()
     group.finish_copies()
     group.tensors.take_replacements()
-    new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
+    params = sharded_params(group)
+    new = [param for param in params if local_of(param.sharded).is_meta]
     for param in new:
         _allocate(param, group)
     group.adopt_edits()  # moves them into one buffer

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, require_units
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
@@ -108,11 +108,7 @@ def onload(module: nn.Module, optimizer: Optimizer | None = None) -> None:
 def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be an Optimizer or None, got {type(optimizer).__name__}.")
-    units = list(units_in(module))
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard first."
-        )
+    units = require_units(module)
     for unit in units:
         _check_between_steps(unit, "offload" if to_host else "onload")
     forget_slices()

@@ -1,4 +1,4 @@
-"""Is nothing forgotten, doubled or stepped too early, whichever way microbatches are run?"""
+"""Accumulation over microbatches: nothing is lost, counted twice or stepped too early."""
 
 import copy
 
@@ -12,23 +12,10 @@ from torch.distributed.tensor import Partial, Shard
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Ones, seeded
+from tests.support.ones import make, run, values
 from tests.support.parity import assert_same, full_grads
-from tests.support.strategies import MODES
+from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
-
-
-def make(mesh_shape=(2, 2), dtype=None, **kwargs):
-    return meshard.fully_shard(Ones(dtype=dtype), init_device_mesh("cpu", mesh_shape), **kwargs)
-
-
-def values(model):
-    grads = full_grads(model)
-    return {name: None if g is None else g[0].item() for name, g in grads.items()}
-
-
-def run(model, mode, *args):
-    model.set_gradient_sync(MODES[mode])
-    model(*args).backward()
 
 
 def grow_and_shrink():
@@ -231,9 +218,7 @@ def with_microbatches(mesh_shape, until_last, num_batches):
     mesh = init_device_mesh("cpu", mesh_shape)
     model = seeded(MlpStack())
     plain = copy.deepcopy(model)
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    meshard.fully_shard(model, mesh)
+    shard_blocks(model, mesh)
     generator = torch.Generator().manual_seed(0)
     xs = torch.randn(dist.get_world_size(), num_batches, 3, 6, generator=generator)
     with meshard.CommLedger(model) as ledger:

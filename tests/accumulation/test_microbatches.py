@@ -1,10 +1,10 @@
-"""Does a loop over microbatches need nothing but batches?"""
+"""The ``microbatches`` loop, which needs nothing but batches."""
 
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 import meshard
-from tests.accumulation.test_accumulation import make, values
+from tests.support.ones import make, values
 from tests.support.threads import run_threads
 
 

@@ -1,8 +1,8 @@
-"""May a checkpoint be taken now?"""
+"""State dicts while a window of accumulation is open."""
 
 import pytest
 
-from tests.accumulation.test_accumulation import make, run
+from tests.support.ones import make, run
 from tests.support.threads import run_threads
 
 

@@ -1,4 +1,4 @@
-"""Do all ranks train alike when some have fewer batches than others?"""
+"""Uneven batches: ranks with fewer of them train like the others."""
 
 import pytest
 import torch

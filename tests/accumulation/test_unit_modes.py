@@ -1,4 +1,4 @@
-"""Does each unit keep to its own mode, and end its window without a backward of its own?"""
+"""Modes of single units, and windows that end without a backward of the unit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Is a window that was interrupted, or changed on the way, noticed and never half used?"""
+"""Windows that are interrupted or changed on the way."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
-from tests.accumulation.test_accumulation import make, run, values
 from tests.support.models import Ones
+from tests.support.ones import make, run, values
 from tests.support.parity import full_grads
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads

@@ -1,4 +1,4 @@
-"""Does a model whose units were chosen by one call train like on one process?"""
+"""Models whose units one call chooses, against one process."""
 
 import functools
 

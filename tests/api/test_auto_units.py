@@ -1,4 +1,4 @@
-"""Which modules does fully_shard_units make units of, and which unit takes each parameter?"""
+"""``fully_shard_units``: which modules become units, and which unit takes each parameter."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Does every wrong call fail at the call, say what to do, and leave the module as it was?"""
+"""Wrong calls: each fails at once, says what to do, and leaves the module as it was."""
 
 import re
 

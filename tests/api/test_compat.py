@@ -1,4 +1,4 @@
-"""Does code that imports torch's fully_shard get ours, and only while it should?"""
+"""``patch_torch``: code that imports torch's fully_shard gets ours, while it should."""
 
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn

@@ -1,4 +1,4 @@
-"""Do the setters mean what FSDP2's users know, on every unit, at any time between steps?"""
+"""Setters of FSDP2, on every unit and at any time between steps."""
 
 import pytest
 import torch
@@ -12,14 +12,13 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
+from tests.support.sharding import shard_blocks
 
 
 def sharded(mesh_shape=(2, 2)):
     mesh = init_device_mesh("cpu", mesh_shape)
     model = MlpStack()
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    return shard_blocks(model, mesh)
 
 
 def counts_of_a_step(model):
@@ -161,9 +160,7 @@ def test_a_root_without_parameters_still_orders_its_units():
 def skip_waiting(num_microbatches):
     model = seeded(MlpStack())
     mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    meshard.fully_shard(model, mesh)
+    shard_blocks(model, mesh)
     x = torch.ones(1, 6) * (1 + dist.get_rank())
     for number in range(num_microbatches):
         model.set_is_last_backward(number == num_microbatches - 1)

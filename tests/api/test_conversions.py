@@ -1,4 +1,4 @@
-"""Do dtype, device and memory format change after sharding as they do for a plain module?"""
+"""Changes of dtype, device and memory format after sharding."""
 
 import copy
 
@@ -13,14 +13,13 @@ import meshard
 from tests.support.cases import CASES
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 
 
 def sharded(mesh_shape=(2,), **kwargs):
     mesh = init_device_mesh("cpu", mesh_shape)
     model = seeded(MlpStack())
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, **kwargs)
-    return meshard.fully_shard(model, mesh, **kwargs)
+    return shard_blocks(model, mesh, **kwargs)
 
 
 CONVERSIONS = {
@@ -77,8 +76,7 @@ def convert(how, part, when, reshard_after_forward):
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(BlocksInUnits())
     model = copy.deepcopy(plain)
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh, reshard_after_forward=reshard_after_forward)
+    shard_blocks(model, mesh, reshard_after_forward=reshard_after_forward)
     batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     if when == "forward":
         with torch.no_grad():

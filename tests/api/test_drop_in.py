@@ -1,4 +1,4 @@
-"""Does a training script move over by changing one import?
+"""A training script that moves over by changing one import.
 
 One script as text is run as it is with torch's library and with ours, on the same ranks.
 """
@@ -6,7 +6,6 @@ One script as text is run as it is with torch's library and with ours, on the sa
 import warnings
 from itertools import product
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,7 +140,6 @@ def compare(mesh_and_sends, reshard, dtypes, recompute):
         assert mine.counts["gather"] > 6
 
 
-@pytest.mark.slow
 @covering(
     "mesh_and_sends, reshard, dtypes, recompute",
     product(MESHES, [True, False, 2], [{}, BF16], [False, True]),

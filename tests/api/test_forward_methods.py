@@ -1,4 +1,4 @@
-"""Do direct calls of forward, and of registered methods, train like calls of the module?"""
+"""Direct calls of ``forward`` and of registered methods, against calls of the module."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Can whole tensors, and shards from elsewhere, be loaded into a sharded module?"""
+"""Loading of whole tensors, and of shards from elsewhere, into a sharded module."""
 
 import copy
 import gc
@@ -16,6 +16,7 @@ from meshard import CommLedger
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, whole
+from tests.support.sharding import shard_blocks
 
 
 class Normed(nn.Module):
@@ -34,12 +35,6 @@ class Normed(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.second_head(self.head(self.norm(x) * self.scale))
-
-
-def shard(model, mesh, **kwargs):
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh, **kwargs)
-    return model
 
 
 def values(seed):
@@ -69,7 +64,7 @@ BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 def load_whole(assign, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
-    model = shard(values(1), mesh)
+    model = shard_blocks(values(1), mesh)
     model(BATCH)  # leaves a root, and a graph, with the old values
     wanted = values(2)
     given = {name: value.clone() for name, value in wanted.state_dict().items()}
@@ -128,7 +123,7 @@ def reported(model, given, **kwargs):
 
 def report_as_torch_does():
     mesh = init_device_mesh("cpu", (2,))
-    model, plain = shard(values(1), mesh), values(1)
+    model, plain = shard_blocks(values(1), mesh), values(1)
     right = values(2).state_dict()
     partial = {name: value for name, value in right.items() if "blocks.0" in name}
     wrong_shape = {**right, "blocks.0.up.weight": torch.ones(3, 3), "scale": torch.ones(3)}
@@ -155,7 +150,7 @@ def test_what_does_not_fit_is_reported_as_torch_does(run_ranks):
 def load_from_elsewhere(assign):
     line = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
-    model = shard(values(1), grid)
+    model = shard_blocks(values(1), grid)
     wanted = values(2)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for mesh, placements in (
@@ -178,7 +173,7 @@ def test_shards_of_another_mesh_are_loaded(run_ranks, assign):
 
 
 def load_from_a_mesh_without_this_rank():
-    model = shard(values(1), init_device_mesh("cpu", (2,)))
+    model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
     alone = DeviceMesh("cpu", [0])
     given = values(2).state_dict()
     given["scale"] = DTensor.from_local(given["scale"], alone, [Replicate()], run_check=False)
@@ -195,9 +190,9 @@ def test_shards_of_a_mesh_without_this_rank_are_refused(run_ranks):
 
 def load_into_a_whole_copy(assign):
     """While a unit is whole by hand, what is loaded is in the shards all the same."""
-    model = shard(values(1), init_device_mesh("cpu", (2,)))
+    model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
     wanted = values(2)
-    for giver in (wanted, shard(values(2), model.scale.device_mesh)):
+    for giver in (wanted, shard_blocks(values(2), model.scale.device_mesh)):
         given = copy.deepcopy(giver.state_dict())
         model.load_state_dict(values(1).state_dict())
         model.blocks[0].unshard()
@@ -212,7 +207,7 @@ def test_what_is_loaded_while_a_unit_is_whole_is_not_lost(run_ranks, assign):
 
 
 def assign_by_hand():
-    model = shard(values(1), init_device_mesh("cpu", (2,)))
+    model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
     plain = values(1)
     model(BATCH), plain(BATCH)
     other = torch.randn(7, 6, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Do the ways in which torch's checkpoint functions and other libraries load a model work?"""
+"""Loading with torch's checkpoint functions and as other libraries do it."""
 
 import copy
 
@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import meshard
-from tests.api.test_loading import BATCH, Normed, same_models, shard, values
+from tests.api.test_loading import BATCH, Normed, same_models, values
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_state
+from tests.support.sharding import shard_blocks
 
 
 def load_onto_meta():
@@ -28,7 +29,7 @@ def load_onto_meta():
     wanted = values(2)
     with torch.device("meta"):
         model = Normed()
-    shard(model, mesh)
+    shard_blocks(model, mesh)
     shards = {}
     for name, value in wanted.state_dict().items():
         target = model.state_dict()[name]
@@ -47,7 +48,7 @@ def load_onto_meta():
     # The optimizer of a model loaded in this way steps it.
     with torch.device("meta"):
         model = Normed()
-    shard(model, mesh)
+    shard_blocks(model, mesh)
     model.load_state_dict(shards, assign=True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, wanted)]
     for each, optimizer in zip((model, wanted), optimizers, strict=True):

@@ -1,4 +1,4 @@
-"""Is each dtype used where the policy says, and nowhere else?"""
+"""Mixed precision: each dtype is used where the policy says, and nowhere else."""
 
 import copy
 
@@ -12,6 +12,7 @@ import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -19,9 +20,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 
 def shard(model, mesh, policy):
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, mp_policy=policy)
-    return meshard.fully_shard(model, mesh, mp_policy=policy)
+    return shard_blocks(model, mesh, mp_policy=policy)
 
 
 def batches(count):
@@ -87,7 +86,7 @@ def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
     return full_grads(model)["a"]
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, mode):
     policy = MixedPrecisionPolicy(reduce_dtype=BF16)
@@ -95,7 +94,7 @@ def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, m
         assert grad.tolist() == [512.0] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_bfloat16_parameters_accumulate_in_float32_too(mode):
     grads = run_threads(add_ones, 4, (2, 2), mode, 512, MixedPrecisionPolicy(), BF16)

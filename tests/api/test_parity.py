@@ -1,4 +1,4 @@
-"""Does sharded training do exactly what one process does on the whole batch?"""
+"""Sharded training against one process on the whole batch."""
 
 import functools
 
@@ -50,6 +50,7 @@ def num_ranks_of(mesh_shape):
     return mesh_shape[0] if len(mesh_shape) == 1 else mesh_shape[0] * mesh_shape[1]
 
 
+@pytest.mark.default_rows(3)
 @pytest.mark.parametrize("mesh_shape", [(1,), *MESHES, (1, 2), (2, 1)])
 def test_integer_gradients_agree_bit_for_bit_over_ten_steps(run_ranks, mesh_shape):
     num_ranks = num_ranks_of(mesh_shape)
@@ -84,7 +85,6 @@ def test_every_way_of_resharding_gives_the_same_bits(
         assert_same_run(run, expected, bitwise=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", MESHES)
 @pytest.mark.parametrize("case_name", [name for name in CASES if name != "integer"])
 def test_float_training_agrees_to_rounding(run_ranks, case_name, mesh_shape):
@@ -107,7 +107,7 @@ def train_in_float64(mesh_shape):
     return train(model, batches, ADAM, loss_fn=case.loss, reduce_loss="mean")
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mesh_shape", MESHES)
 def test_adam_in_float64_agrees_to_rounding_of_float64(run_ranks, mesh_shape):
     case = CASES["transformer"]

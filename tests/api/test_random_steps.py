@@ -1,6 +1,6 @@
-"""Does any mixture of units, meshes, checkpoints, modes and interruptions train like one process?
+"""Random mixtures of units, meshes, checkpoints, modes and interruptions.
 
-Where ``test_scripts`` plays windows on tables of parameters, this plays whole steps of a model on
+``test_user_scripts`` plays windows on tables of parameters; this plays whole steps of a model on
 real processes: units inside units, called twice, recomputed; ranks that use different layers;
 evaluations, copies and gathers by hand between forward and backward. HYPOTHESIS_PROFILE=thorough
 plays more of them.
@@ -153,7 +153,7 @@ def play(seeds):
                 optimizer.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first", SEEDS)
 def test_any_mixture_trains_like_one_process(run_ranks, first):
     run_ranks(play, 4, range(first, first + SEEDS_PER_TEST), timeout=200)

@@ -1,4 +1,4 @@
-"""Do parameters survive being made late, moved, cast, saved and loaded?"""
+"""Parameters that are made late, moved, cast, saved and loaded."""
 
 import copy
 import io
@@ -69,6 +69,7 @@ def make_on_meta(mesh_shape):
     assert_same(full_grads(model), full_grads(plain))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
 def test_a_model_made_on_meta_trains_like_one_made_here(run_ranks, mesh_shape):
     num_ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) == 2 else 1)

@@ -1,10 +1,9 @@
-"""Does what users do, chosen rule by rule, always agree with an exact model?
+"""A state machine of what users do, against an exact model.
 
-The rules are those of ``test_scripts``, and what only a machine that sees the state can choose: to
-load what was saved earlier. Hypothesis shrinks a failure to the few rules that are needed.
+The rules are those of ``test_user_scripts``, and what only a machine that sees the state can
+choose: to load what was saved earlier. Hypothesis shrinks a failure to the rules that it needs.
 """
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -114,4 +113,3 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(stateful_step_count=12)
-TestMachine.pytestmark = [pytest.mark.slow]

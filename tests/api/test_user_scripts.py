@@ -1,4 +1,4 @@
-"""Does any sequence of what users do agree with an exact model?
+"""Sequences of what users do, against an exact model.
 
 Hypothesis writes a script of operations; all ranks run it on threads, and a model of one process
 runs it beside them. Gradients are integers, another one for every element, and factors powers of

@@ -1,4 +1,4 @@
-"""How many collectives does a step issue, of how many bytes, and how much of that is padding?
+"""Collectives of a step: how many, of how many bytes, and how much of that is padding.
 
     python tests/benchmarks/collectives.py [--world 8] [--json]
 

@@ -1,4 +1,4 @@
-"""What does a step cost a CUDA device and its host, against torch's fully_shard?
+"""Time of a step on a CUDA device and its host, against torch's fully_shard.
 
     python tests/benchmarks/device.py [--rounds 15] [--json]
     torchrun --nproc-per-node 4 tests/benchmarks/device.py --backend gloo   # ranks on one device

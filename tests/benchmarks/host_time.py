@@ -1,4 +1,4 @@
-"""What does sharding cost the host, per unit and step, when communication is free?
+"""Host time of sharding per unit and step, where communication is free.
 
 Process CPU time on a fake process group, of one thread. Implementations take turns, step by step,
 in one process; a figure is the median over rounds of (sharded - plain) / units, in microseconds.

@@ -1,4 +1,4 @@
-"""How long does it take to shard a model of a thousand units?
+"""Time to shard a model of a thousand units.
 
     python tests/benchmarks/init_time.py [--units 1000] [--world 4096] [--json]
 

@@ -1,4 +1,4 @@
-"""How much memory does a training step take, at most?
+"""Peak memory of a training step.
 
     python tests/benchmarks/memory.py [--ranks 2] [--json]
 

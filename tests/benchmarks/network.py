@@ -1,4 +1,4 @@
-"""How much of a network's time do steps see, on any number of ranks, without having them?
+"""Network time that steps see on any number of ranks, on a pretended network.
 
     python tests/benchmarks/network.py [--device cuda] [--ranks 8 64 1024] [--rounds 15] [--json]
 

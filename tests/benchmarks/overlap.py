@@ -1,4 +1,4 @@
-"""How much of the communication runs beside compute?
+"""Share of the communication that runs beside compute.
 
     python tests/benchmarks/overlap.py [--json]
 

@@ -1,4 +1,4 @@
-"""What does an optimizer cost the host that steps in backward?
+"""Host time of an optimizer that steps in backward.
 
 Process CPU time on a fake process group, of one thread: all that the optimizer does in a step, be
 it called in backward, by ``step`` or by ``zero_grad``. Implementations take turns, step by step.

@@ -1,4 +1,4 @@
-"""How are several implementations timed so that their ratios mean something?
+"""Timing of several implementations in turns, so that their ratios mean something.
 
 They take turns, step by step (A B C A B C ...), in one process group: whatever else the machine
 does falls on all of them alike. A figure is a median over rounds, and a ratio is the ratio of two

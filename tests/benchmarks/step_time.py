@@ -1,4 +1,4 @@
-"""How long is a training step, against everybody who trains the same model?
+"""Time of a training step, against others that train the same model.
 
     python tests/benchmarks/step_time.py [--ranks 2] [--rounds 15] [--json]
 

@@ -1,4 +1,4 @@
-"""Are norms, clipping and loss scaling those of whole gradients?"""
+"""Norms, clipping and loss scaling, against those of whole gradients."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Is a unit of one parameter received where the whole parameter lies, and only there?"""
+"""Gathers received in the memory of an unsharded parameter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do the user's own collectives, groups and limits change how we communicate, and nothing else?"""
+"""Custom collectives, groups and limits that the user sets."""
 
 import weakref
 
@@ -12,6 +12,7 @@ import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
 
 BF16_COMPUTE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -221,9 +222,7 @@ def stages():
     mesh = init_device_mesh("cpu", (2,))
     first, second = seeded(MlpStack()), seeded(MlpStack())
     for stage in (first, second):
-        for block in stage.blocks:
-            meshard.fully_shard(block, mesh)
-        meshard.fully_shard(stage, mesh)
+        shard_blocks(stage, mesh)
     meshard.share_comm_ctx([first, second])
     units = [stage._meshard_unit for stage in (first, second)]
     comms = {id(unit.lifecycle.comm) for unit in units}

@@ -1,4 +1,4 @@
-"""Are whole parameters the shards of all ranks, where several are copied out as one?"""
+"""Copies of gathered rows into unsharded parameters."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Does a job whose ranks diverge end in an error that names unit and ranks?"""
+"""Errors of MESHARD_DEBUG=1 that name unit and ranks."""
 
 import copy
 import os
@@ -7,33 +7,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.models import MlpBlock, MlpStack, seeded
+from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
-
-
-class Choosing(nn.Module):
-    """Runs the blocks it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
-
-    def forward(self, x, chosen):
-        for number in chosen:
-            x = self.blocks[number](x)
-        return x
+from tests.support.sharding import shard_blocks
 
 
 def make(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    return shard_blocks(model, mesh)
 
 
 @pytest.fixture
@@ -43,14 +28,13 @@ def debug(monkeypatch):
 
 
 def diverge(choices):
-    model = make(seeded(Choosing()))
+    model = make(seeded(ChosenBlocks()))
     chosen = choices[dist.get_rank()]
     with pytest.raises(RuntimeError, match="about to issue different collectives") as error:
         model(torch.ones(1, 6), chosen).sum().backward()
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
     for message in run_ranks(diverge, 2, [(0, 1), (0, 2)]):
         assert "rank 0: all_gather of unit 'blocks.1' (" in message
@@ -59,7 +43,7 @@ def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
 
 
 def run_less():
-    model = make(seeded(Choosing()))
+    model = make(seeded(ChosenBlocks()))
     chosen = (0, 1, 2) if dist.get_rank() == 0 else (0, 1)
     dist.barrier()
     os.environ["MESHARD_DEBUG_TIMEOUT"] = "2"
@@ -74,7 +58,6 @@ def run_less():
     return str(error.value), time.monotonic() - start
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
     message, seconds = run_ranks(run_less, 2)[0]
     assert "rank 1: nothing within 2 s" in message
@@ -82,7 +65,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
 
 
 def clip_on_one_rank():
-    model = make(seeded(Choosing()))
+    model = make(seeded(ChosenBlocks()))
     model(torch.ones(1, 6), (0, 1)).sum().backward()
     clip, forward = (meshard.clip_grad_norm_, (model, 1.0)), (model, (torch.ones(1, 6), (0, 1)))
     do, args = clip if dist.get_rank() == 0 else forward
@@ -92,7 +75,6 @@ def clip_on_one_rank():
     return str(error.value), time.monotonic() - start
 
 
-@pytest.mark.slow
 def test_a_rank_that_clips_alone_is_named(run_ranks, debug):
     for message, seconds in run_ranks(clip_on_one_rank, 3):
         assert "rank 0: all_gather of unit '(norm)'" in message
@@ -124,8 +106,7 @@ def train_replicas_of_one_shard():
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh)
+    shard_blocks(model, mesh)
     batches = torch.randn(3, dist.get_world_size(), 3, 6)
     for batch in batches:
         model(batch[dist.get_rank()]).square().mean().backward()

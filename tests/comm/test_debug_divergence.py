@@ -1,4 +1,4 @@
-"""Does every way in which ranks can diverge end in an error, after which the model still trains?"""
+"""Ways in which ranks diverge: each ends in an error, after which the model still trains."""
 
 import os
 import time
@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
-from tests.support.models import MlpBlock, seeded
+from tests.support.models import ChosenBlocks, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 SECONDS = 2.0  # the patience of tests in which it ends
 LONG = 30.0  # of those in which it must not
@@ -25,25 +25,11 @@ def debug(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG_TIMEOUT", str(LONG))
 
 
-class Choosing(nn.Module):
-    """Runs the blocks it is told to; ``cut`` is the one before which the graph is cut."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
-
-    def forward(self, x, chosen=(0, 1, 2), cut=None):
-        for number in chosen:
-            x = self.blocks[number](x.detach() if number == cut else x)
-        return x
-
-
-def make():
-    model = seeded(Choosing())
+def make(param_dtype=None):
+    model = seeded(ChosenBlocks())
     mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()])
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    policy = meshard.MixedPrecisionPolicy(param_dtype=param_dtype)
+    return shard_blocks(model, mesh, mp_policy=policy)
 
 
 def step(model, *args):
@@ -112,8 +98,8 @@ def pause_between_steps(model, _):
     step(model)
 
 
-def diverge(how, patience=LONG):
-    model, second, untouched = make(), make(), make()
+def diverge(how, patience=LONG, param_dtype=None):
+    model, second, untouched = (make(param_dtype) for _ in range(3))
     dist.barrier()  # the ranks of a new pool are seconds apart
     os.environ["MESHARD_DEBUG_TIMEOUT"] = str(patience)
     start = time.monotonic()
@@ -147,7 +133,7 @@ def test_a_unit_that_one_rank_skips_in_backward(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.1', divided by 2.0" in message
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_comes_late_gets_the_error_that_the_others_had(run_ranks):
     punctual, tardy = run_ranks(diverge, 2, late, SECONDS)
     for message, _ in (punctual, tardy):
@@ -162,9 +148,12 @@ def test_a_divide_factor_that_differs(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.1', divided by 3.0" in message
 
 
+@pytest.mark.parametrize(
+    "param_dtype", [None, torch.bfloat16]
+)  # what is cast is sent from new memory
 @pytest.mark.parametrize("how", [other_order_of_roots, other_order_on_shared_streams])
-def test_two_models_in_another_order(run_ranks, how):
-    for message, _ in run_ranks(diverge, 2, how):
+def test_two_models_in_another_order(run_ranks, how, param_dtype):
+    for message, _ in run_ranks(diverge, 2, how, LONG, param_dtype):
         # The fourth and the eighth call of fully_shard.
         assert "rank 0: all_gather of unit 'blocks.0' (root 4, " in message
         assert "rank 1: all_gather of unit 'blocks.0' (root 8, " in message
@@ -176,7 +165,7 @@ def test_another_number_of_microbatches(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.2'" in message
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
     for message, _ in run_ranks(diverge, 2, pause_between_steps, SECONDS):
         assert "rank 0: all_gather of unit 'blocks.0'" in message
@@ -185,7 +174,6 @@ def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
         )
 
 
-@pytest.mark.slow
 def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
     results = run_ranks(diverge, 4, other_unit_in_forward)
     for rank, (message, seconds) in enumerate(results):
@@ -198,7 +186,6 @@ def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
             assert "Before that, among other ranks: the ranks are about to issue" in message
 
 
-@pytest.mark.slow
 def test_replicas_that_reduce_to_different_depths(run_ranks):
     for rank, (message, _) in enumerate(run_ranks(diverge, 4, other_sync, SECONDS)):
         first = rank % 2

@@ -1,4 +1,4 @@
-"""What do the checks ask of the store, and what if it goes away?"""
+"""Requests to the store under MESHARD_DEBUG=1, and the loss of the store."""
 
 import multiprocessing
 import os
@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import meshard
 from meshard._comm import divergence
 from tests.support.models import MlpStack, seeded
+from tests.support.sharding import shard_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +35,7 @@ class CountingStore:
 def train(num_steps):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = seeded(MlpStack())
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    meshard.fully_shard(model, mesh)
+    shard_blocks(model, mesh)
     for _ in range(num_steps):
         model(torch.ones(1, 6)).sum().backward()
 
@@ -119,14 +117,14 @@ def meet_in_store_of_rank_0(how):
             process.join()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_rank_that_holds_the_store_ends_when_all_have_read_the_error():
     replies = meet_in_store_of_rank_0("differ")
     assert replies[0] == replies[1]
     assert "rank 0: what rank 0 does\n  rank 1: what rank 1 does" in replies[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_finds_the_store_gone_says_what_it_was_about_to_do():
     replies = meet_in_store_of_rank_0("late")
     assert "rank 1: nothing within 2 s" in replies[0]

@@ -1,4 +1,4 @@
-"""Does communication run beside compute?"""
+"""Communication that runs beside compute."""
 
 import statistics
 import time
@@ -109,7 +109,7 @@ def test_gathers_that_take_20_ms_hide_behind_20_ms_of_compute(run_ranks):
         assert delayed <= 1.3 * plain
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_reductions_that_take_20_ms_hide_behind_compute_too(run_ranks):
     for plain, delayed in run_ranks(step_times, 4, DelayedReductions, (2, 2)):
         assert delayed <= 1.3 * plain

@@ -1,4 +1,4 @@
-"""Do tensors of any dtypes come out of one gather as they went in?"""
+"""Gathers of tensors of several dtypes as bytes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Are the rows of several ranks added up rightly, signs of zero included?"""
+"""Sums of the rows of several ranks, signs of zero included."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Does describe say what is where, to the byte, at any number of ranks?"""
+"""``describe``: what is where, to the byte, at any number of ranks."""
 
 import pytest
 import torch

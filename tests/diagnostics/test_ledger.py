@@ -1,4 +1,4 @@
-"""Is exactly that communicated which the mathematics asks for?"""
+"""Counts and bytes of communication, against the mathematics."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger
 from tests.support.fake import fake_group
+from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
 ROWS = 256  # divisible by every shard count used here: no padding
@@ -30,9 +31,7 @@ class Stack(nn.Module):
 
 def build(num_units, mesh, **kwargs):
     model = Stack(num_units - 1)
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, **kwargs)
-    return meshard.fully_shard(model, mesh, **kwargs)
+    return shard_blocks(model, mesh, **kwargs)
 
 
 def measure(mesh_shape, num_units, schedule, warm_up=1, **kwargs):

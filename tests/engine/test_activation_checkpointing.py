@@ -1,4 +1,4 @@
-"""What does recomputation cost in gathers, for every way to nest it, and is it right?"""
+"""Activation checkpointing: its cost in gathers, for every way to nest it."""
 
 import copy
 import functools
@@ -25,6 +25,7 @@ from meshard import CommLedger, GradientSync, microbatches
 from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 
 MICROBATCHES = 3
 
@@ -88,7 +89,6 @@ def count(kind, nesting, reshard, mode=GradientSync.REDUCE_SCATTER):
 GATHERS = {None: 7, True: 8, False: 4}
 
 
-@pytest.mark.slow
 @covering(
     "kind, nesting, reshard",
     itertools.product(KINDS, ["inside", "outside", "parts"], [None, True, False]),
@@ -133,9 +133,7 @@ def count_segments(use_reentrant, early_stop):
     model = seeded(Segments())
     model.use_reentrant = use_reentrant
     plain = copy.deepcopy(model)
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    meshard.fully_shard(model, mesh)
+    shard_blocks(model, mesh)
     xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     for _ in range(MICROBATCHES):
         with set_checkpoint_early_stop(early_stop), CommLedger() as ledger:

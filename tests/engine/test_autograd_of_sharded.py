@@ -1,4 +1,4 @@
-"""What does autograd do when it is asked about sharded parameters?"""
+"""Autograd calls on sharded parameters."""
 
 import copy
 
@@ -11,14 +11,14 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 
 def both(**kwargs):
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (2,))
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh, **kwargs)
+    shard_blocks(model, mesh, **kwargs)
     return model, plain
 
 

@@ -1,4 +1,4 @@
-"""Do compiled blocks train like eager ones, and are they compiled once?"""
+"""Compiled blocks: they train like eager ones, and are compiled once."""
 
 import copy
 import functools
@@ -17,6 +17,7 @@ import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, TransformerBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 
 STEPS = 4
 
@@ -104,7 +105,6 @@ def both_ways(how, when, *, backend="aot_eager", num_graphs=1, depth=3, **kwargs
         assert_same(one, other, bitwise=bitwise, what=f"step {number}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["method", "function"])
@@ -112,19 +112,18 @@ def test_compiled_blocks_train_bit_for_bit_like_eager_ones(run_ranks, how, when,
     run_ranks(both_ways, 2, how, when, reshard_after_forward=reshard)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["method", "function"])
 def test_one_graph_serves_more_blocks_than_dynamo_may_recompile(run_ranks, how):
     run_ranks(both_ways, 2, how, "after", depth=10)
 
 
-@pytest.mark.slow
 def test_compiled_blocks_under_mixed_precision(run_ranks):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run_ranks(both_ways, 2, "method", "after", mp_policy=policy)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "when"), [("method", "after"), ("function", "before")])
 def test_inductor_agrees_to_rounding(run_ranks, how, when):
     run_ranks(both_ways, 2, how, when, backend="inductor", timeout=280)
@@ -152,9 +151,7 @@ def whole_model(form, model_class=MlpStack):
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     models = [seeded(model_class()) for _ in range(2)]
     for model in models:
-        for block in model.blocks:
-            meshard.fully_shard(block, mesh)
-        meshard.fully_shard(model, mesh)
+        shard_blocks(model, mesh)
     expected = train(models[0], models[0], batches)
     with compiling_at_most_once() as counters:
         run = models[1]
@@ -173,13 +170,12 @@ def whole_model(form, model_class=MlpStack):
         assert_same(one, other, bitwise=True, what=f"step {number}")
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("form", ["model.compile", "torch.compile", "inside"])
 def test_compiling_around_and_inside_units(run_ranks, form):
     run_ranks(whole_model, 2, form)
 
 
-@pytest.mark.slow
 def test_checkpoints_inside_compiled_blocks(run_ranks):
     run_ranks(whole_model, 2, "blocks", Checkpointing)
 
@@ -215,7 +211,6 @@ def count_graphs():
     return found
 
 
-@pytest.mark.slow
 def test_units_are_borders_of_graphs_in_a_compiled_root(run_ranks):
     for ours, peers in run_ranks(count_graphs, 2):
         # One before, between and after the units, and one that both units share.
@@ -228,9 +223,7 @@ def compiled_step():
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     models = [seeded(MlpStack()) for _ in range(2)]
     for model in models:
-        for block in model.blocks:
-            meshard.fully_shard(block, mesh)
-        meshard.fully_shard(model, mesh)
+        shard_blocks(model, mesh)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 
     def step(model, batch):
@@ -250,7 +243,6 @@ def compiled_step():
     assert_same(full_state(models[1]), full_state(models[0]), bitwise=True)
 
 
-@pytest.mark.slow
 def test_forward_and_backward_may_be_compiled_together(run_ranks):
     run_ranks(compiled_step, 2)
 
@@ -295,7 +287,7 @@ def other_ways_in(form):
         assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("form", ["method", "function", "registered", "direct"])
 def test_torch_modules_and_methods_are_compiled(run_ranks, form):
     run_ranks(other_ways_in, 2, form)
@@ -328,6 +320,5 @@ def switch_modes():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_frozen_weights_and_evaluation_between_compiled_steps(run_ranks):
     run_ranks(switch_modes, 2)

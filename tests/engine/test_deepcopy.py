@@ -1,4 +1,4 @@
-"""Is a deep copy of a sharded module a sharded module of its own?"""
+"""Deep copies of sharded modules."""
 
 import copy
 import gc
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.engine.test_lifetime import live_tensor_bytes
 from tests.support.cases import CASES
+from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, train
 

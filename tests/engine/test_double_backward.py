@@ -1,4 +1,4 @@
-"""Are gradients of gradients right, with default resharding, and is nothing left whole after?"""
+"""Gradients of gradients, with default resharding."""
 
 import copy
 import warnings
@@ -142,7 +142,6 @@ def test_gradients_of_gradients_agree_with_one_process(run_ranks, way):
     assert run_ranks(train_both, 2, way) == [[], []]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gradients_of_gradients_whenever_units_reshard(run_ranks, way, reshard):
@@ -150,7 +149,6 @@ def test_gradients_of_gradients_whenever_units_reshard(run_ranks, way, reshard):
     assert left == ([[], []] if reshard else left)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [with_loss, forwards_between])
 def test_gradients_of_gradients_where_neighbours_keep_parts(run_ranks, way):
     run_ranks(train_both, 4, way, reshard_after_forward=2)
@@ -168,7 +166,6 @@ class OneUnit(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_gradients_of_a_single_unit(run_ranks, way):
     left = run_ranks(train_both, 2, way, model_class=OneUnit, reshard_after_forward=True)
@@ -246,7 +243,6 @@ def penalise():
     simple(shard(seeded(MlpStack()), peer_fully_shard), inputs_of(dist.get_rank()))
 
 
-@pytest.mark.slow
 def test_the_peer_has_freed_what_the_second_backward_reads(run_ranks):
     with pytest.raises(RankError, match=r"process died|storage"):
         run_ranks(penalise, 2)

@@ -1,4 +1,4 @@
-"""Is a step that failed forgotten, without a trace?"""
+"""Steps that fail, of which no trace may be left."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do parameters that inner units use and outer ones own train like plain ones, bit for bit?"""
+"""Parameters that inner units use and outer units own."""
 
 import functools
 import itertools
@@ -121,7 +121,6 @@ def test_gradients_of_hoisted_parameters_agree_bit_for_bit(run_ranks, recompute)
     check(run_ranks, (2,), recompute, (Trunk, IntegerBlock))
 
 
-@pytest.mark.slow
 @covering(
     "units, mesh_shape, reshard_after_forward, recompute",
     itertools.product(

@@ -1,4 +1,4 @@
-"""Do units hear of their backward if what they return is changed in place?"""
+"""Outputs of units that are changed in place."""
 
 import copy
 

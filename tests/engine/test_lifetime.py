@@ -1,4 +1,4 @@
-"""Is memory given back when it should be?"""
+"""Memory that must be given back, and when."""
 
 import gc
 import time
@@ -6,34 +6,12 @@ import weakref
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
 from tests.support.cases import CASES
-
-
-def live_tensor_bytes():
-    seen, total = set(), 0
-    for thing in gc.get_objects():
-        # Compiling leaves fake tensors behind, whose sizes may be symbols.
-        is_real = isinstance(thing, torch.Tensor) and not isinstance(thing, FakeTensor)
-        if is_real and not thing.is_meta:
-            local = getattr(thing, "_local_tensor", thing)
-            storage = local.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                total += storage.nbytes()
-    return total
-
-
-def settled_tensor_bytes():
-    """The same, once gloo's threads have let go of the works that are over."""
-    torch.distributed.barrier()
-    time.sleep(0.2)
-    gc.collect()
-    return live_tensor_bytes()
+from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 
 
 def train_and_delete(case_name, **kwargs):

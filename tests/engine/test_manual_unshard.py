@@ -1,4 +1,4 @@
-"""Is what somebody does to whole parameters between unshard() and reshard() kept, or refused?"""
+"""Edits of unsharded parameters between ``unshard()`` and ``reshard()``."""
 
 import copy
 
@@ -13,6 +13,7 @@ from meshard import CommLedger
 from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 
 BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -21,8 +22,7 @@ def both(reshard=None):
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh, reshard_after_forward=reshard)
+    shard_blocks(model, mesh, reshard_after_forward=reshard)
     return model, plain
 
 

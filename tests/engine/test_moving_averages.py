@@ -1,4 +1,4 @@
-"""Do moving averages of a sharded model follow it, and may they take its place for a while?"""
+"""Moving averages of a sharded model."""
 
 import copy
 
@@ -13,6 +13,7 @@ import meshard
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_state
+from tests.support.sharding import shard_blocks
 
 
 def sgd(params):
@@ -37,8 +38,7 @@ def average(use_buffers, multi, reshard_after_forward):
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(Normed())
     model = copy.deepcopy(plain)
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, mesh, reshard_after_forward=reshard_after_forward)
+    shard_blocks(model, mesh, reshard_after_forward=reshard_after_forward)
     average_fn = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if multi else {}
     averages = [
         AveragedModel(each, use_buffers=use_buffers, **average_fn) for each in (model, plain)

@@ -1,4 +1,4 @@
-"""Does a unit whose weights its parent reads train to parity, with unshard_on_access?"""
+"""Units with ``unshard_on_access``, whose weights their parent reads."""
 
 import copy
 import warnings
@@ -163,6 +163,7 @@ def train_integers(mesh_shape, until_last):
         assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", list(meshard.GradientSync))
 def test_units_that_are_read_and_called_agree_bit_for_bit(run_ranks, mode):
     run_ranks(train_integers, 2, (2,), mode)
@@ -222,7 +223,7 @@ def compile_the_reader():
     assert whole_bytes(model) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_compiled_parent_reads(run_ranks):
     run_ranks(compile_the_reader, 2, timeout=240)
 

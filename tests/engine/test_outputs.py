@@ -1,4 +1,4 @@
-"""Are tensors found in whatever a unit returns, and what if they cannot be?"""
+"""Tensors in whatever a unit returns, and outputs in which none are found."""
 
 import copy
 import dataclasses
@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
 
-import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from meshard._engine.outputs import cast_floats, tensors_in
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 Named = namedtuple("Named", ["hidden", "label"])
 
@@ -134,9 +134,7 @@ class WrappingBlock(MlpBlock):
 
 def shard(model, **kwargs):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, **kwargs)
-    return meshard.fully_shard(model, mesh, **kwargs)
+    return shard_blocks(model, mesh, **kwargs)
 
 
 def train_wrapped(forms):
@@ -328,7 +326,6 @@ def run_peer(form):
         loss.backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, "opaque"])
 def test_the_peer_has_freed_what_it_does_not_find(run_ranks, form):
     run_ranks(run_peer, 2, form)

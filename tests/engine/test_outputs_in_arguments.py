@@ -1,4 +1,4 @@
-"""Does a unit hear of its backward by a tensor that its forward left in what it was called with?"""
+"""Tensors that a forward leaves in its arguments, through which backward comes."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Is the peak of a training step what docs/memory.md says?"""
+"""Peak memory of a training step, against the formula of docs/memory.md."""
 
 import os
 from pathlib import Path
@@ -147,7 +147,7 @@ def formula(width, units, reshards, ranks):
     return peaks(sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @covering(
     "width, units, ranks, reshards",
     [

@@ -1,4 +1,4 @@
-"""Are units right, and gathered no more than needed, when autograd is used in unusual ways?"""
+"""Unusual uses of autograd: units stay right, and are gathered no more than needed."""
 
 import copy
 
@@ -13,6 +13,7 @@ import meshard
 from meshard import CommLedger
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 
 class CheckpointedOutside(MlpStack):
@@ -41,9 +42,7 @@ class CheckpointedInside(MlpStack):
 
 
 def shard(model, mesh):
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-    return meshard.fully_shard(model, mesh)
+    return shard_blocks(model, mesh)
 
 
 def checkpointed(model_class, use_reentrant):

@@ -1,4 +1,4 @@
-"""Does the recorded order predict the next step, forward and backward?"""
+"""The recorded order of units, which predicts the next step."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Does an optimizer that would never train the model say so at its first step?"""
+"""Optimizers that would never train the model, which say so at their first step."""
 
 import copy
 
@@ -100,7 +100,7 @@ def test_an_optimizer_of_whole_copies_is_told_so():
     model.blocks[0].unshard()
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
     model.blocks[0].reshard()
-    with pytest.raises(RuntimeError, match=r"'up.weight' as the whole copy .* after reshard"):
+    with pytest.raises(RuntimeError, match=r"'up.weight' as the unsharded copy .* after reshard"):
         step(model, optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Is a unit whose backward does not read its parameters left alone there, and only there?"""
+"""Units whose backward does not read their parameters."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Do modules that use their weights, inputs and outputs in unusual ways train like plain ones?"""
+"""Modules that use their weights, inputs and outputs in unusual ways."""
 
 import copy
 import dataclasses

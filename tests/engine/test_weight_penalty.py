@@ -1,4 +1,4 @@
-"""Does a penalty on weights, added to the loss, have the gradient that it has in one process?"""
+"""Penalties on weights that are added to the loss."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Do ranks that use different parameters issue the same collectives in the same order?"""
+"""Ranks that use different parameters: they issue the same collectives in the same order."""
 
 import copy
 from functools import partial
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-from tests.accumulation.test_accumulation import make, values
 from tests.support.models import seeded
+from tests.support.ones import make, values
 from tests.support.parity import assert_same, full_grads
 from tests.support.threads import run_threads
 

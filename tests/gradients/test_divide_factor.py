@@ -1,9 +1,9 @@
-"""Is a divide factor that is not a number read when gradients are reduced?"""
+"""Divide factors that are read when gradients are reduced."""
 
 import pytest
 import torch
 
-from tests.accumulation.test_accumulation import make, run, values
+from tests.support.ones import make, run, values
 from tests.support.threads import run_threads
 
 

@@ -1,4 +1,4 @@
-"""Is every reduction divided by the divide factor, exactly once?"""
+"""Divisors of a reduction, and division."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Do whole gradients keep their values, and their absence, on the wire?"""
+"""Gradients, and their absence, in the buffer that is reduced."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do hooks see every gradient once, in order, and change what they say?"""
+"""Reduce hooks: they see every gradient once, in order, and may change it."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync, WireCompression
-from tests.accumulation.test_accumulation import make, run, values
 from tests.support.models import Ones
+from tests.support.ones import make, run, values
 from tests.support.threads import run_threads
 
 

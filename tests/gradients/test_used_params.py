@@ -1,4 +1,4 @@
-"""Does every parameter get its own gradient, whichever ranks and microbatches use it?"""
+"""Parameters that some ranks or microbatches do not use."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Whose is a gradient that its user has touched, taken away or put aside, in the steps after?"""
+"""Gradients that the user has changed, removed or put aside, in the steps after."""
 
 import weakref
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshard
-from tests.engine.test_lifetime import settled_tensor_bytes
+from tests.support.live_memory import settled_tensor_bytes
 
 
 def small(out_features=4):

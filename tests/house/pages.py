@@ -1,4 +1,4 @@
-"""Which blocks of Python does a page hold, and do they run?
+"""Blocks of Python in a page, and a server that runs them.
 
 ``python -m tests.house.pages PAGE`` runs them in order, in one namespace. Without a page, it
 reads requests from its input: see ``serve``.

@@ -1,71 +1,111 @@
-"""Which files, syntax trees and imports does the library have?"""
+"""The library's source files as text and syntax trees, which the rules of the house are held to.
+
+A rule is a function from sources to a list of offenders, ``path:line: what``. A test of the rule
+gives it ``SOURCES``; a second one gives it a planted source, to show that the rule can fail.
+"""
 
 import ast
-from collections.abc import Iterator
-from functools import cache
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "meshard"
 
-FILES = sorted(SRC.rglob("*.py"))
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One file of the library; ``path`` is relative to ``src/meshard``."""
+
+    path: str
+    text: str
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.path)
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @property
+    def room(self) -> str:
+        """The folder, or the name of a file at the top."""
+        return self.path.split("/")[0].removesuffix(".py")
+
+    @property
+    def module(self) -> str:
+        """The dotted name under which the file is imported."""
+        parts = ["meshard", *self.path.removesuffix(".py").split("/")]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def at(self, node: ast.AST, what: str) -> str:
+        """Describe an offender."""
+        return f"{self.path}:{getattr(node, 'lineno', 0)}: {what}"
+
+    def imports(self) -> Iterator[tuple[str, ast.AST]]:
+        """Yield the absolute name of all that is imported: modules, and names in modules."""
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield alias.name, node
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module, node
+                for alias in node.names:
+                    yield f"{node.module}.{alias.name}", node
+
+    @functools.cached_property
+    def torch_names(self) -> dict[str, str]:
+        """What each name that is imported from torch stands for, as a dotted name."""
+        names = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "torch":
+                        names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                for alias in node.names:
+                    names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        return names
+
+    def torch_name_of(self, node: ast.AST) -> str | None:
+        """Return the dotted torch name that an expression reads, or None."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id in self.torch_names:
+            return ".".join([self.torch_names[node.id], *reversed(parts)])
+        return None
+
+    def torch_uses(self) -> Iterator[tuple[str, ast.AST]]:
+        """Yield every dotted torch name that is imported or read."""
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                for alias in node.names:
+                    yield f"{node.module}.{alias.name}", node
+            elif isinstance(node, ast.Attribute) and (name := self.torch_name_of(node)):
+                yield name, node
 
 
-def short(path: Path) -> str:
-    """Return ``path`` as it is written in an error or a test's name."""
-    return path.relative_to(SRC).as_posix()
+def read_sources() -> list[Source]:
+    """Return every file below ``src/meshard``."""
+    return [
+        Source(path.relative_to(SRC).as_posix(), path.read_text())
+        for path in sorted(SRC.rglob("*.py"))
+    ]
 
 
-@cache
-def tree(path: Path) -> ast.Module:
-    """Return the parsed file."""
-    return ast.parse(path.read_text(), filename=str(path))
+SOURCES = read_sources()
 
 
-def module_name(path: Path) -> str:
-    """Return the dotted name under which ``path`` is imported."""
-    parts = ["meshard", *path.relative_to(SRC).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def new(offenders: Iterable[str], known: Iterable[str] = ()) -> list[str]:
+    """Return the offenders that ``known`` does not have; lines move, so they are not compared."""
+    known = set(known)
+    return [each for each in offenders if _without_line(each) not in known]
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Return the absolute names of all that ``path`` imports: modules, and names in modules."""
-    names = set()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module)
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
-
-
-def torch_names(path: Path) -> dict[str, str]:
-    """Return what each name that ``path`` imports from torch stands for, as a dotted name."""
-    names = {}
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "torch":
-                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return names
-
-
-def torch_uses(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield every dotted torch name that ``path`` imports or reads, and its line."""
-    names = torch_names(path)
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno
-        elif isinstance(node, ast.Attribute):
-            parts = []
-            inner: ast.expr = node
-            while isinstance(inner, ast.Attribute):
-                parts.append(inner.attr)
-                inner = inner.value
-            if isinstance(inner, ast.Name) and inner.id in names:
-                yield ".".join([names[inner.id], *reversed(parts)]), node.lineno
+def _without_line(offender: str) -> str:
+    path, line, what = offender.split(":", 2)
+    return f"{path}:{what}" if line.isdigit() else offender

@@ -1,4 +1,4 @@
-"""Do the examples run, and do they report what they promise?"""
+"""Examples: they run, and report what they promise."""
 
 import json
 import math
@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from tests.house.sources import ROOT
+
+pytestmark = pytest.mark.full
 
 EXAMPLES = ROOT / "examples"
 # The smallest run; `--json` names the file for the report, the figure goes to the folder we are in.
@@ -35,7 +37,6 @@ def run_example(name, folder, *args):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_training_example_trains_and_reports(tmp_path):
     report = tmp_path / "report.json"
     run_example("train_gpt.py", tmp_path, *TINY, *SMALL_GPT, "--json", str(report))
@@ -46,7 +47,6 @@ def test_the_training_example_trains_and_reports(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.slow
 def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     printed = run_example("replicate.py", tmp_path, *TINY)
     rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
@@ -55,21 +55,18 @@ def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     assert (tmp_path / "replicate.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.slow
 def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path):
     printed = run_example("drop_ranks.py", tmp_path).splitlines()
     assert [line.split()[4] for line in printed] == ["4", "4", "2", "4"]
     assert all(line.endswith("True") for line in printed)
 
 
-@pytest.mark.slow
 def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
     printed = run_example("hsdp_microbatches.py", tmp_path).strip()
     page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
     assert f"```text\n{printed}\n```" in page, printed
 
 
-@pytest.mark.slow
 def test_the_overlapped_optimizer_saves_gradients_and_draws_them(tmp_path):
     printed = run_example("overlap_optimizer.py", tmp_path, "--units", "4", "--width", "256")
     assert "same weights, bit for bit: yes" in printed

@@ -1,14 +1,13 @@
-"""Is what users import there, documented, and all that they can import?"""
+"""Public names: what users import exists, is documented, and is all that they can import."""
 
 import ast
 import inspect
 import re
 
-import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 import meshard
-from tests.house.sources import FILES, ROOT, SRC, module_name, tree
+from tests.house.sources import ROOT, SOURCES, Source
 
 # Names of torch.distributed.fsdp (FSDP2), under which meshard has its own.
 FSDP2_NAMES = [
@@ -66,76 +65,46 @@ CALLABLES += [
 ]
 
 
-@pytest.mark.parametrize("name", FSDP2_NAMES)
-def test_names_of_fsdp2_exist_here_and_there(name):
-    assert name in meshard.__all__
-    assert hasattr(torch_fsdp, name)
-
-
-@pytest.mark.parametrize("name", OWN_NAMES)
-def test_own_names_exist(name):
-    assert name in meshard.__all__
-
-
-@pytest.mark.parametrize("name", FSDP2_METHODS)
-def test_methods_of_fsdp2_exist_and_take_the_same_arguments(name):
+def same_arguments(name):
+    """Whether a method of ours takes what the method of torch's FSDPModule takes, or more."""
     ours = inspect.signature(getattr(meshard.FSDPModule, name)).parameters.values()
     theirs = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters.values()
-    assert [(p.name, p.kind, p.default) for p in ours][: len(theirs)] == [
-        (p.name, p.kind, p.default) for p in theirs
+    first = [(each.name, each.kind, each.default) for each in ours][: len(theirs)]
+    return first == [(each.name, each.kind, each.default) for each in theirs]
+
+
+def private_imports(sources):
+    """Find names with an underscore that one file imports from another."""
+    ours = {source.module for source in sources}
+    return [
+        source.at(node, f"{alias.name} of {node.module}")
+        for source in sources
+        for node in source.nodes
+        if isinstance(node, ast.ImportFrom) and node.module in ours
+        for alias in node.names
+        if alias.name.startswith("_")
     ]
 
 
-def test_init_exports_exactly_what_it_imports_each_under_its_own_name():
-    imports = [n for n in tree(SRC / "__init__.py").body if isinstance(n, ast.ImportFrom)]
-    aliases = [alias for node in imports for alias in node.names]
-    assert all(alias.asname in (None, alias.name) for alias in aliases)
-    assert sorted(alias.name for alias in aliases) == sorted(meshard.__all__)
+def undocumented(public):
+    """Find objects without a docstring whose first paragraph is a sentence."""
+    found = []
+    for name, value in public:
+        first = inspect.cleandoc(value.__doc__ or "").split("\n\n")[0]
+        if not first.endswith((".", "?")):
+            found.append(f"{name}: {first!r}")
+    return found
 
 
-@pytest.mark.parametrize(("name", "value"), PUBLIC, ids=[n for n, _ in PUBLIC])
-def test_exported_names_are_public_and_live_in_public_files(name, value):
-    assert not name.startswith("_")
-    module = getattr(value, "__module__", "")
-    if module.startswith("meshard"):
-        assert "._" not in module, f"{name} is defined in {module}"
-
-
-def test_nothing_private_of_another_file_is_imported():
-    ours = {module_name(path) for path in FILES}
-    for path in FILES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ImportFrom) and node.module in ours:
-                private = [alias.name for alias in node.names if alias.name.startswith("_")]
-                assert not private, f"{path.name} imports {private} from {node.module}"
-
-
-def test_documents_and_examples_use_public_names_only():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
-    for page in pages:
-        found = re.findall(r"\b(?:from|import) meshard[\w.]*\._\w+", page.read_text())
-        assert not found, f"{page.name}: {found}"
-
-
-@pytest.mark.parametrize(("name", "value"), PUBLIC, ids=[n for n, _ in PUBLIC])
-def test_every_public_name_says_what_it_is(name, value):
-    _check_summary(name, value)
-
-
-@pytest.mark.parametrize(("name", "value"), CALLABLES, ids=[n for n, _ in CALLABLES])
-def test_every_public_function_documents_its_arguments_in_google_form(name, value):
-    _check_summary(name, value)
-    parameters = [p for p in inspect.signature(value).parameters if p not in ("self", "cls")]
-    documented = _documented_arguments(inspect.getdoc(value))
-    if documented or len(parameters) > 3:
-        assert documented == parameters
-
-
-def _check_summary(name, value):
-    docstring = value.__doc__
-    assert docstring, f"{name} has no docstring"
-    summary = inspect.cleandoc(docstring).splitlines()[0]
-    assert summary.endswith((".", "?")), f"{name}: the first line is no sentence: {summary!r}"
+def badly_documented_arguments(callables):
+    """Find functions whose Args section differs from their signature, or that need one."""
+    found = []
+    for name, value in callables:
+        parameters = [p for p in inspect.signature(value).parameters if p not in ("self", "cls")]
+        documented = _documented_arguments(inspect.getdoc(value) or "")
+        if documented != parameters and (documented or len(parameters) > 3):
+            found.append(f"{name}: takes {parameters}, documents {documented}")
+    return found
 
 
 def _documented_arguments(docstring):
@@ -143,3 +112,77 @@ def _documented_arguments(docstring):
     if section is None:
         return []
     return re.findall(r"^    \*{0,2}(\w+):", section[1], re.MULTILINE)
+
+
+def private_names_in(pages):
+    """Find imports of private modules of the library in ``{name: text}``."""
+    return [
+        f"{name}: {match}"
+        for name, text in pages.items()
+        for match in re.findall(r"\b(?:from|import) meshard[\w.]*\._\w+", text)
+    ]
+
+
+def test_names_of_fsdp2_exist_here_and_there():
+    assert [name for name in FSDP2_NAMES if not hasattr(torch_fsdp, name)] == []
+    assert [name for name in FSDP2_NAMES + OWN_NAMES if name not in meshard.__all__] == []
+
+
+def test_methods_of_fsdp2_exist_and_take_the_same_arguments():
+    assert [name for name in FSDP2_METHODS if not same_arguments(name)] == []
+
+
+def test_init_exports_exactly_what_it_imports_each_under_its_own_name():
+    init = next(source for source in SOURCES if source.path == "__init__.py")
+    imports = [node for node in init.tree.body if isinstance(node, ast.ImportFrom)]
+    aliases = [alias for node in imports for alias in node.names]
+    assert all(alias.asname in (None, alias.name) for alias in aliases)
+    assert sorted(alias.name for alias in aliases) == sorted(meshard.__all__)
+
+
+def test_exported_names_are_public_and_live_in_public_files():
+    assert [
+        (name, value.__module__)
+        for name, value in PUBLIC
+        if name.startswith("_") or "meshard._" in getattr(value, "__module__", "")
+    ] == []
+
+
+def test_nothing_private_of_another_file_is_imported():
+    assert private_imports(SOURCES) == []
+
+
+def test_documents_and_examples_use_public_names_only():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    assert private_names_in({page.name: page.read_text() for page in pages}) == []
+
+
+def test_every_public_name_has_a_docstring():
+    assert undocumented(PUBLIC + CALLABLES) == []
+
+
+def test_every_public_function_documents_its_arguments_in_google_form():
+    assert badly_documented_arguments(CALLABLES) == []
+
+
+def test_planted_offenders_are_found(monkeypatch):
+    monkeypatch.setattr(meshard.FSDPModule, "unshard", lambda self, is_async=False: None)
+    assert not same_arguments("unshard")
+    files = [
+        Source("policies.py", ""),
+        Source("api.py", "from meshard.policies import Policy, _check\n"),
+    ]
+    assert private_imports(files) == ["api.py:1: _check of meshard.policies"]
+    assert private_names_in({"a.md": "from meshard._mesh import x\nimport meshard\n"}) == [
+        "a.md: from meshard._mesh"
+    ]
+
+    def function(a, b):
+        """Add.
+
+        Args:
+            a: One.
+        """
+
+    assert undocumented([("f", function), ("g", lambda: None)]) == ["g: ''"]
+    assert badly_documented_arguments([("f", function)]) == ["f: takes ['a', 'b'], documents ['a']"]

@@ -1,4 +1,4 @@
-"""Does the top of the repository hold only what belongs there?"""
+"""The top of the repository: it holds what belongs there, and nothing else."""
 
 import fnmatch
 

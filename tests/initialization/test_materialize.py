@@ -1,4 +1,4 @@
-"""Does materialize give sharded models the values of an unsharded initialisation?"""
+"""``materialize``: sharded models get the values of an unsharded initialization."""
 
 import warnings
 

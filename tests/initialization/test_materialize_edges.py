@@ -1,4 +1,4 @@
-"""What if materialize has nothing to call, or what it calls does not initialise everything?"""
+"""``materialize`` with nothing to call, or with initializations that leave something out."""
 
 import pytest
 import torch

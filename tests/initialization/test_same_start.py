@@ -1,4 +1,4 @@
-"""What if ranks bring different values: are they stitched together, evened out, or refused?"""
+"""Ranks that bring different values: stitched together, broadcast, or refused."""
 
 import pytest
 import torch

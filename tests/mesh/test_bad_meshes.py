@@ -1,4 +1,4 @@
-"""Are parameters that another parallelism has placed refused where they do not fit, by name?"""
+"""Parameters that another parallelism has laid out where they do not fit."""
 
 import pytest
 import torch

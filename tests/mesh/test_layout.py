@@ -1,4 +1,4 @@
-"""Does every element of a parameter have exactly one owner, and one place on the wire?"""
+"""Layouts: every element has one owner, and one position on the wire."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do copying, loading, opening and initialising know of cut parameters and of several meshes?"""
+"""Copying, loading, editing and initializing of cut parameters and over several meshes."""
 
 import copy
 
@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from meshard import DataParallelMeshDims, ShardPlacementResult
-from tests.mesh import test_several_meshes as several
-from tests.mesh import test_tensor_parallel as cut
+from tests.support import expert_meshes as several
+from tests.support import tensor_parallel as cut
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
 
 MODELS = {
@@ -27,7 +28,7 @@ def sharded(kind, **kwargs):
     if kind == "several":
         return several.shard(several.build(), "flat", **kwargs)
     data, tp, _ = cut.meshes("dp")
-    return cut.shard(cut.cut(cut.build(), tp, "tensor"), data, **kwargs)
+    return shard_blocks(cut.cut(cut.build(), tp, "tensor"), data, **kwargs)
 
 
 def step(model, batch):

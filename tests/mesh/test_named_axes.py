@@ -1,4 +1,4 @@
-"""Do named axes of a larger mesh shard and replicate, with the placements that torch gives?"""
+"""Named axes of a larger mesh, which shard and replicate."""
 
 import re
 
@@ -145,7 +145,7 @@ def test_two_axes_compute_like_one_process(dims, cut):
         assert_same(found[1], params)
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     "dims",
     [
@@ -161,7 +161,7 @@ def test_three_axes_compute_like_one_process(dims):
         assert_same(found[1], params)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("dims", [{"shard": "dp"}, {"replicate": "dp"}])
 def test_torch_computes_the_same(run_ranks, dims):
     """The peer's gradients are the mean over data-parallel ranks too."""

@@ -1,4 +1,4 @@
-"""May each parameter choose its dim, also where torch's fully_shard fails?"""
+"""Placements: each parameter may choose its dim."""
 
 import functools
 import re

@@ -1,20 +1,25 @@
-"""Is each parameter of a unit reduced over its own mesh, and divided by its ranks?"""
+"""Parameters of one unit on several meshes: each is reduced over its own."""
 
 import copy
-import functools
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import GradientSync, ShardPlacementResult
-from tests.support.models import seeded
+from tests.support.expert_meshes import (
+    SGD,
+    batch_of,
+    build,
+    is_expert,
+    loss_of,
+    meshes,
+    shard,
+)
 from tests.support.parity import (
     assert_same,
     full_grads,
@@ -22,81 +27,7 @@ from tests.support.parity import (
 )
 from tests.support.threads import run_threads
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
 STEPS = 3
-
-
-def last_dim(param):
-    return Shard(param.dim() - 1)
-
-
-def loss_of(output):
-    return (output + 0.5).square().mean()
-
-
-def batch_of(step, rank, width=5):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(3, width, generator=generator)
-
-
-class Block(nn.Module):
-    """A dense layer and an expert; the expert's parameters go onto a mesh of their own."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.dense = nn.Linear(dim, dim)
-        self.expert = nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return x + self.expert(torch.tanh(self.dense(x)))
-
-
-class Net(nn.Module):
-    """Blocks between parameters of the root, which has an expert too."""
-
-    def __init__(self, dim=5):
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(dim))
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
-        self.expert = nn.Linear(dim, dim)
-
-    def forward(self, x):
-        x = x * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.expert(x)
-
-
-def is_expert(name):
-    return "expert" in name
-
-
-def meshes(kind):
-    """Return the mesh of most parameters, and that of the experts."""
-    if kind == "flat":
-        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
-        return init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), world["edp"]
-    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("ep", "nodes", "edp"))
-    hybrid = init_device_mesh("cpu", (2, 4), mesh_dim_names=("nodes", "dp"))
-    return hybrid, world["nodes", "edp"]
-
-
-def build():
-    return seeded(Net())
-
-
-def shard(model, kind, **kwargs):
-    most, of_experts = meshes(kind)
-    experts = {param for name, param in model.named_parameters() if is_expert(name)}
-
-    def placement_fn(param):
-        return ShardPlacementResult(last_dim(param), of_experts) if param in experts else None
-
-    for module in (*model.blocks, model):
-        meshard.fully_shard(module, most, shard_placement_fn=placement_fn, **kwargs)
-    return model
-
-
 SCHEDULES = [
     [GradientSync.FULL],
     [GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL],
@@ -171,7 +102,7 @@ def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_for
     assert_simulated(runs, simulate(4, schedule))
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_replicas_of_several_meshes(schedule):
     runs = run_threads(train_experts, 8, "hybrid", schedule, reshard_after_forward=2)
@@ -213,7 +144,7 @@ def torch_result(placement, mesh):
     return torch_common.ShardPlacementResult(placement, torch_common.FSDPMeshInfo(mesh, 0))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("divide_factor", [None, 1.0])
 def test_torch_divides_by_the_same(run_ranks, divide_factor):
     """By the ranks of each parameter's own mesh; and its results for a placement fit here."""

@@ -1,4 +1,4 @@
-"""Does a module with parameters on several meshes behave as one unit does?"""
+"""Sibling units: a module with parameters on several meshes behaves as one unit."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy, ShardPlacementResult
-from tests.mesh.test_several_meshes import SGD, Block, Net, batch_of, build, meshes, shard
+from tests.support.expert_meshes import SGD, Block, Net, batch_of, build, meshes, shard
 from tests.support.models import seeded
 from tests.support.parity import (
     assert_same,

@@ -1,6 +1,5 @@
-"""Does a model that tensor parallelism has cut train as if it were whole?"""
+"""Models that tensor parallelism has cut, against the whole model."""
 
-import functools
 import math
 import warnings
 
@@ -11,19 +10,10 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
-from tests.support.models import seeded
 from tests.support.parity import (
     assert_same,
     assert_same_run,
@@ -33,113 +23,24 @@ from tests.support.parity import (
     train_plain,
     whole,
 )
+from tests.support.sharding import shard_blocks
+from tests.support.tensor_parallel import (
+    ADAM,
+    SGD,
+    batches,
+    build,
+    cut,
+    last_dim,
+    loss_of,
+    meshes,
+    whole_batches,
+)
 from tests.support.threads import run_threads
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
-ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
-
-
-class Block(nn.Module):
-    """A residual MLP behind a norm; 7 hidden units are divided by nothing."""
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """``[batch, length, dim]`` to the same; inlet and outlet are never cut."""
-
-    def __init__(self, dim=6, hidden=7):
-        super().__init__()
-        self.inlet = nn.Linear(dim, dim)
-        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(2))
-        self.outlet = nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x):
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(x)
-
-
-def tensor_plan():
-    # Kept as a DTensor in between: a plain tensor does not tell how uneven its cut is.
-    return {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-
-
-def sequence_plan():
-    return {
-        "": PrepareModuleInput(
-            input_layouts=(Replicate(),),
-            desired_input_layouts=(Shard(1),),
-            use_local_output=True,
-        ),
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-
-
-def cut(model, tp, plan):
-    for block in model.blocks:
-        if plan == "tensor":
-            parallelize_module(block, tp, tensor_plan())
-        else:
-            parallelize_module(block, tp, sequence_plan())
-            whole_again = PrepareModuleOutput(
-                output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),)
-            )
-            parallelize_module(block, tp, whole_again)
-    return model
-
-
-def build():
-    return seeded(Net())
-
-
-def batches(steps, data_rank):
-    generator = torch.Generator().manual_seed(7 + data_rank)
-    return [torch.randn(2, 4, 6, generator=generator) for _ in range(steps)]
-
-
-def whole_batches(steps, data_ranks):
-    each = [batches(steps, rank) for rank in range(data_ranks)]
-    return [torch.cat(step) for step in zip(*each, strict=True)]
-
-
-def loss_of(output):
-    return (output + 0.5).square().mean()
-
-
-def meshes(kind):
-    """Return the data-parallel mesh, that of tensor parallelism, and this rank's place in data."""
-    if kind == "dp":
-        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        return world["dp"], world["tp"], world["dp"].get_local_rank()
-    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    data = world["replicate", "shard"]
-    return data, world["tp"], dist.get_rank() // 2
-
-
-def shard(model, mesh, **kwargs):
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, **kwargs)
-    return meshard.fully_shard(model, mesh, **kwargs)
-
-
-def last_dim(param):
-    return Shard(param.dim() - 1)
 
 
 def train_cut(kind, plan, steps, optimizer_fn, **kwargs):
     data, tp, data_rank = meshes(kind)
-    model = shard(cut(build(), tp, plan), data, **kwargs)
+    model = shard_blocks(cut(build(), tp, plan), data, **kwargs)
     return train(
         model, batches(steps, data_rank), optimizer_fn, loss_fn=loss_of, reduce_loss="mean"
     )
@@ -152,7 +53,7 @@ def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
         assert_same_run(run, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("placement_fn", [None, last_dim])
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):
@@ -167,14 +68,14 @@ def train_compiled():
     model = cut(build(), tp, "tensor")
     for block in model.blocks:
         block.compile(backend="aot_eager")
-    shard(model, data)
+    shard_blocks(model, data)
     with warnings.catch_warnings():
         # torch 2.13 asks a DTensor that is no leaf for its gradient while it traces.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         return train(model, batches(2, data_rank), SGD, loss_fn=loss_of, reduce_loss="mean")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_blocks_may_be_cut(run_ranks):
     expected = train_plain(build(), whole_batches(2, 2), SGD, loss_fn=loss_of)
     for run in run_ranks(train_compiled, 4, timeout=300):
@@ -183,7 +84,7 @@ def test_compiled_blocks_may_be_cut(run_ranks):
 
 def train_on_neighbours():
     world = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-    model = shard(cut(build(), world["tp"], "tensor"), world["dp"], reshard_after_forward=2)
+    model = shard_blocks(cut(build(), world["tp"], "tensor"), world["dp"], reshard_after_forward=2)
     with CommLedger(model) as ledger:
         mine = batches(2, world["dp"].get_local_rank())
         run = train(model, mine, SGD, loss_fn=loss_of, reduce_loss="mean")
@@ -200,7 +101,7 @@ def test_neighbours_are_those_of_the_same_part():
 
 def faces():
     data, tp, _ = meshes("hsdp")
-    model = shard(cut(build(), tp, "sequence"), data)
+    model = shard_blocks(cut(build(), tp, "sequence"), data)
     block = model.blocks[0]
     names = ("replicate", "shard", "tp")
     at_rest = {name: param.placements for name, param in block.named_parameters()}
@@ -242,7 +143,7 @@ SCHEDULES = [
 
 def accumulate(plan, schedule):
     data, tp, data_rank = meshes("hsdp")
-    model = shard(cut(build(), tp, plan), data)
+    model = shard_blocks(cut(build(), tp, plan), data)
     for mode, batch in zip(schedule, batches(len(schedule), data_rank), strict=True):
         model.set_gradient_sync(mode)
         loss_of(model(batch)).backward()
@@ -261,7 +162,7 @@ def accumulate_plain(num_batches):
     return full_grads(model)
 
 
-@pytest.mark.slow
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule):
@@ -274,7 +175,7 @@ def clip():
     data, tp, _ = meshes("dp")
     model, plain = build(), build()
     cut(model, tp, "sequence")
-    shard(model, data, ignored_params={model.outlet.weight})
+    shard_blocks(model, data, ignored_params={model.outlet.weight})
     batch = batches(1, 0)[0]  # the same everywhere, for the parameter that nobody reduces
     loss_of(model(batch)).backward()
     loss_of(plain(batch)).backward()
@@ -297,7 +198,7 @@ def test_norms_over_cut_sharded_and_plain_parameters_are_those_of_the_whole(run_
 def train_in_bfloat16():
     data, tp, data_rank = meshes("dp")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard(cut(build(), tp, "tensor"), data, mp_policy=policy)
+    model = shard_blocks(cut(build(), tp, "tensor"), data, mp_policy=policy)
     mine = batches(3, data_rank)
     run = train(model, mine, SGD, loss_fn=lambda y: loss_of(y.float()), reduce_loss="mean")
     assert all(param.dtype == torch.float32 for param in model.parameters())
@@ -328,9 +229,9 @@ def load(path, kind):
 
 def model_on(kind):
     if kind == "flat":
-        return shard(build(), init_device_mesh("cpu", (4,)))
+        return shard_blocks(build(), init_device_mesh("cpu", (4,)))
     data, tp, _ = meshes("dp")
-    return shard(cut(build(), tp, "tensor"), data)
+    return shard_blocks(cut(build(), tp, "tensor"), data)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("cut", "flat"), ("flat", "cut")])

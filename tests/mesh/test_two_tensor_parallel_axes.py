@@ -1,4 +1,4 @@
-"""May two axes of a mesh have cut a parameter before it is sharded?"""
+"""Parameters that two axes of a mesh have cut before they are sharded."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What must every implementation of the reduction get right? Few cases, pinned, with their numbers.
+"""What every implementation of the reduction must get right: few cases, with their numbers.
 
 Two lessons of other implementations are in here: equality of replicas does not see a factor that is
 wrong everywhere, so every case has an absolute oracle; and a mesh with an axis of one rank is a

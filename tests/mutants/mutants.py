@@ -1,4 +1,4 @@
-"""Which mistakes are classic in reductions of gradients? Each is a patch of ours.
+"""Classic mistakes in reductions of gradients, each as a patch.
 
 A mutant is the mistake and nothing else: it must not fall over by itself, or on the way to where it
 would do harm, so that what finds it are its numbers.

@@ -1,4 +1,4 @@
-"""Would the suite notice the classic mistakes? Each is put in by patching, and must be found.
+"""Classic mistakes, put in by patching: the suite must find each.
 
 For each mutant: the case that must find it, and the numbers that the ranks must then have. A mutant
 that falls over by itself, or whose numbers are wrong in another way, shows nothing about the suite.
@@ -67,6 +67,7 @@ def test_without_a_mutant_the_numbers_are_right(case):
     assert case.run() == [case.right] * case.num_ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mutant", "name", "wrong"), FOUND, ids=[mutant.__name__ for mutant, _, _ in FOUND]
 )

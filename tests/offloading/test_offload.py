@@ -1,4 +1,4 @@
-"""Does a model whose shards live in host memory train like one on its device, bit for bit?"""
+"""Models whose shards live in host memory, against those on the device, bit for bit."""
 
 import warnings
 
@@ -77,7 +77,6 @@ CASE_NAMES = ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed
 
 
 @pytest.mark.parametrize("case_name", CASE_NAMES)
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_offloaded_training_equals_the_ordinary_one(run_ranks, case_name, mesh_shape):
     num_ranks = torch.Size(mesh_shape).numel()
@@ -105,6 +104,7 @@ def drop_some(model):
         param.grad = None
 
 
+@pytest.mark.default_rows(4)
 @pytest.mark.parametrize(
     ("how", "kwargs"),
     [
@@ -126,7 +126,7 @@ def drop_some(model):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "case_name", [pytest.param("uneven", marks=pytest.mark.slow), "mixed_dtype"]
+    "case_name", [pytest.param("uneven", marks=pytest.mark.full), "mixed_dtype"]
 )
 def test_also_under_every_way_of_accumulating(case_name, how, kwargs):
     run_threads(compare, 4, case_name, (2, 2), how, **kwargs)

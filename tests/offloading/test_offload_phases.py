@@ -1,4 +1,4 @@
-"""Can a whole model leave its device for a phase, and come back as if it had never left?"""
+"""Models that leave their device for a phase, and come back."""
 
 import copy
 import gc

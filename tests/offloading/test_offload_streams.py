@@ -1,4 +1,4 @@
-"""Is host memory read and written in order, while copies to and from a device are under way?"""
+"""Order of reads and writes of host memory while copies are in flight."""
 
 from itertools import product
 
@@ -12,10 +12,10 @@ from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
-from tests.comm.test_streams import MIXED, make_model
 from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
+from tests.support.stream_steps import MIXED, make_model
 
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 CHECK = CPUOffloadPolicy(pin_memory=False)

@@ -1,4 +1,4 @@
-"""Do units whose shards live on the host do what others do: copies, loading, editing, hooks?"""
+"""Offloaded units with other features: copies, loading, editing, hooks."""
 
 import copy
 

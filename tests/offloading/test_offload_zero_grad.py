@@ -1,4 +1,4 @@
-"""May gradients be cleared while they are on their way to the host?"""
+"""Gradients that are cleared while they are copied to the host."""
 
 import pytest
 import torch

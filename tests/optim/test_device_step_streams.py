@@ -13,10 +13,10 @@ from meshard._comm.communicator import CommStream
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
-from tests.comm.test_streams import make_model
 from tests.optim.test_overlapped_streams import SYNC
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
+from tests.support.stream_steps import make_model
 
 SGD = functools.partial(torch.optim.SGD, momentum=0.9)
 CPU = torch.device("cpu")

@@ -264,7 +264,7 @@ def guarded():
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    held = [run.flat.grad for run in optimizer._stepper.runs]
+    held = [run.flat.grad for run in optimizer._stepper.slices]
     assert held == [None] * len(held)
 
 

@@ -102,7 +102,7 @@ def nothing_new():
         note(model, optimizer)
         optimizer.param_groups[0]["lr"] *= 0.9
         optimizer.zero_grad()
-        seen.append([id(run) for run in optimizer._stepper.runs])
+        seen.append([id(run) for run in optimizer._stepper.slices])
     assert seen[0] == seen[-1] and all(each == seen[0] for each in seen)
     assert len(seen[0]) == 2  # one for each unit
 

@@ -16,10 +16,10 @@ from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from meshard.optim.joined_steps import JoinedSteps
-from tests.comm.test_streams import MIXED, make_model
 from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
+from tests.support.stream_steps import MIXED, make_model
 
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 

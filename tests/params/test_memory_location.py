@@ -1,4 +1,4 @@
-"""Can a DTensor's shard be elsewhere than its mesh, and move without becoming another object?"""
+"""DTensors whose shard is elsewhere than their mesh, or moves."""
 
 import pytest
 import torch

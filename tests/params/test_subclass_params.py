@@ -1,4 +1,4 @@
-"""Do parameters train right that say themselves what is gathered of them?"""
+"""Tensor subclasses with a custom all-gather: training."""
 
 import functools
 import itertools
@@ -152,6 +152,7 @@ def train_both(make, kind, shape, reshard_after_forward):
 
 # Of uneven shards torch asks that all which is gathered has the padded shape of the shard, so a
 # scale per row is not possible there.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "kind", "shape"),
     [

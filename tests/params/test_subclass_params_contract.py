@@ -1,4 +1,4 @@
-"""Do parameters that say themselves what is gathered of them live as others do?"""
+"""Tensor subclasses with a custom all-gather: the contract of their methods, and memory."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""What is refused of parameters that say themselves what is gathered of them, and how?"""
+"""Tensor subclasses with a custom all-gather: what is refused, and how."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do parameters that say themselves what is gathered of them keep the order of streams?"""
+"""Tensor subclasses with a custom all-gather: order of streams."""
 
 from itertools import product
 
@@ -6,10 +6,10 @@ import pytest
 
 from meshard._comm.all_gather import PackedGather
 from meshard._comm.streams import StreamCommunicator
-from tests.comm.test_streams import MIXED, run_steps
 from tests.support.covering import covering
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice
+from tests.support.stream_steps import MIXED, run_steps
 
 KINDS = [Int8OnWire, Bfloat16Whole]
 

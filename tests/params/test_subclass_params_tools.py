@@ -1,4 +1,4 @@
-"""Do the other features know of parameters that say themselves what is gathered of them?"""
+"""Tensor subclasses with a custom all-gather: other features."""
 
 import os
 import warnings
@@ -297,6 +297,7 @@ def compiled(kind):
     return full_grads(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks(run_ranks, kind):
     for grads in run_ranks(compiled, 2, kind):

@@ -1,4 +1,4 @@
-"""Where torch's own fully_shard is wrong about gradients, are we right?
+"""Gradients, where torch's own fully_shard is wrong about them.
 
 The peer runs beside us: see ``tests.support.side_by_side``.
 """
@@ -258,7 +258,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 4, row), peer, ours)
@@ -281,7 +281,7 @@ def test_ranks_that_use_different_parameters(run_ranks, numel_b):
     assert run_ranks(use_different_parameters, 4, "ours", numel_b) == [(2.0, 4.0)] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies():
     """Also a test that these two cases are what they are said to be. In processes of its own."""
     pool = RankPool()

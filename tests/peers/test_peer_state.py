@@ -1,4 +1,4 @@
-"""Where torch's own fully_shard is wrong about parameters and their state, are we right?
+"""Parameters and their state, where torch's own fully_shard is wrong about them.
 
 The peer runs beside us: see ``tests.support.side_by_side``.
 """
@@ -226,7 +226,7 @@ def test_we_are_right(run_ranks):
     assert found == [[ours for _, _, ours in ROWS]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 2, row), peer, ours)

@@ -1,4 +1,4 @@
-"""Where torch's own fully_shard refuses or ignores what it is told, what do we do?
+"""Calls that torch's own fully_shard refuses or ignores.
 
 The peer runs beside us: see ``tests.support.side_by_side``.
 """
@@ -191,7 +191,7 @@ def test_we_are_right(run_ranks):
     assert found == [[ours for _, _, ours in ROWS]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 2, row), peer, ours)

@@ -1,4 +1,4 @@
-"""Is every parameter in one bucket, of one dtype and not too large?"""
+"""Buckets: every parameter is in one, of one dtype and not too large."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Does the page on replicate say what becomes of everything that torch's DDP has?"""
+"""The page on ``replicate``: it names everything that torch's DDP has."""
 
 import inspect
 import re

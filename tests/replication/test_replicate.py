@@ -1,4 +1,4 @@
-"""Does a replicated module train as under DistributedDataParallel, gradients in buckets?"""
+"""Replicated modules against DistributedDataParallel."""
 
 import contextlib
 import copy

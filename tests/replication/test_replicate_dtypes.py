@@ -1,4 +1,4 @@
-"""In which dtypes may a replicated module compute, send and add up?"""
+"""Replicated modules: dtypes of compute, wire and sums."""
 
 import pytest
 import torch

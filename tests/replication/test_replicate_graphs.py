@@ -1,4 +1,4 @@
-"""Do gradients of a replicated module follow what is done to graphs, hooks and windows?"""
+"""Replicated modules: graphs, hooks and windows."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What memory do gradients take where parameters are kept whole, and when is it given back?"""
+"""Replicated modules: the memory of gradients, and when it is given back."""
 
 import gc
 import time
@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshard
 from meshard import MixedPrecisionPolicy
-from tests.engine.test_lifetime import live_tensor_bytes
 from tests.support.integer_model import IntegerModel, integer_batch
+from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import seeded
 from tests.support.replicated import run
 
@@ -97,6 +97,7 @@ def compare_with_ddp(steps):
     return {name: share for name, (share, _) in found.items()}
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_gradients_take_their_own_size_once(run_ranks, steps):
     for found in run_ranks(compare_with_ddp, 2, steps):

@@ -1,4 +1,4 @@
-"""What if a replicated module is nearly empty, cast in part, or leaves parameters out?"""
+"""Replicated modules that are nearly empty, cast in part, or leave parameters out."""
 
 import pytest
 import torch

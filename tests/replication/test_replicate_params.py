@@ -1,4 +1,4 @@
-"""Which parameters may a replicated module have, and what may become of them?"""
+"""Replicated modules: the parameters they may have, and what may become of them."""
 
 import copy
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Is there any order of doings under which gradients of a replicated module are not what they are?
+"""Replicated modules: windows, steps and edits in random orders.
 
 The oracle is a table: what is in ``.grad``, and what a window has beside it, in integers.
 """

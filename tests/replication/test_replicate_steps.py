@@ -1,4 +1,4 @@
-"""May a replicated module be run in every way in which a plain one may be?"""
+"""Replicated modules: ways to run a step."""
 
 import pytest
 import torch

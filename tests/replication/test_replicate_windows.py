@@ -1,4 +1,4 @@
-"""Do windows, clipping, scaling, hooks and divide factors hold where parameters are kept whole?"""
+"""Replicated modules: windows, clipping, scaling, hooks and divide factors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Does a replicated module work beside everything else: meshes, sharding, tools, optimizers?"""
+"""Replicated modules with other features: meshes, sharding, tools, optimizers."""
 
 import pytest
 import torch

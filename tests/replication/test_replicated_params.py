@@ -1,4 +1,4 @@
-"""Are parameters that are kept whole trained as if one process had the whole batch?"""
+"""Replicated parameters among sharded ones, against one process."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from tests.support.integer_model import (
     integer_loss,
 )
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
 
 MESHES = [(2,), (3,), (2, 2)]
 SCHEDULES = ["F", "RF", "NRF", "FF"]
@@ -49,9 +50,7 @@ def plain_run(ranks, schedule, factor):
 def sharded_run(shape, schedule, factor, placement_fn):
     mesh = init_device_mesh("cpu", shape)
     model = IntegerModel()
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, shard_placement_fn=placement_fn)
-    meshard.fully_shard(model, mesh, shard_placement_fn=placement_fn)
+    shard_blocks(model, mesh, shard_placement_fn=placement_fn)
     model.set_gradient_divide_factor(factor)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Which parts of a segment are free, and how long does what lies in it live?"""
+"""Free ranges of a segment, and the lifetime of its tensors."""
 
 import gc
 import os

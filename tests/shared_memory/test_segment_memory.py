@@ -1,4 +1,4 @@
-"""How much memory does a segment keep from one part of a step to the next?"""
+"""Memory that a segment keeps from one phase of a step to the next."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Do ranks that read one another's memory get what ranks that send to one another get?"""
+"""Collectives through shared memory, compared with sockets."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard._comm.cpu import WorkCommunicator
-from meshard._shared_memory import channel as neighbours_module
+from meshard._shared_memory import channel as channel_module
 from meshard._shared_memory.channel import open_channel
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, Segment
@@ -23,6 +23,7 @@ from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
+from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
@@ -32,9 +33,7 @@ def model_on(mesh, policy, is_shared, monkeypatch):
     """Return a sharded model and how many of its groups share memory, after its first forward."""
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(is_shared)))
     model = seeded(MlpStack())
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, mp_policy=policy)
-    meshard.fully_shard(model, mesh, mp_policy=policy)
+    shard_blocks(model, mesh, mp_policy=policy)
     model(torch.ones(1, 6))
     return model
 
@@ -43,8 +42,8 @@ def train_both(mesh_shape, policy, schedule):
     """Train by shared memory and by sockets; all numbers must agree, bit for bit."""
     mesh = init_device_mesh("cpu", mesh_shape)
     counts = []
-    count = neighbours_module.Channel.acknowledge
-    neighbours_module.Channel.acknowledge = lambda self, m: (counts.append(m), count(self, m))
+    count = channel_module.Channel.acknowledge
+    channel_module.Channel.acknowledge = lambda self, m: (counts.append(m), count(self, m))
     try:
         with pytest.MonkeyPatch.context() as patch:
             models = [model_on(mesh, policy, shared, patch) for shared in (True, False)]
@@ -66,7 +65,7 @@ def train_both(mesh_shape, policy, schedule):
                     optimizer.zero_grad()
             assert_same(full_state(models[0]), full_state(models[1]), bitwise=True)
     finally:
-        neighbours_module.Channel.acknowledge = count
+        channel_module.Channel.acknowledge = count
     return heard, len(counts)
 
 
@@ -171,10 +170,11 @@ def any_order(seed):
     return (
         len(met._allocations),
         len(met._unacknowledged),
-        met._free.take(1) == neighbours_module._START,
+        met._free.take(1) == channel_module._START,
     )
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
     for seed in range(4):
@@ -186,13 +186,13 @@ def many_messages():
     met = open_channel(dist.group.WORLD)
     other = 1 - dist.get_rank()
     sizes = set()
-    for count in range(3 * neighbours_module._MESSAGES):
+    for count in range(3 * channel_module._MESSAGES):
         message = met.publish(torch.full((1000,), float(count + dist.get_rank())))
         if count % 100 == 0:
             heard = met.receive(message, other, 1000, torch.float32)
             assert (heard == count + other).all()
         met.acknowledge(message)
-        if count > neighbours_module._MESSAGES:
+        if count > channel_module._MESSAGES:
             sizes.add(os.fstat(met._own.descriptor).st_size)
     return len(sizes)
 
@@ -205,7 +205,7 @@ def one_is_never_heard():
     """Start one message that nobody waits for, and more than there are words for."""
     met = open_channel(dist.group.WORLD)
     met.publish(torch.ones(10))
-    for _ in range(neighbours_module._MESSAGES - 1):
+    for _ in range(channel_module._MESSAGES - 1):
         met.acknowledge(met.publish(torch.ones(10)))
     with pytest.raises(RuntimeError, match=r"has not been waited for, and 4096 have been started"):
         met.publish(torch.ones(10))
@@ -231,7 +231,7 @@ def one_cannot_reach_the_others(how):
         elif dist.get_rank() == 1 and how == "files":
             patch.setattr(os, "memfd_create", lambda name: os.open("/none", 0))
         elif dist.get_rank() == 1:
-            patch.setattr(neighbours_module, "WHY_UNSUPPORTED", "it is another")
+            patch.setattr(channel_module, "WHY_UNSUPPORTED", "it is another")
         if how != "env":
             assert open_channel(dist.group.WORLD) is None
         model = meshard.fully_shard(seeded(MlpStack()), mesh)
@@ -302,6 +302,21 @@ def another_size():
 
 def test_ranks_that_send_different_sizes_are_told(run_ranks):
     run_ranks(another_size, 2)
+
+
+def reshard_at_once():
+    model, plain = meshard.fully_shard(seeded(MlpStack())), seeded(MlpStack())
+    for _ in range(3):
+        model.unshard(async_op=True)
+        model.reshard()
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(2, 6)).sum().backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+def test_a_gather_that_is_not_waited_for_can_be_resharded(run_ranks):
+    run_ranks(reshard_at_once, 2)
 
 
 def too_late():

@@ -1,1 +1,1 @@
-"""What do several tests need? Models, strategies, oracles and ways to have ranks."""
+"""What several tests share: models, strategies, oracles and ways to have ranks."""

@@ -1,4 +1,4 @@
-"""Which bytes did torch's allocator hand out and get back, in which order?"""
+"""A log of what torch's allocator gives out and gets back."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How is each small model built, fed, cut into units and given a loss?"""
+"""Small models with their batches, units and losses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

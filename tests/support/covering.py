@@ -1,4 +1,10 @@
-"""Which rows of a product are enough for every pair of values to meet, and when do others run?"""
+"""Selection of rows: which combinations of parametrized values run in which tier.
+
+A test that is parametrized over a product of axes has more rows than a developer can wait for. By
+default those rows run in which every value occurs once; with ``-m full`` the other rows; where the
+product is written with ``covering``, ``-m full`` stops at the rows in which every pair of values
+occurs, and ``-m exhaustive`` runs what is left.
+"""
 
 import itertools
 import random
@@ -11,7 +17,7 @@ TRIES = 10
 
 
 def every_pair(rows: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Return places of rows in which any two values occur together that do so in ``rows``.
+    """Return indices of rows in which any two values occur together that do so in ``rows``.
 
     The row that has most new pairs comes next, of several any; the shortest of some tries is taken,
     the same every time. A single column is taken whole.
@@ -20,26 +26,26 @@ def every_pair(rows: Sequence[tuple[Any, ...]]) -> list[int]:
     >>> len(every_pair(rows))
     4
     """
-    columns = [_numbered(column) for column in zip(*rows, strict=True)]
-    pairs = [_pairs(row) for row in zip(*columns, strict=True)]
-    return min((_greedy(pairs, random.Random(number)) for number in range(TRIES)), key=len)
+    return _shortest([_pairs(row) for row in _numbered_rows(rows)])
 
 
-def _greedy(pairs: Sequence[set[Any]], order: random.Random) -> list[int]:
-    places = order.sample(range(len(pairs)), len(pairs))
-    missing = set().union(*pairs)
-    chosen = []
-    while missing:
-        best = max(places, key=lambda place: len(pairs[place] & missing))
-        missing -= pairs[best]
-        chosen.append(best)
-    return sorted(chosen)
+def every_value(rows: Sequence[tuple[Any, ...]]) -> list[int]:
+    """Return indices of rows in which every value of each column occurs.
+
+    >>> rows = list(itertools.product("abc", [1, 2], [True, False]))
+    >>> len(every_value(rows))
+    3
+    """
+    return _shortest([set(enumerate(row)) for row in _numbered_rows(rows)])
 
 
 def covering(
     names: str, rows: Iterable[tuple[Any, ...]], *, indirect: Sequence[str] = ()
 ) -> pytest.MarkDecorator:
-    """Parametrize a test like pytest does; rows that show no new pair are for ``-m exhaustive``.
+    """Parametrize a test as pytest does, with rows that are spread over the tiers.
+
+    Rows in which every value occurs run by default, rows that are needed to have every pair of
+    values with ``-m full``, and the others with ``-m exhaustive``.
 
     Args:
         names: Of the parameters, as pytest takes them; at least two.
@@ -47,26 +53,80 @@ def covering(
         indirect: Which of the names are fixtures, as pytest takes them.
     """
     rows = list(rows)
-    enough = set(every_pair(rows))
+    pairs = every_pair(rows)
+    values = {pairs[index] for index in every_value([rows[index] for index in pairs])}
+    marks = {index: [] if index in values else [pytest.mark.full] for index in pairs}
     marked = [
-        pytest.param(*row, marks=[] if place in enough else [pytest.mark.exhaustive])
-        for place, row in enumerate(rows)
+        pytest.param(*row, marks=marks.get(index, [pytest.mark.exhaustive]))
+        for index, row in enumerate(rows)
     ]
-    return pytest.mark.parametrize(names, marked, ids=_named, indirect=indirect)
+    return pytest.mark.parametrize(names, marked, ids=_name_of, indirect=indirect)
 
 
-def _named(value: Any) -> str:
-    parts = value if isinstance(value, tuple) else (value,)
-    return ",".join(str(getattr(part, "__name__", part)) for part in parts)
+def mark_products(items: Sequence[pytest.Item]) -> None:
+    """Mark ``full`` the rows of each test that the default tier does not need.
+
+    Of a test with ``@pytest.mark.default_rows(n)``, the first ``n`` rows stay; of one with several
+    ``parametrize`` decorators, rows in which every value of each of them occurs.
+    """
+    tests: dict[tuple[Any, str], list[Any]] = {}
+    for item in items:
+        is_marked = item.get_closest_marker("full") or item.get_closest_marker("exhaustive")
+        if hasattr(item, "callspec") and not is_marked:
+            tests.setdefault((item.parent, item.originalname), []).append(item)
+    for rows in tests.values():
+        limit = rows[0].get_closest_marker("default_rows")
+        kept = range(limit.args[0]) if limit else every_value([_axes_of(row) for row in rows])
+        for index, row in enumerate(rows):
+            if index not in kept:
+                row.add_marker(pytest.mark.full)
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``exhaustive`` unless ``-m`` names that marker."""
+    """Mark rows that the default tier leaves out; drop ``exhaustive`` ones that ``-m`` omits."""
+    mark_products(items)
     if "exhaustive" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def _axes_of(row: Any) -> tuple[Any, ...]:
+    """Return what each ``parametrize`` decorator and each fixture gives to ``row``, as ids."""
+    values = dict(row.callspec.params)
+    axes = []
+    for mark in row.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        axes.append(tuple(id(values.pop(name)) for name in names))
+    return (*axes, *map(id, values.values()))
+
+
+def _shortest(sets: Sequence[set[Any]]) -> list[int]:
+    return min((_greedy(sets, random.Random(number)) for number in range(TRIES)), key=len)
+
+
+def _greedy(sets: Sequence[set[Any]], order: random.Random) -> list[int]:
+    """Return indices of sets that together hold all that ``sets`` hold, of few sets."""
+    indices = order.sample(range(len(sets)), len(sets))
+    missing = set().union(*sets)
+    chosen = []
+    while missing:
+        best = max(indices, key=lambda index: len(sets[index] & missing))
+        missing -= sets[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def _name_of(value: Any) -> str:
+    parts = value if isinstance(value, tuple) else (value,)
+    return ",".join(str(getattr(part, "__name__", part)) for part in parts)
+
+
+def _numbered_rows(rows: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
+    columns = [_numbered(column) for column in zip(*rows, strict=True)]
+    return list(zip(*columns, strict=True))
 
 
 def _numbered(column: Iterable[Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which tensor subclasses say themselves what is gathered of them?
+"""Tensor subclasses with a custom all-gather.
 
 ``Int8OnWire`` travels as int8 with one scale per row and computes as an ordinary tensor.
 ``Bfloat16Whole`` travels in bfloat16 and stays a tensor subclass when whole. What either does to a

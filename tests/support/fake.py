@@ -1,4 +1,4 @@
-"""How does one process act as one rank of any number, without the others?"""
+"""One process that acts as one rank of any number, without the others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

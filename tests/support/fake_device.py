@@ -1,4 +1,4 @@
-"""Would this program be right on a device with streams? A recording device that checks.
+"""A recording device with streams, which checks the order of reads and writes.
 
 Tensors live on the CPU, but every operator is taken to run on the stream that is current, and two
 operators on different streams are ordered only by events. Each stream has a vector clock. For each

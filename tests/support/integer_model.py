@@ -1,4 +1,4 @@
-"""Which model gives the same sums, bit for bit, in whatever order they are added?
+"""A model whose sums are the same bits in whatever order they are added.
 
 Activations are -1, 0 or 1 and gradients of activations are integers of at most 8, so gradients of
 parameters are integers. Parameters are multiples of a power of two and so stay under SGD with a

@@ -1,4 +1,4 @@
-"""What does torch ask of a process group that is made in Python, beside collectives?"""
+"""What torch asks of a process group that is made in Python, beside collectives."""
 
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Which small models show the ways in which parameters are used?
+"""Small models that use their parameters in various ways.
 
 All randomness comes from a generator of its own: torch's random state is shared by ranks that are
 threads. Forwards take and return one tensor.
@@ -47,6 +47,21 @@ class MlpStack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x + self.shift
+
+
+class ChosenBlocks(nn.Module):
+    """Blocks of which a call runs some; ``cut`` is the one before which the graph is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(6, 8) for _ in range(3))
+
+    def forward(
+        self, x: torch.Tensor, chosen: Sequence[int] = (0, 1, 2), cut: int | None = None
+    ) -> torch.Tensor:
+        for number in chosen:
+            x = self.blocks[number](x.detach() if number == cut else x)
+        return x
 
 
 class Attention(nn.Module):

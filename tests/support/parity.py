@@ -1,4 +1,4 @@
-"""Does a sharded model compute what the plain one computes on the whole batch?"""
+"""Comparison of a sharded model with the plain one on the whole batch."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence

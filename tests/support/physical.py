@@ -1,4 +1,4 @@
-"""How much memory does this process take at most, if shared memory counts once?
+"""The most memory of this process, where shared memory counts once.
 
 The kernel's peak of the resident set counts what a process reads of its neighbours' memory, on both
 sides. Here every rank counts what it has made: its private memory and its own segments.

@@ -1,4 +1,4 @@
-"""What does a process group do that takes its time, but sends nothing?
+"""A process group that takes its time, but sends nothing.
 
 It stands for any number of ranks of a given network. A collective takes latency plus bytes over
 bandwidth, one after the other as on a wire: on the stream where it is queued, or, for CPU tensors,

@@ -1,4 +1,4 @@
-"""How does a test run a function on n spawned processes, without starting them every time?"""
+"""A pool of processes, on which tests run functions as ranks."""
 
 import multiprocessing
 import os
@@ -112,7 +112,9 @@ class RankPool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True
         )
-        context = multiprocessing.get_context("spawn")
+        # Forked from one process that has imported torch: new ranks start at once after a failure.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.tensor"])
         for rank in range(NUM_WORKERS):
             ours, theirs = context.Pipe()
             arguments = (rank, theirs, self._store.port, str(self._dump_path(rank)))

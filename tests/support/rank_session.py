@@ -1,4 +1,4 @@
-"""How does a test talk to ranks that live longer than one call?"""
+"""Ranks that live longer than one call."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""What does one spawned rank do, from its start to the end of the test run?"""
+"""One spawned rank, from its start to the end of the test run."""
 
 import faulthandler
 import gc

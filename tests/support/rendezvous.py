@@ -1,4 +1,4 @@
-"""How do ranks that are threads meet in a collective, and how is a deadlock told?
+"""A meeting of threads in a collective, which detects deadlocks.
 
 A collective is a :class:`Slot`. Every rank puts its tensors in, and takes its results out when it
 waits. Both happen as late as a real backend may do it: inputs are read when the first rank waits

@@ -1,4 +1,4 @@
-"""Does a replicated model get the gradients of one process that sees every rank's batch?"""
+"""A replicated model beside a plain one that sees every rank's batch."""
 
 import copy
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""How does a test run the same lines with torch's fully_shard and with ours, on the same ranks?
+"""The same lines with torch's fully_shard and with ours, on the same ranks.
 
 The peer is expected to do what was measured with torch 2.13. When a test says that the peer has
 changed, the row must change, and with it the documentation.

@@ -1,4 +1,4 @@
-"""Which inputs does Hypothesis draw: meshes, shapes, schedules, usage, factors, dtypes?"""
+"""Hypothesis strategies: meshes, shapes, schedules, usage, factors, dtypes."""
 
 import math
 

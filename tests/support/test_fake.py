@@ -1,4 +1,4 @@
-"""Can one process act as a rank of a large mesh, and is the group gone afterwards?"""
+"""The fake group: one process acts as a rank of a large mesh."""
 
 import pytest
 import torch.distributed as dist

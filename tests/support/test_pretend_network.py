@@ -1,4 +1,4 @@
-"""Does the pretended network take the time that it should, and do steps run on it?"""
+"""The pretended network: it takes the time that it should, and steps run on it."""
 
 import time
 

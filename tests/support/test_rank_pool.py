@@ -1,4 +1,4 @@
-"""Does a function run on spawned ranks, and is a failure told by rank?"""
+"""The pool of ranks: functions run on it, and failures name the rank."""
 
 import os
 import time
@@ -76,7 +76,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback_and_variables(run_rank
     assert len(run_ranks(_who, 2)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_hang_ends_at_the_timeout_and_shows_where_each_rank_is(run_ranks):
     with pytest.raises(RankError, match=r"rank 1 of 2: no answer in 1 s") as caught:
         run_ranks(_hangs, 2, timeout=1)
@@ -84,7 +84,7 @@ def test_a_hang_ends_at_the_timeout_and_shows_where_each_rank_is(run_ranks):
     assert len(run_ranks(_who, 4)) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_dead_process_is_told_and_replaced(run_ranks):
     with pytest.raises(RankError, match=r"rank 0 of 2: the process died with exit code 7"):
         run_ranks(_dies, 2)

@@ -1,4 +1,4 @@
-"""Do the strategies draw what they promise?"""
+"""The strategies: they draw what they promise."""
 
 from hypothesis import find, given
 from hypothesis import strategies as st

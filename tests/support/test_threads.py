@@ -1,4 +1,4 @@
-"""Do ranks that are threads communicate as processes do, and is misuse told at once?"""
+"""Ranks that are threads: they communicate as processes do, and misuse is an error."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What does a process group do whose ranks are threads of this process?
+"""A process group whose ranks are threads of this process.
 
 Ours instead of torch's threaded group: that one blocks inside the call, so it can show neither a
 late wait nor a deadlock, and its all-to-all and reductions do not check sizes or dtypes.

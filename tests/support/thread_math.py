@@ -1,4 +1,4 @@
-"""What does each collective compute, given what every rank brought?
+"""The result of each collective, given what every rank brings.
 
 Each function takes the parts in rank order and returns, per rank, one value per output.
 """

@@ -1,4 +1,4 @@
-"""How does a function run on n ranks that are threads of this process?"""
+"""Functions on ranks that are threads of this process."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Which parts of torch's own test support do we borrow?
+"""Parts of torch's own test support.
 
 ``fake``: importing torch's module registers the backend that pretends to communicate.
 ``ThreadLocalWorld``: torch keeps the table of process groups in one global; ranks that are threads

@@ -1,4 +1,4 @@
-"""What is a window of microbatches, and what must it leave and send?
+"""Windows of microbatches, and what they must leave and send.
 
 Gradients are integers, small enough that sums of them are exact in every dtype on the way. Divided
 by a power of two they stay exact, so nothing but the right bits will do; by other factors they are

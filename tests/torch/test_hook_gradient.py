@@ -1,4 +1,4 @@
-"""Does a hook without a handle do what one with a handle does?"""
+"""Gradient hooks without a handle, against those with one."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""When may units be opened, by whom, and what happens to gradients meanwhile?"""
+"""Summoned units: when, by whom, and what happens to gradients meanwhile."""
 
 import copy
 

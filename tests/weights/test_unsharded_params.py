@@ -1,4 +1,4 @@
-"""Are whole weights right to read and edit, and is nothing of them left?"""
+"""``unsharded_params``: whole weights to read and edit, of which nothing is left behind."""
 
 import copy
 import gc
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from meshard import MixedPrecisionPolicy, unsharded_params
-from tests.engine.test_lifetime import live_tensor_bytes, settled_tensor_bytes
 from tests.support.cases import CASES
+from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 

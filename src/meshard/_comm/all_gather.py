@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,17 +47,10 @@ class GatherInFlight(NamedTuple):
             self.reusable.free()
 
 
-class UnshardedMemory(Protocol):
-    """The memory of unsharded parameters."""
-
-    def allocate(self) -> None:
-        """Allocate it, unless it is allocated."""
-
-
 class _InPlace(NamedTuple):
     """An unsharded parameter that receives the gather itself."""
 
-    memory: UnshardedMemory
+    allocate: Callable[[], None]
     flat: torch.Tensor
     rows: torch.Tensor  # the same memory, [ranks, n]
 
@@ -80,12 +73,7 @@ class _Copies(NamedTuple):
 
 
 def start_all_gather(
-    source: torch.Tensor,
-    count: int,
-    *,
-    comm: Communicator,
-    group: dist.ProcessGroup,
-    label: str,
+    source: torch.Tensor, count: int, *, comm: Communicator, group: dist.ProcessGroup, label: str
 ) -> GatherInFlight:
     """Start gathering ``source [n]`` of every rank into ``[count, n]``.
 
@@ -166,8 +154,8 @@ class GatherPlan:
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
             if self._in_place is not None:
-                memory, flat, rows = self._in_place
-                memory.allocate()
+                allocate, flat, rows = self._in_place
+                allocate()
                 pending = comm.all_gather(flat, source, group=group, label=label)
                 return GatherInFlight(rows, source, pending)
             if self._reusable is None:
@@ -178,20 +166,20 @@ class GatherPlan:
             return GatherInFlight(self._reusable.rows, source, pending, reusable=self._reusable)
 
     def bind(
-        self, unsharded: Sequence[torch.Tensor], memory: UnshardedMemory | None = None
+        self, unsharded: Sequence[torch.Tensor], allocate: Callable[[], None] | None = None
     ) -> None:
         """Prepare the views through which ``copy_out`` fills unsharded parameters.
 
         Args:
             unsharded: The parameters; those of one dtype share one storage.
-            memory: Their memory, if the gather may be received in it. It is where the unit has one
-                parameter that is cut evenly: nothing has to be copied out.
+            allocate: Allocates their memory, if the gather may be received in it. It is where the
+                unit has one parameter that is cut evenly: nothing has to be copied out.
         """
         self._in_place = None
         segments = self.on_wire.segments
-        if memory is not None and len(unsharded) == 1 and segments[0].num_regular:
+        if allocate is not None and len(unsharded) == 1 and segments[0].num_regular:
             flat = unsharded[0].view(-1)
-            self._in_place = _InPlace(memory, flat, flat.view(-1, segments[0].numel))
+            self._in_place = _InPlace(allocate, flat, flat.view(-1, segments[0].numel))
         self._irregular = list(unsharded)
         self._copies: _Copies | None = None
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []

@@ -73,7 +73,7 @@ class InFlight(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the collective. May be called on any stream."""
+        """Order what the caller does next after the collective. May be called again."""
 
     def poll(self) -> bool:
         """Do what ``wait`` does, if the host need not block for it. Return whether it is done."""
@@ -99,15 +99,12 @@ class RecordedWork(InFlight, Protocol):
 class Done:
     """A collective that needed no communication."""
 
-    def wait(self) -> None:
-        """Return at once."""
+    def wait(self) -> None: ...
 
     def poll(self) -> bool:
-        """Return True."""
         return True
 
-    def synchronize(self) -> None:
-        """Return at once."""
+    def synchronize(self) -> None: ...
 
 
 DONE = Done()
@@ -186,6 +183,7 @@ class Communicator:
     def __init__(self) -> None:
         self.identity = object()
         self._custom = CommSettings()
+        self._is_custom = False
         # None: not checked. Else the number of the root by group.
         self._root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
 
@@ -196,7 +194,7 @@ class Communicator:
         if not custom:
             return self
         variant = copy.copy(self)
-        variant._custom = custom
+        variant._custom, variant._is_custom = custom, True
         variant.may_keep_buffers = False
         return variant
 
@@ -260,7 +258,7 @@ class Communicator:
         With ``is_sent`` it will be the whole source of one collective, then dropped.
         """
         # The user's allocators serve what is received, and what is reduce-scattered.
-        if self._custom and not is_sent and group.size() > 1:
+        if self._is_custom and not is_sent and group.size() > 1:
             if self._custom.from_group:
                 backend = memory_backend(group, device)
                 tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
@@ -320,12 +318,7 @@ class Communicator:
         return None
 
     def all_gather(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
+        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
 
@@ -362,7 +355,7 @@ class Communicator:
             if source[0] is not output:
                 output.copy_(source[0])
             return self.record(*source)
-        self._announce("reduce_scatter", source[0], group, label, rows=len(source))
+        self._announce("reduce_scatter", source[0], group, label, rows=group.size())
         with profiled("reduce_scatter", label):
             if self._custom.reduce_scatter is None:
                 return self._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
@@ -427,13 +420,7 @@ class Communicator:
         return self._in_flight(work, (source, received), lambda: output.copy_(received))
 
     def _announce(
-        self,
-        op: str,
-        payload: torch.Tensor,
-        group: dist.ProcessGroup,
-        label: str,
-        *,
-        rows: int = 1,
+        self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, *, rows: int = 1
     ) -> None:
         if not _observers and self._root_numbers is None:
             return

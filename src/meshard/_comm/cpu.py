@@ -107,8 +107,7 @@ class _OwnRow(Done):
     def rows(self) -> list[torch.Tensor]:
         return [self._source]
 
-    def release(self) -> None:
-        """Return at once."""
+    def release(self) -> None: ...
 
 
 class WorkCommunicator(Communicator):

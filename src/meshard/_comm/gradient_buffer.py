@@ -43,10 +43,7 @@ class GradientLayout:
     """
 
     def __init__(
-        self,
-        params: Sequence[ParamLayout],
-        indices: tuple[int, ...],
-        device: torch.device,
+        self, params: Sequence[ParamLayout], indices: tuple[int, ...], device: torch.device
     ) -> None:
         # One segment: all gradients of a unit are sent in one dtype, chosen per buffer.
         flat = FlatLayout.build(params, [torch.float32] * len(params), indices)

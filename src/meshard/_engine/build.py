@@ -237,13 +237,13 @@ def plan(
         NotImplementedError: A parameter with ``fsdp_pre_all_gather`` cannot be sharded as asked.
         ValueError: Another parameter cannot, or ``placement_fn`` returned something invalid.
     """
-    check_parameters(found, device_of(mesh_info.mesh))
     resolver = _ShardSpecResolver(mesh_info, placement_fn)
     members: dict[tuple[int, bool], list[tuple[Collected, ShardSpec]]] = {}
     members[id(mesh_info), False] = []
     for each in found:
         spec = resolver.resolve(each.fqn, each.param)
         members.setdefault((id(spec.mesh_info), spec.is_subclass), []).append((each, spec))
+    check_parameters(found, device_of(mesh_info.mesh))
     plans = [_plan_of(pairs) for pairs in members.values() if pairs]
     return plans or [UnitPlan(mesh_info, False, (), (), FlatLayout.build([], []))]
 

@@ -131,8 +131,9 @@ def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit,
 
 def _takes_ordinary_tensors(unit: Unit) -> bool:
     """Whether no parameter of a unit is placed by another parallelism."""
-    params = [] if unit.group is None else sharded_params(unit.group)
-    return all(param.dtensor_placement is None for param in params)
+    return unit.group is None or all(
+        param.dtensor_placement is None for param in sharded_params(unit.group)
+    )
 
 
 def _holds_shards(unit: Unit) -> bool:

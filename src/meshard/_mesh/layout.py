@@ -1,9 +1,9 @@
 """Layout of parameters in a flat shard.
 
-A parameter of shape ``[prefix..., rows, suffix...]`` is cut along its shard dim into
+A parameter of shape ``[prefix..., rows, suffix...]`` is sharded along its shard dim into
 ``shard_count`` chunks of ``chunk_rows = ceil(rows / shard_count)`` rows, like ``torch.chunk``:
-late ranks may own fewer rows, or none. On the wire every rank has a **slot** of the size of a full
-chunk; what a rank does not own in its slot is padding and is never read.
+late ranks may own fewer rows, or none. In a flat shard every rank has a **range** of the size of a
+full chunk for it; the part of the range that the rank does not own is padding and never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """How one parameter is cut into chunks along one dim."""
+    """Shape of one parameter, and its chunks along one dim."""
 
     shape: torch.Size
     shard_dim: int
@@ -45,12 +45,12 @@ class ParamLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return self.prefix * self.rows * self.suffix
 
     @property
     def range_numel(self) -> int:
-        """Elements of a full chunk, which is what every rank sends."""
+        """Elements of a full chunk, and so of the range on every rank."""
         return self.prefix * self.chunk_rows * self.suffix
 
     @property
@@ -60,7 +60,7 @@ class ParamLayout:
 
     @property
     def is_regular(self) -> bool:
-        """Whether slots laid end to end are the parameter: dim 0, no padding, not empty."""
+        """Whether the ranges of all ranks, end to end, are the parameter: no padding, dim 0."""
         return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
 
     def owned_rows(self, shard_rank: int) -> range:
@@ -87,19 +87,19 @@ class ParamLayout:
 
 @dataclass(frozen=True, slots=True)
 class ParamRange:
-    """Where one parameter stands inside a flat shard."""
+    """The range of one parameter in a flat shard."""
 
-    index: int  # the parameter's place in the unit
+    index: int  # of the parameter in the unit
     offset: int  # in elements, from the start of its segment
-    numel: int  # ParamLayout.slot_numel
+    numel: int  # ParamLayout.range_numel
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The part of a flat shard that has one dtype.
 
-    Regular slots come first, so that ``[:, :regular_numel]`` of a buffer of all ranks' shards
-    splits and concatenates in one kernel.
+    Ranges of regular parameters come first, so that one kernel splits or concatenates
+    ``[:, :regular_numel]`` of a buffer of all ranks' shards.
     """
 
     dtype: torch.dtype
@@ -119,18 +119,18 @@ class Segment:
 
     @property
     def regular_sizes(self) -> list[int]:
-        """Slot sizes of the regular parameters."""
+        """Elements of the range of each regular parameter."""
         return [param_range.numel for param_range in self.ranges[: self.num_regular]]
 
     @property
     def regular_numel(self) -> int:
-        """Elements that the regular slots take."""
+        """Elements of the ranges of all regular parameters."""
         return sum(self.regular_sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where every parameter of a unit stands in one flat buffer per rank.
+    """The ranges of all parameters of a unit in one flat buffer per rank.
 
     The buffer has one segment per dtype, wider dtypes first, so that every segment is aligned
     without padding. ``shard_bytes`` is what one rank sends to gather the unit.
@@ -146,10 +146,10 @@ class FlatLayout:
         dtypes: Sequence[torch.dtype],
         order: Iterable[int] | None = None,
     ) -> FlatLayout:
-        """Lay the parameters ``order`` (all of them by default) out, one segment per dtype.
+        """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
-        Inside a segment, regular parameters precede the others, larger slots smaller ones, so that
-        those of one size are neighbours; and otherwise the given order is kept.
+        Inside a segment, regular parameters precede the others, and larger ranges smaller ones, so
+        that ranges of one size are adjacent. Otherwise the order is that given.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -177,7 +177,7 @@ class FlatLayout:
 
     @property
     def order(self) -> list[int]:
-        """Parameter indices in the order in which they stand in the buffer."""
+        """Parameter indices in the order of their ranges in the buffer."""
         return [param_range.index for segment in self.segments for param_range in segment.ranges]
 
     @property

@@ -19,7 +19,7 @@ class FullMesh:
     """A mesh of which only some axes are data-parallel.
 
     Attributes:
-        mesh: All axes, as the parameters on it were placed.
+        mesh: All axes, as users have placed parameters on it.
         sharded_of_all: The same with the shard axes flattened into one.
         origins: For each axis of ``sharded_of_all`` the axis of ``mesh``; None for the shard axis.
         data_axes: The data-parallel axes of ``mesh``.
@@ -33,10 +33,10 @@ class FullMesh:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshInfo:
-    """The two roles of a data-parallel mesh, with the groups that play them on this rank.
+    """The shard and replicate axes of a data-parallel mesh, with this rank's process groups.
 
-    A 1D mesh only shards. A 2D mesh is ``(replicate, shard)``: its last axis shards. For axes that
-    are chosen by name see ``named_axes``.
+    A 1D mesh shards. A 2D mesh is ``(replicate, shard)``. ``mesh_info_of_named_axes`` chooses axes
+    by name.
     """
 
     mesh: DeviceMesh  # the data-parallel axes
@@ -50,7 +50,7 @@ class MeshInfo:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshInfo:
-        """Read the roles off ``mesh``.
+        """Return the axes of a 1D or 2D mesh.
 
         Raises:
             ValueError: The mesh is neither 1D nor 2D.
@@ -73,7 +73,7 @@ class MeshInfo:
         )
 
     def replicating_all(self) -> MeshInfo:
-        """Return roles on the same mesh in which all its axes replicate and none shards.
+        """Return the same mesh with all axes replicating and none sharding.
 
         **Collective:** the ranks of a mesh of several axes, the first time that it is seen.
         """
@@ -94,7 +94,7 @@ class MeshInfo:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The shard group, and the replica group if there is one."""
+        """The shard group, and the replicate group if there is one."""
         replicas = [] if self.replicate_group is None else [self.replicate_group]
         return [self.shard_group, *replicas]
 
@@ -134,7 +134,7 @@ def shard_mesh_of(mesh_info: MeshInfo) -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device of a mesh: where its collectives take their tensors from."""
+    """Return this rank's device of a mesh, on which its collectives take tensors."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()
@@ -142,7 +142,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def pg_of_one() -> dist.ProcessGroup:
-    """Return a group of this rank. It cannot communicate, and need not: nobody else is in it."""
+    """Return a group of this rank alone. It has no backend, and needs none."""
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
@@ -156,9 +156,9 @@ def _pg_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup:
 
 
 class _ExtraGroups(dict[str, dist.ProcessGroup]):
-    """The groups that were made for a mesh. They stay behind when it is copied or pickled.
+    """Process groups made for a mesh. Copies and pickles of the mesh leave them out.
 
-    So do its own groups; and what is read must be readable where there is no meshard.
+    torch leaves a mesh's own groups out too. A plain dict in a pickle needs no meshard to be read.
     """
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -168,8 +168,7 @@ class _ExtraGroups(dict[str, dist.ProcessGroup]):
 def _extra_pg(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
     """Return a group of some ranks of ``mesh``, the same one each time.
 
-    **Collective:** these ranks, the first time, in the same order. Others see other parts of a
-    larger mesh, or none.
+    **Collective:** these ranks, the first time, in the same order.
     """
     # On the mesh itself, so that groups die with it: a process group that is alive when the
     # interpreter ends aborts the process, and an equal mesh may belong to another world.
@@ -186,17 +185,16 @@ def _extra_pg(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGrou
 def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
 
-    **Collective:** the ranks of that group, in the same order, the first time that a mesh is seen
-    with this size; later calls answer from a cache.
+    **Collective:** the ranks of that group, in the same order, the first time for a mesh and size.
 
     Args:
-        roles: The mesh to split along its shard axis.
+        mesh_info: The mesh to split along its shard axis.
         group_size: Ranks in each part; divides ``mesh_info.shard_count``.
     """
     ranks = dist.get_process_group_ranks(mesh_info.shard_group)
     first = mesh_info.shard_rank // group_size * group_size
-    neighbours = ranks[first : first + group_size]
-    return _extra_pg(mesh_info.mesh, f"meshard_neighbours_{group_size}", neighbours)
+    own = ranks[first : first + group_size]
+    return _extra_pg(mesh_info.mesh, f"meshard_post_forward_{group_size}", own)
 
 
 def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
@@ -218,7 +216,7 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
         joined = concatenate_meshes(parts)
     except (AssertionError, RuntimeError, TypeError):  # TypeError: no names
         joined = None
-    # It asks for no common root, and mixes ranks up where two roots number them otherwise.
+    # torch requires no common root, and confuses ranks where two roots number them differently.
     if joined is None or not _holds(joined, parts):
         raise ValueError(
             f"the meshes {parts} cannot be joined; make one mesh with named axes "
@@ -228,7 +226,7 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
 
 
 def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
-    """Whether the axes of ``joined`` have the ranks that ``parts`` have, seen from this rank."""
+    """Whether the axes of ``joined`` have the ranks of ``parts``, seen from this rank."""
     coordinate = joined.get_coordinate()
     if coordinate is None:
         return False
@@ -245,7 +243,7 @@ def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
 def mesh_info_of_named_axes(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> MeshInfo:
-    """Return the roles on ``mesh`` of the axes ``shard`` and ``replicate``, several as one.
+    """Return ``mesh`` with the axes ``shard`` and ``replicate`` as its data-parallel ones.
 
     **Collective:** all ranks of the default group, the first time that several axes are flattened
     into one.
@@ -278,16 +276,16 @@ def mesh_info_of_named_axes(
     ]
     shard_axes = [position for position, (_, origin) in enumerate(data_parts) if origin is None]
     shard_mesh = _flat(mesh, shard) if shard else None
-    replicas = _flat(mesh, replicate) if replicate else None
+    replicate_mesh = _flat(mesh, replicate) if replicate else None
     return MeshInfo(
         mesh=_join(part for part, _ in data_parts),
         shard_axis=shard_axes[0] if shard_axes else None,
-        # Without shard axes every rank is a shard group of its own, which never communicates.
+        # Without shard axes every rank is a shard group of its own.
         shard_group=shard_mesh.get_group() if shard_mesh else pg_of_one(),
         shard_count=shard_mesh.size() if shard_mesh else 1,
         shard_rank=shard_mesh.get_local_rank() if shard_mesh else 0,
-        replicate_group=replicas.get_group() if replicas else None,
-        replicate_count=replicas.size() if replicas else 1,
+        replicate_group=replicate_mesh.get_group() if replicate_mesh else None,
+        replicate_count=replicate_mesh.size() if replicate_mesh else 1,
         full=FullMesh(
             mesh=mesh,
             sharded_of_all=mesh if len(shard) < 2 else _join(parts),
@@ -310,8 +308,8 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
                 raise ValueError(f"dp_mesh_dims names the axis {name!r}, but {mesh} has {known}.")
         if list(names) != [name for name in known if name in names]:
             raise ValueError(
-                f"dp_mesh_dims names {names}, but in {mesh} they come in another order; name them "
-                "in the order of the mesh, in which they are flattened."
+                f"dp_mesh_dims names {names}, but {mesh} has them in another order; name them in "
+                "the order of the mesh, in which they are flattened."
             )
 
 

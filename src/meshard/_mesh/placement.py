@@ -1,10 +1,10 @@
-"""Placement of parameters that another parallelism has placed.
+"""Placement of parameters that are DTensors of another parallelism.
 
-Tensor parallelism cuts a parameter first; what a rank holds of it is then cut again over the shard
-axis, as if it were the whole. In use the parameter lies as it was placed, at rest over the
-data-parallel axes and the others together. DTensor reads placements from the left, first axis cut
-first. Where an axis further right cuts the same tensor dim, the cut over the shard axis is
-therefore a strided one.
+Tensor parallelism shards a parameter first; its local tensor is then sharded again over the shard
+axis. Unsharded, the parameter has the placements that it was given; sharded, it is a DTensor over
+the data-parallel axes and the others together. DTensor reads placements from the left: the first
+axis shards first. Where an axis further right shards the same tensor dim, the placement on the
+shard axis is therefore a strided one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshard._torch.private import strided_shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedTensor:
-    """How a tensor of global ``shape`` lies over a mesh."""
+    """The mesh and placements of a tensor of global ``shape``."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -34,13 +34,14 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorPlacement:
-    """How a placed parameter lies over its meshes.
+    """The placements of a DTensor parameter, sharded and unsharded.
 
     Attributes:
-        in_use: As it was placed.
-        mesh: Where it lies at rest.
-        data_positions: For each axis of ``mesh``, its place among the data-parallel axes, or None.
-        others: For each axis of ``mesh``, how it was placed along it; Replicate along
+        in_use: Mesh and placements of the unsharded parameter, as users gave them.
+        mesh: Mesh of the sharded parameter.
+        data_positions: For each axis of ``mesh``, its position among the data-parallel axes, or
+            None.
+        others: For each axis of ``mesh``, the placement that users gave; Replicate along
             data-parallel ones.
         data_axes: The data-parallel axes of ``in_use.mesh``: the gradient may be a partial sum
             along them, because it is going to be reduced.
@@ -53,15 +54,15 @@ class DTensorPlacement:
     data_axes: frozenset[int]
 
     def sharded_of_all(self, data_placements: Sequence[Placement]) -> PlacedTensor:
-        """Return how a shard lies whose data-parallel axes have these placements."""
+        """Return the sharded parameter's placements, with these on the data-parallel axes."""
         placements = list(self.others)
         for axis, position in enumerate(self.data_positions):
             if position is not None:
-                placements[axis] = self._behind(axis, data_placements[position])
+                placements[axis] = self._after_others(axis, data_placements[position])
         return PlacedTensor(self.mesh, tuple(placements), self.in_use.shape)
 
-    def _behind(self, axis: int, placement: Placement) -> Placement:
-        """Return a cut that comes after the cuts of the axes further right."""
+    def _after_others(self, axis: int, placement: Placement) -> Placement:
+        """Return ``placement`` as one that shards after the axes further right."""
         if not isinstance(placement, Shard):
             return placement
         cuts = math.prod(
@@ -72,7 +73,7 @@ class DTensorPlacement:
         return placement if cuts == 1 else strided_shard(placement.dim, cuts)
 
     def cut(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds in use of ``unsharded``, a plain tensor: a view of it."""
+        """Return this rank's local tensor of ``unsharded``, a plain tensor: a view of it."""
         coordinate = self.in_use.mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(self.in_use.placements):
@@ -84,11 +85,11 @@ class DTensorPlacement:
         return unsharded
 
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
-        """Return how a gradient with placements ``arrived`` must be placed to be reduced.
+        """Return the placements that a gradient needs to be reduced.
 
-        None if it cannot be: it is cut along a data-parallel axis.
+        None if it cannot be, because ``arrived`` shards it along a data-parallel axis.
         """
-        if any(not _is_whole(arrived[axis]) for axis in self.data_axes):
+        if any(not isinstance(arrived[axis], (Replicate, Partial)) for axis in self.data_axes):
             return None
         return tuple(
             arrived[axis] if axis in self.data_axes else placement
@@ -96,15 +97,11 @@ class DTensorPlacement:
         )
 
 
-def _is_whole(placement: Placement) -> bool:
-    return isinstance(placement, (Replicate, Partial))
-
-
 def check_composable(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> None:
-    """Check that a parameter that lies like ``placed_tensor`` can be cut again over a shard axis.
+    """Check that a DTensor parameter can be sharded again over a shard axis.
 
     Raises:
-        ValueError: Why not, and what to do.
+        ValueError: It cannot, because of its placements or its mesh.
     """
     mesh, full = placed_tensor.mesh, mesh_info.full
     for axis, placement in enumerate(placed_tensor.placements):
@@ -137,7 +134,7 @@ def check_composable(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> None:
 
 
 def compose_placement(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> DTensorPlacement:
-    """Return how a parameter that lies like ``placed_tensor`` lies once it is sharded.
+    """Return the placements of a DTensor parameter once it is sharded.
 
     Raises:
         ValueError: The meshes cannot be joined.
@@ -155,7 +152,7 @@ def compose_placement(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> DTens
 
 
 def _compose_on_full(placed_tensor: PlacedTensor, full: FullMesh) -> DTensorPlacement:
-    # The data-parallel axes stand in the order of ``mesh_info.mesh``.
+    # The data-parallel axes are in the order of ``mesh_info.mesh``.
     counter = itertools.count()
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return DTensorPlacement(

@@ -113,7 +113,7 @@ class FlatParams(UnitParams):
             device = META.device if self.storage.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
             unsharded_params = self.unsharded.as_parameters(flags)
-        self.plan.bind(self.unsharded.views, self.unsharded)
+        self.plan.bind(self.unsharded.views, self.unsharded.allocate)
         for index, (param, plain) in enumerate(zip(self.params, unsharded_params, strict=True)):
             param.unsharded = param.as_used(plain)
             tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)

@@ -186,7 +186,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         here: ranks that differ would open channels of different models with one another, and the
         check comes only with the collective.
         """
-        if self._custom:
+        if self._is_custom:
             return None
         return self._channels[group] if self._root_numbers is None else self._channels.get(group)
 

@@ -1,9 +1,7 @@
 """Private attributes of DTensor, read and written without a dispatch.
 
-The only file that touches DTensor's private attributes. ``DTensor.from_local`` costs 24 us and
-``to_local`` enters autograd; a step wraps every sharded gradient once, so both are avoided:
-``DTensor(local, spec, requires_grad=False)`` costs 2.5 us. ``tests/house`` notices when
-one of these names goes.
+``DTensor.from_local`` costs 24 us and ``to_local`` enters autograd. A step wraps every sharded
+gradient once, so both are avoided: ``DTensor(local, spec, requires_grad=False)`` costs 2.5 us.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ def make_dtensor(
 ) -> DTensor:
     """Return a DTensor of global ``shape`` (contiguous) over this rank's ``local`` shard."""
     stride = torch.empty(shape, device="meta").stride()
-    # from_local moves what it is given to the device of the mesh, but a shard may live on the
-    # host; it leaves alone what is on meta.
+    # from_local moves tensors to the device of the mesh, but a shard may live on the host; meta
+    # tensors it does not move.
     meta = DTensor.from_local(
         torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
         mesh,
@@ -41,21 +39,21 @@ def make_dtensor(
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor object itself: no copy, no autograd."""
+    """Return the local tensor object itself, without a copy and without autograd."""
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
-# The same for loops over many: what runs is C.
+# The same for loops over many tensors: a call of it runs in C.
 own_local: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Iterate over the local tensor of each, as ``local_of`` returns it, in a loop in C."""
+    """Iterate over the local tensor of each, in a loop in C."""
     return map(own_local, tensors)
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Put ``local`` under an existing DTensor, whose identity an optimizer may hold."""
+    """Make ``local`` the local tensor of a DTensor, which stays the same object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
@@ -76,7 +74,7 @@ def place_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 
 def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Put ``local`` under an existing DTensor, also if it is on another device than the old one.
+    """Make ``local`` the local tensor of a DTensor, also if it is on another device.
 
     The DTensor stays the same object, with its hooks, gradient and version.
     """
@@ -87,7 +85,7 @@ def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
-    # No offset: see wrap_like. A tensor subclass may not know new_empty.
+    # No offset: see wrap_like. A tensor subclass may not implement new_empty.
     over = local.new_empty(0) if local.storage_offset() else local
     made = DTensor(over, spec, requires_grad=False)
     made._local_tensor = local
@@ -95,13 +93,13 @@ def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return ``local`` as a DTensor placed like ``tensor``, with its shape, without autograd.
+    """Return ``local`` as a DTensor with the mesh, placements and shape of ``tensor``.
 
     The wrapper takes the storage offset of the tensor it is made over, and torch can neither pickle
-    nor copy one with an offset; so it is made over the local tensor of ``tensor``, which has none.
+    nor copy one with an offset. So it is made over the local tensor of ``tensor``, which has none.
     """
     spec = tensor._spec  # type: ignore[attr-defined]
-    # DTensor.__init__ does nothing, behind three wrappers that cost as much as the rest.
+    # Not DTensor(): __init__ does nothing, behind three wrappers that cost as much as the rest.
     made = DTensor.__new__(DTensor, local_of(tensor), spec, requires_grad=False)
     made._local_tensor = local
     return made
@@ -119,7 +117,7 @@ def plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the ordinary tensors that hold the values of ``tensor``.
 
     Raises:
-        TypeError: It is of a class that does not tell.
+        TypeError: Its class has no ``__tensor_flatten__``.
     """
     if is_plain(tensor):
         return [tensor]

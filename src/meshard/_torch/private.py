@@ -218,7 +218,6 @@ def _or_error(path: str) -> Callable[..., Any]:
 
 
 # Nested containers that are registered with torch, and back.
-tree_leaves = _or_error("torch.utils._pytree.tree_leaves")
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 

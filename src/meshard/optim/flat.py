@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import units_in
+from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of
 from meshard.optim.flat_slices import FlatSlice, Groups, Member, Places, Snapshot, State
@@ -400,11 +400,7 @@ def flat_optimizer(
             f"{getattr(optimizer, '__name__', optimizer)!r} is none of them: build it on "
             "module.parameters() as usual."
         )
-    if not any(True for _ in units_in(module)):
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
-            "first."
-        )
+    require_units(module)
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
     if param_groups is None:

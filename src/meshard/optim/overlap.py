@@ -21,7 +21,7 @@ from meshard._engine.optimizer_hooks import (
     register_overlapped,
     unregister_overlapped,
 )
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.clipping import check_limit, unit_clip
 from meshard.optim.deferred_clip import DeferredStep, DeferredWindow
@@ -469,12 +469,7 @@ def overlap_optimizer(
     >>> optimizer.step()  # checks
     >>> optimizer.zero_grad()
     """
-    units = list(units_in(module))
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
-            "first."
-        )
+    units = require_units(module)
     check_rest(units, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
     _check_deferred(clip, max_norm)

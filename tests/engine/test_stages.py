@@ -1,0 +1,103 @@
+"""What a parameter and its gradient are at each stage: the table of docs/design/architecture.md."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import meshard
+from meshard import GradientSync
+from meshard._engine.unit import unit_of
+from tests.support.fake import fake_group
+
+PLACEMENTS = (Replicate(), Shard(0))
+
+
+class Recording(nn.Linear):
+    """Records its weight in forward, and in its backward."""
+
+    def forward(self, x):
+        self.seen = [self.weight]  # in a list: as an attribute it would be a second parameter
+        if x.requires_grad:
+            x.register_hook(lambda _: self.seen.append(self.weight))  # at the end of its backward
+        return super().forward(x)
+
+
+@pytest.fixture
+def model():
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        net = nn.Sequential(Recording(4, 4, bias=False), nn.Linear(4, 4))
+        for module in (*net, net):
+            meshard.fully_shard(module, mesh)
+        yield net
+
+
+def memory_of_unsharded(layer):
+    return unit_of(layer).group.params[0].unsharded.untyped_storage().nbytes()
+
+
+def is_shard(tensor):
+    return isinstance(tensor, DTensor) and tensor.placements == PLACEMENTS
+
+
+def backward(model, mode):
+    model.set_gradient_sync(mode)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model):
+    layer = model[0]
+    sharded = layer.weight
+    assert is_shard(sharded) and sharded.to_local().shape == (2, 4)
+    loss = model(torch.ones(1, 4, requires_grad=True)).sum()
+    (unsharded,) = layer.seen
+    assert type(unsharded) is nn.Parameter and unsharded.shape == (4, 4)
+    assert layer.weight is sharded and memory_of_unsharded(layer) == 0
+    loss.backward()
+    assert layer.seen[1] is unsharded
+    assert layer.weight is sharded and memory_of_unsharded(layer) == 0
+    assert unsharded.grad is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_gradient", "pending"),
+    [
+        (GradientSync.NONE, False, "unsharded"),
+        (GradientSync.REDUCE_SCATTER, False, "partial"),
+        (GradientSync.FULL, True, ""),
+    ],
+)
+def test_a_gradient_is_where_its_mode_puts_it(model, mode, has_gradient, pending):
+    backward(model, mode)
+    assert is_shard(model[0].weight.grad) == has_gradient
+    found = meshard.pending_gradients(model)
+    assert bool(found) == bool(pending)
+    if pending == "unsharded":
+        assert found["0.weight"] is None
+    elif pending:
+        assert found["0.weight"].to_local().shape == (2, 4)
+
+
+def test_a_gradient_stays_until_zero_grad(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, GradientSync.FULL)
+    gradient = model[0].weight.grad
+    optimizer.step()
+    assert model[0].weight.grad is gradient
+    optimizer.zero_grad()
+    assert model[0].weight.grad is None
+
+
+def test_two_ways_to_unshard_by_hand(model):
+    layer = model[0]
+    sharded = layer.weight
+    layer.unshard()
+    unsharded = layer.weight
+    assert type(unsharded) is nn.Parameter and memory_of_unsharded(layer) == 64
+    layer.reshard()
+    assert layer.weight is sharded and memory_of_unsharded(layer) == 0
+    with meshard.unsharded_params(layer):
+        assert type(layer.weight) is nn.Parameter and layer.weight is not unsharded
+    assert layer.weight is sharded
