@@ -1,4 +1,4 @@
-"""How does code that imports torch's ``fully_shard`` get ours?"""
+"""What meshard replaces in torch: its ``fully_shard`` on request, and ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import meshard
+from meshard._torch.patches import unpatch_zero_grad
 
 # Where code finds these names: the public module, and the name it had before torch 2.6.
 _MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -61,3 +62,21 @@ def patch_torch() -> TorchPatch:
     True
     """
     return TorchPatch()
+
+
+def unpatch_torch() -> None:
+    """Put back ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad``.
+
+    ``fully_shard`` and ``replicate`` replace them, so that they also clear gradients that are not
+    reduced yet; call this after the last of those. From then on ``FSDPModule.reset_iter_state``
+    drops such gradients. A later ``fully_shard`` or ``replicate`` replaces them again.
+    ``patch_torch`` is undone by its own ``undo()``.
+
+    >>> import torch, meshard.compat
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> meshard.compat.unpatch_torch()
+    >>> torch.nn.Module.zero_grad.__module__
+    'torch.nn.modules.module'
+    >>> _ = meshard.fully_shard(torch.nn.Linear(2, 2))  # replaces them again
+    """
+    unpatch_zero_grad()

@@ -459,6 +459,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for unit in units_in(as_module(self)):
             if unit.group is not None:
                 unit.group.check_not_summoned("moved or cast")
+                unit.group.finish_pending_step()
                 unit.group.end_manual_unshard()
                 unit.group.reshard()
 

@@ -18,12 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, sharded_params
 from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
-from meshard._params.unit_params import sharded_params_of
 from meshard._torch.dtensor import local_of, place_like, plain_tensors_in
 from meshard.weights import SummonedUnit, check_between_steps
 
@@ -59,7 +58,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.finish_pending_step()
     group.finish_copies()
     group.tensors.take_replacements()
-    params = sharded_params_of(group.tensors)
+    params = sharded_params(group)
     new = [param for param in params if local_of(param.sharded).is_meta]
     for param in new:
         _allocate(param, group)
@@ -229,7 +228,7 @@ class _Initialisation:
         self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
         unsharded = [
             _unsharded(param, group.spec.device, is_new=param in new)
-            for param in sharded_params_of(group.tensors)
+            for param in sharded_params(group)
         ]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
 
@@ -327,8 +326,8 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
     meshes = {
         param.dtensor_placement.in_use.mesh: None
         for group in groups
-        for param in sharded_params_of(group.tensors)
-        if param.dtensor_placement is not None
+        for param in group.params
+        if isinstance(param, ShardedParam) and param.dtensor_placement is not None
     }
     axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
     return [groups[0].spec.mesh_info, *axes]

@@ -26,14 +26,13 @@ from meshard._comm.blocking import (
     scatter_from_first,
 )
 from meshard._comm.buffers import matching_parts
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, sharded_params
 from meshard._engine.unit import SummonOptions, Unit, units_in, units_of
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
-from meshard._params.unit_params import sharded_params_of
 from meshard._torch.dtensor import is_placed_like, local_of
 
 
@@ -189,7 +188,7 @@ class SummonedUnit:
         self.unit = unit
         self.mesh_info = unit.group.spec.mesh_info
         self.device = unit.group.spec.device
-        self.params = sharded_params_of(unit.group.tensors)
+        self.params = sharded_params(unit.group)
         self._options = options
         self._group: ParamGroup = unit.group
         self._group.reshard()
@@ -301,7 +300,7 @@ def _gather(unit: Unit, options: SummonOptions) -> list[nn.Parameter]:
             values = [value.cpu() for value in values]
         return [
             param.as_used(nn.Parameter(value, requires_grad=False))
-            for param, value in zip(sharded_params_of(group.tensors), values, strict=True)
+            for param, value in zip(sharded_params(group), values, strict=True)
         ]
 
 

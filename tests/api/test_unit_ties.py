@@ -119,7 +119,7 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
         uses.setdefault(module.weight, []).append((fqn, module))
     names = fully_shard_units(model, units=lambda fqn, m: numbers[m] in chosen | {1})
     owners = [
-        (owner(), name)
+        (owner, name)
         for unit in {vars(model.get_submodule(n))["_meshard_unit"] for n in names}
         if unit.group is not None
         for param in unit.group.params

@@ -15,7 +15,7 @@ def taken_by(model):
         if unit is not None:
             group = unit.group
             params = group.params if group is not None else []
-            names[fqn] = [[holders[owner(), name] for owner, name in p.owners] for p in params]
+            names[fqn] = [[holders[owner, name] for owner, name in p.owners] for p in params]
     return names
 
 

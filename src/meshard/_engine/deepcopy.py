@@ -139,8 +139,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
         if unit.group is None:
             continue
         for param, own in zip(unit.group.params, copied.group.params, strict=True):
-            for module_ref, name in param.owners:
-                module = memo.get(id(module_ref()))
+            for owner, name in param.owners:
+                module = memo.get(id(owner))
                 if module is not None:
                     own.add_owner(module, name)
             own.install(own.sharded)

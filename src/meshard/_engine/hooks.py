@@ -1,11 +1,11 @@
-"""Hooks on modules and autograd.
+"""Hooks on modules, on autograd and on ``load_state_dict``.
 
-Hooks hold their unit weakly and look the lifecycle up through it, because an outer ``fully_shard``
-puts another lifecycle in its place.
+A hook holds its unit weakly and finds the lifecycle through it, because an outer ``fully_shard``
+replaces the lifecycle.
 
-``load_state_dict`` copies (or assigns) what it is given into parameters that are DTensors, and
-torch refuses to mix the two. So before a module loads, each whole tensor in its state dict is
-replaced by this rank's part of it. That takes no communication: every rank was given the whole.
+``load_state_dict`` copies or assigns tensors into parameters that are DTensors, and torch refuses
+to mix the two. So before a module loads, each unsharded tensor in its state dict is replaced by
+this rank's shard of it. That takes no communication, because every rank has the unsharded tensor.
 """
 
 from __future__ import annotations
@@ -35,11 +35,18 @@ from meshard._engine.unit import Unit, units_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
-from meshard._torch.private import base_of, hook_gradient, next_node, skip_dynamo, skip_dynamo_once
+from meshard._torch.private import (
+    base_of,
+    hook_gradient,
+    module_call_code,
+    next_node,
+    skip_dynamo,
+    skip_dynamo_once,
+)
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
-    """Return what makes the hook for the whole gradient of parameter ``index`` of a unit."""
+    """Return a function that makes the gradient hook of the parameter ``index`` of a unit."""
     unit_ref = weakref.ref(unit)
 
     def make(index: int) -> GradientHook:
@@ -56,21 +63,21 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
 
 
 def register_hooks(unit: Unit) -> None:
-    """Tell the lifecycle of ``unit`` whenever one of its modules runs."""
+    """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
     for position, ref in enumerate(unit.modules):
         module = ref()
         assert module is not None
         hooks = ModuleHooks(unit, position)
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # always_call: an exception in forward must leave the unit sharded.
+        # always_call: after an exception in forward, the unit is resharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
-        module.register_state_dict_pre_hook(_refuse_in_a_window)
+        module.register_state_dict_pre_hook(_check_no_pending_gradients)
 
 
-def _refuse_in_a_window(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Let nobody save a checkpoint in the middle of a window, which it would not hold.
+def _check_no_pending_gradients(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise if a checkpoint is saved while gradients are pending, which it would not contain.
 
-    After a backward that failed it is allowed: parameters are what they were before.
+    After a backward that failed it is allowed, because the parameters have not changed.
 
     Raises:
         RuntimeError: Gradients are pending.
@@ -78,14 +85,15 @@ def _refuse_in_a_window(module: nn.Module, prefix: str, keep_vars: bool) -> None
     unit = module.__dict__.get("_meshard_unit")
     if unit is not None and unit.group is not None:
         unit.group.check_nothing_is_pending()
+        unit.group.finish_pending_step()
 
 
 class ModuleHooks:
     """The two hooks of one module of a unit.
 
     Args:
-        unit: Held weakly.
-        place: Which of the unit's modules.
+        unit: The unit, held weakly.
+        position: Index of the module among those of the unit.
     """
 
     __slots__ = ("_position", "_unit")
@@ -95,7 +103,7 @@ class ModuleHooks:
         self._position = position
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
-        """Be the hooks of the unit's copy, if the unit is being copied: see ``unit_copy``."""
+        """Return hooks of the copied unit, if the unit is being copied: see ``deepcopy``."""
         copied = copy.copy(self)
         unit = self._unit()
         if id(unit) in memo:
@@ -113,7 +121,8 @@ class ModuleHooks:
             unit.summoned.check_may_run(unit)
             return None
         if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
-            # Only Exceptions reach post_forward: a KeyboardInterrupt ended the last forward.
+            # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
+            # Exception, but not after other exceptions.
             unit.lifecycle.abort()
         unit.lifecycle.pre_forward(unit)
         if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
@@ -140,7 +149,7 @@ class ModuleHooks:
         # A root without parameters too: its units may hold gradients and not run in this forward.
         is_watched = unit.group is not None or unit.is_root
         records = is_watched and not failed and torch.is_grad_enabled()
-        # The answer decides whether the unit may be resharded now.
+        # Before post_forward, which reshards a unit unless it is retained.
         if (
             records
             and not isinstance(output, torch.Tensor)
@@ -168,7 +177,7 @@ class ModuleHooks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call ``method`` as if it were what ``module(...)`` calls."""
+        """Call ``method`` between the two hooks, as ``module(...)`` calls ``forward``."""
         output = None
         try:
             changed = self.pre_forward(module, args, kwargs)
@@ -191,7 +200,15 @@ def run_in_unit(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call ``method`` as if it were what ``module(...)`` calls, a module of ``unit``."""
+    """Call ``method`` with ``unit`` unsharded, as ``module(...)`` calls ``forward``.
+
+    Args:
+        module: A module of the unit.
+        unit: The outermost unit of the module; its siblings are unsharded too.
+        method: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
     for sibling in reversed(unit.siblings):
         method = partial(_run, _hooks_of(module, sibling), module, method)
     return _hooks_of(module, unit).run(module, method, args, kwargs)
@@ -228,7 +245,7 @@ def _output_hook(
 def watch_outputs(
     output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall
 ) -> None:
-    """Have ``pre_backward`` called before the first gradient of an output is used."""
+    """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
     hook = partial(_output_hook, unit_ref, of, call)
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.requires_grad:
@@ -239,7 +256,7 @@ def watch_outputs(
 
 
 def record_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note that the forward that begins may leave tensors in what it is called with."""
+    """Record that the forward that begins may store tensors in its arguments."""
     if unit.lifecycle.phase is not Phase.FORWARD or not torch.is_grad_enabled():
         return
     call = unit.lifecycle.schedule.newest
@@ -248,10 +265,11 @@ def record_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> None:
-    """Hear of the backward of ``view`` also if it is changed in place.
+    """Register ``hook`` so that it is called even if ``view`` is changed in place.
 
-    A linear layer returns a view, and adding to it in place (``x = layer(x); x += y``) makes
-    autograd drop the hooks of the view; what made the base of the view stays in the graph.
+    A linear layer returns a view. If the caller adds to it in place (``x = layer(x); x += y``),
+    autograd drops the hooks of the view. The node that made the base of the view stays in the
+    graph.
     """
     base = base_of(view)
     if base is not None and base.grad_fn is not None:
@@ -270,7 +288,7 @@ def _base_hook(
 
 
 def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is a backward to come, but no tensor in the output to hear of it by."""
+    """Whether a backward may come, but the output has no tensor on which to register a hook."""
     if unit.group is None or tensors_in(output):
         return False
     if unit.group.num_trainable:
@@ -279,29 +297,27 @@ def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _is_inside_itself(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is being made inside another call of it."""
-    # Where a forward is called from, and the name that the module has there.
-    ways = {nn.Module._call_impl.__code__: "self", ModuleHooks.run.__code__: "module"}
+    """Whether the present call of ``module`` was made inside another call of it."""
+    # The functions that call a forward, with the name of the module in each.
+    callers = {module_call_code: "self", ModuleHooks.run.__code__: "module"}
     num_calls, frame = 0, sys._getframe()
     while frame is not None:
-        name = ways.get(frame.f_code)
+        name = callers.get(frame.f_code)
         num_calls += name is not None and frame.f_locals.get(name) is module
         frame = frame.f_back  # type: ignore[assignment]
     return num_calls > 1
 
 
 def register_load_hooks(unit: Unit) -> None:
-    """Have every module that owns a parameter of ``unit`` take whole tensors when it loads."""
+    """Register hooks by which the modules of ``unit`` load unsharded tensors too."""
     if unit.group is None:
         return
     owned: dict[nn.Module, list[tuple[str, int]]] = {}
     for index, param in enumerate(unit.group.params):
-        for module_ref, name in param.owners:
-            module = module_ref()
-            assert module is not None
-            owned.setdefault(module, []).append((name, index))
-    for module, names in owned.items():
-        module.register_load_state_dict_pre_hook(_LoadHook(unit, names))
+        for owner, name in param.owners:
+            owned.setdefault(owner, []).append((name, index))
+    for owner, names in owned.items():
+        owner.register_load_state_dict_pre_hook(_LoadHook(unit, names))
     for module_ref in unit.modules:
         module = module_ref()
         assert module is not None
@@ -309,7 +325,7 @@ def register_load_hooks(unit: Unit) -> None:
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
-    """Take over what was assigned, so that parameters are tied again before anybody lists them."""
+    """Take over assigned parameters at once: tied ones must be tied before they are listed."""
     for unit in units_of(module):
         group = unit.group
         if group is not None and not group.is_unsharded_installed and not group.is_summoned:
@@ -317,11 +333,11 @@ def _adopt_loaded(module: nn.Module, _: Any) -> None:
 
 
 class _LoadHook:
-    """Runs before one module loads its own parameters.
+    """The hook that runs before one module loads its own parameters.
 
     Args:
-        unit: Whose parameters they are.
-        names: Attribute and place in the unit of each.
+        unit: The unit of the parameters.
+        names: Attribute in the module, and index in the unit, of each parameter.
     """
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
@@ -329,7 +345,7 @@ class _LoadHook:
         self._names = names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
-        """Serve the unit's copy, if the unit is being copied: see ``unit_copy``."""
+        """Return a hook of the copied unit, if the unit is being copied: see ``deepcopy``."""
         copied = object.__new__(_LoadHook)
         copied._unit, copied._names = self._unit, self._names
         unit = self._unit()
@@ -338,7 +354,7 @@ class _LoadHook:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Say what to do instead of pickling a module whose parameters are sharded."""
+        """Raise an error that says what to do instead of pickling a sharded module."""
         raise TypeError(
             "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
             "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
@@ -352,11 +368,12 @@ class _LoadHook:
         local_metadata: dict[str, Any],
         *_: Any,
     ) -> None:
-        """Replace what does not fit in ``state_dict``, which is torch's copy of the user's."""
+        """Replace unsharded tensors in ``state_dict``, which is torch's copy of the user's."""
         unit = self._unit()
         if unit is None or unit.group is None:
             return
         unit.group.finish_copies()
+        unit.group.finish_pending_step()
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         for name, index in self._names:
             given = state_dict.get(prefix + name)
@@ -369,7 +386,7 @@ class _LoadHook:
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _unsharded(param, given)
-                # Also into the shard: the whole copy is given back, and lost.
+                # Also into the shard, because the unsharded copy is freed.
                 with torch.no_grad():
                     local_of(param.sharded).copy_(
                         local_of(_fitting(param, given, is_assigned=False))
@@ -379,12 +396,12 @@ class _LoadHook:
 def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> torch.Tensor:
     """Return ``given`` as a shard with the mesh and placements of ``param``.
 
-    **Collective:** the mesh of ``given``, if it is a DTensor that is placed in another way.
+    **Collective:** on the mesh of ``given``, if that is a DTensor with other placements.
     """
     if is_placed_like(given, param.sharded):
         return given
     shard = param.shard_of(_unsharded(param, given))
-    # Assigned, a view would keep the whole tensor alive.
+    # A view, assigned, would keep the unsharded tensor alive.
     return shard.clone() if is_assigned else shard
 
 
@@ -394,8 +411,8 @@ def _unsharded(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
     if given.device_mesh.get_coordinate() is None:
         raise RuntimeError(
             f"parameter {param.fqn!r} cannot be loaded from a DTensor on {given.device_mesh}, "
-            "because this rank is not part of that mesh; load a whole tensor, or save and load "
-            "with torch.distributed.checkpoint."
+            "because this rank is not part of that mesh; load an unsharded tensor, or save and "
+            "load with torch.distributed.checkpoint."
         )
     unsharded: torch.Tensor = given.full_tensor()
     return unsharded.detach()

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.outputs import tensors_in
+from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import Unit, units_in
 from meshard._params.sharded_param import UnitParam
-from meshard._params.unit_params import sharded_params_of
 from meshard._torch.dtensor import local_of
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
@@ -132,7 +132,7 @@ def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit,
 def _takes_ordinary_tensors(unit: Unit) -> bool:
     """Whether no parameter of a unit is placed by another parallelism."""
     return unit.group is None or all(
-        param.dtensor_placement is None for param in sharded_params_of(unit.group.tensors)
+        param.dtensor_placement is None for param in sharded_params(unit.group)
     )
 
 

@@ -31,11 +31,9 @@ def gather_on_access(unit: Unit) -> None:
     """
     groups = [each.group for each in (unit, *unit.siblings) if each.group is not None]
     params = [param for group in groups for param in group.params]
-    modules = [ref() for param in params for ref, _ in param.owners]
-    for module in dict.fromkeys(modules):
-        if module is not None:
-            # Past Module.__setattr__, which takes names of parameters only.
-            module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
+    for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
+        # Past Module.__setattr__, which takes names of parameters only.
+        module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
     for param in params:
         param.find_owner_dicts()
 

@@ -18,7 +18,7 @@ class UpNext(NamedTuple):
     in_forward: bool  # where edits of the shards may have made an unsharded copy stale
 
 
-def _is_passing(unit: Unit, up_next: UpNext) -> bool:
+def _is_only_for_backward(unit: Unit, up_next: UpNext) -> bool:
     """Whether a unit is gathered for a backward after which it is resharded."""
     return not up_next.in_forward and unit.settings.reshard_after_backward
 
@@ -66,7 +66,7 @@ class Prefetcher:
         assert unit.group is not None
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
-            unit.group.start_unshard(only_for_backward=_is_passing(unit, up_next))
+            unit.group.start_unshard(only_for_backward=_is_only_for_backward(unit, up_next))
             # There is no compute to hide this gather behind: the next one shares the wait.
             self._start(up_next)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
@@ -79,7 +79,7 @@ class Prefetcher:
             if group is not None and group.state is ParamState.SHARDED:
                 if up_next.in_forward:
                     group.forget_stale()
-                group.start_unshard(only_for_backward=_is_passing(unit, up_next))
+                group.start_unshard(only_for_backward=_is_only_for_backward(unit, up_next))
                 self._prefetched.append(unit)
             if unit.siblings:  # they are entered at the same moment
                 self._start(UpNext(unit.siblings, up_next.in_forward))

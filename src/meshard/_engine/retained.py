@@ -1,10 +1,12 @@
-"""Units that stay unsharded beyond their backward.
+"""Units that stay unsharded beyond their forward or backward.
 
-Two kinds. A backward with ``create_graph=True`` makes a graph whose nodes have saved whole
-parameters; the backward through it begins with those nodes, before any hook of a unit. And a unit
-whose outputs are nowhere to be found (``forward`` returned None) has no hook at all. Such units
-are not given back before a backward has ended that frees the graph, or the graph is gone, or the
-shards have changed.
+There are two kinds. A backward with ``create_graph=True`` makes a graph whose nodes have saved
+unsharded parameters, and the backward through that graph begins with these nodes, before any hook
+of a unit is called. And a unit in whose output no tensor was found (``forward`` returned None) has
+no hook that is called before its backward.
+
+Such a unit is resharded when a backward that frees the graph has ended, when the graph is gone, or
+when the shards have changed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from meshard._torch.private import keeps_graph, skip_dynamo
 
 
 class _SecondOrder:
-    """The graph that one backward has made. Only that graph holds it, by its hooks."""
+    """The graph that one backward has made. Only the hooks of that graph hold this object."""
 
     __slots__ = ("__weakref__", "was_used")
 
@@ -36,48 +38,52 @@ def _record_use(graph: _SecondOrder, _: torch.Tensor) -> None:
 
 
 class RetainedUnits:
-    """The units of a root that are not given back when their forward or backward ends."""
+    """The units of a root that are not resharded when their forward or backward ends."""
 
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # forwards whose backward nothing will tell us of
+        self._num_hidden = 0  # forwards whose backward no hook reports
         self._hidden_in: ForwardPass | None = None  # the last of them
-        self._making: _SecondOrder | None = None  # what the present backward makes
+        self._making: _SecondOrder | None = None  # the graph that the present backward makes
         self._is_in_backward = self._frees = False
 
     def begin_backward(self) -> None:
-        """A backward begins: note whether it makes a graph, and whether it frees its own."""
+        """Record whether the backward that begins makes a graph, and whether it frees its own."""
         self._is_in_backward = True
         self._making = _SecondOrder() if torch.is_grad_enabled() else None
         self._frees = bool(self._units) and not keeps_graph()
 
     def on_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The backward of a unit begins, with the gradient of an output.
+        """Retain a unit whose backward begins, if this backward makes a graph.
+
+        Args:
+            unit: The unit.
+            gradient: The gradient of one of its outputs.
 
         Returns:
-            What to compute with instead of the gradient; None if that is the gradient itself.
+            The tensor to use in place of the gradient; None: the gradient itself.
         """
         if self._making is None:
             return None
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # A constant: of a sum, say. Only what requires a gradient can tell when it gets one.
+            # A constant, as the gradient of a sum. A hook needs a tensor that requires a gradient.
             watched = _requiring_gradient(unit, gradient)
         watched.register_hook(partial(_record_use, self._making))
         return None if watched is gradient else watched
 
     def retain(self, unit: Unit) -> None:
-        """Keep a unit whole."""
+        """Keep a unit unsharded."""
         if not unit.step.is_retained:
             unit.step.is_retained = True
             if unit.group is not None:
-                unit.group.record_version()  # what has become stale is let go
+                unit.group.record_version()  # to notice later that it is stale
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
-        """Keep a unit whole whose output holds no tensor, for one backward of this forward."""
+        """Keep a unit unsharded whose output has no tensor, for one backward of this forward."""
         if self._is_in_backward:
             return  # a recomputation: the unit is in its backward
         if unit not in _warned:
@@ -89,7 +95,7 @@ class RetainedUnits:
         self.retain(unit)
 
     def end_backward(self) -> None:
-        """A backward has ended: let the units go if nobody can need them any more."""
+        """Release the units after a backward, unless another backward may need them."""
         self._is_in_backward = False
         if self._making is not None and self._units:
             self._graphs.append(weakref.ref(self._making))
@@ -108,7 +114,7 @@ class RetainedUnits:
             self.release()
 
     def begin_forward(self) -> None:
-        """The root's forward begins: give back what is stale, or what no graph needs."""
+        """Reshard the units before a forward of the root, if they are stale or no graph is left."""
         if not self._units:
             return
         units = [unit for ref in self._units if (unit := ref()) is not None]
@@ -121,7 +127,7 @@ class RetainedUnits:
                 unit.group.reshard()
 
     def release(self) -> None:
-        """Hold nothing. Whoever calls this gives back what is whole."""
+        """Retain nothing. The caller reshards the units."""
         for ref in self._units:
             unit = ref()
             if unit is not None:
@@ -146,7 +152,7 @@ _warned: weakref.WeakSet[Unit] = weakref.WeakSet()
 def _warn_of_hidden(unit: Unit, output: object) -> None:
     warnings.warn(
         f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was found, so "
-        "the beginning of its backward cannot be seen; it stays whole until a backward has ended. "
+        "the beginning of its backward cannot be seen; it stays unsharded until a backward ended. "
         "Return the tensors that gradients come back through; if they are inside an object, make "
         "its class a dataclass, or register it (torch.export.register_dataclass, "
         "torch.utils._pytree.register_pytree_node).",

@@ -1,8 +1,9 @@
 """Recorded and predicted order of units.
 
-Two orders. Entries recorded in a forward predict the next forward; exits of this forward,
-reversed, are the order of its backward. (With one list for both, the last prefetch of a backward
-gathers a unit for the next forward before the optimizer has stepped it.)
+There are two orders. The order in which units were entered in one forward predicts the next
+forward. The order in which they were left, reversed, is the order of the backward. One list for
+both would not do: the last prefetch of a backward would gather a unit for the next forward, before
+the optimizer has stepped it.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ class ForwardCall:
     """One run of one unit's forward."""
 
     unit: int
-    entered: int  # ticks of the pass
-    is_first: bool = True  # of its unit in this pass: the last that a backward comes to
-    exited: int = -1
-    exit_position: int = -1  # place in ForwardPass.exits
-    begun_in: int = -1  # number of the last backward that has come to it
-    began_at: int = -1  # the next autograd node then, if it may leave tensors in its arguments
+    entered: int  # in ticks of the pass
+    is_first: bool = True  # the first of its unit in this pass, so the last in the backward
+    exited: int = -1  # in ticks of the pass
+    exit_position: int = -1  # index in ForwardPass.exits
+    begun_in: int = -1  # number of the last backward that reached it
+    began_at: int = -1  # next autograd node at its begin, if it may store tensors in its arguments
 
 
 @dataclass(slots=True, eq=False)
 class ForwardPass:
-    """One forward of the outermost unit, with all that ran inside."""
+    """One forward of the outermost unit, and of all units that ran inside it."""
 
     entries: list[int] = field(default_factory=list)
     exits: list[int] = field(default_factory=list)
@@ -42,23 +43,23 @@ class ForwardPass:
     units: set[int] = field(default_factory=set)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
     ticks: int = 0
-    swept: int = 0  # how many of first_entries have not been found to be over
-    swept_in: int = -1  # the backward that is about
+    num_open: int = 0  # the first entries whose backward is not over, in the backward open_in
+    open_in: int = -1
 
 
 class StepSchedule:
-    """Records the order of units, and predicts it. Units are known by number."""
+    """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
         self._previous: list[int] = []
         self._position = -1  # of the last entry, in the previous pass
-        self._passes: list[ForwardPass] = []  # whose backward may come, oldest first
+        self._passes: list[ForwardPass] = []  # passes whose backward may come, oldest first
         self.current = ForwardPass()
-        self.in_backward: ForwardPass | None = None  # the last whose backward has come to a unit
-        self.newest: ForwardCall | None = None  # the last that has begun
+        self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
+        self.newest: ForwardCall | None = None  # the last call that began
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        """Start recording a pass; the one before becomes the prediction."""
+        """Start recording a pass. The one before becomes the prediction."""
         if self.current.entries:
             self._previous = self.current.entries
         self.current = ForwardPass()
@@ -67,19 +68,19 @@ class StepSchedule:
             self._passes.append(self.current)
 
     def end_backward(self) -> None:
-        """No pass has a backward to come: what a new one differentiates is run anew."""
+        """Record that no pass has a backward to come. A new backward belongs to a new forward."""
         self._passes.clear()
         self.in_backward = None
 
     def forget(self) -> None:
-        """Drop what an interrupted pass recorded, and keep the prediction."""
+        """Drop what an interrupted pass has recorded. The prediction stays."""
         self.end_backward()
         self.current = ForwardPass()
         self._position = -1
 
     @property
     def present(self) -> ForwardPass:
-        """The pass that runs. What is recomputed belongs to one that need not be the last."""
+        """The pass that runs. A recomputation belongs to the pass whose backward runs."""
         return self.current if self.in_backward is None else self.in_backward
 
     def enter(self, unit: int) -> ForwardCall:
@@ -100,7 +101,7 @@ class StepSchedule:
         if expected < len(self._previous) and self._previous[expected] == unit:
             self._position = expected
         elif unit in self._previous:
-            # Off the recorded way: take it up again after this unit, later if possible.
+            # Not the predicted unit: continue after this one, at its next occurrence if possible.
             after = [i for i, other in enumerate(self._previous) if other == unit]
             self._position = next((i for i in after if i > self._position), after[0])
 
@@ -129,9 +130,9 @@ class StepSchedule:
     def over_before(of: ForwardPass, call: ForwardCall, backward: int) -> list[int]:
         """Return the units whose backward is over once that of ``call`` begins, last first.
 
-        Autograd runs nodes that were made later first. So when the backward of one call begins,
-        every unit that was entered only after that call had ended has nothing left to run,
-        whether or not any of its outputs was used.
+        Autograd runs nodes in the reverse order of their creation. So when the backward of a call
+        begins, a unit that was first entered after the end of that call has nothing left to run,
+        whether or not its outputs were used.
 
         Args:
             of: The pass of the call.
@@ -139,19 +140,19 @@ class StepSchedule:
             backward: Number of the backward; each unit is returned once in each.
         """
         call.begun_in = backward
-        if of.swept_in != backward:
-            of.swept_in, of.swept = backward, len(of.first_entries)
+        if of.open_in != backward:
+            of.open_in, of.num_open = backward, len(of.first_entries)
         over = []
-        while of.swept and of.first_entries[of.swept - 1][1] > call.exited:
-            of.swept -= 1
-            over.append(of.first_entries[of.swept][0])
+        while of.num_open and of.first_entries[of.num_open - 1][1] > call.exited:
+            of.num_open -= 1
+            over.append(of.first_entries[of.num_open][0])
         return over
 
     def runs_before(self, of: ForwardPass | None, unit: int) -> bool:
         """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.
 
-        Its backward is still to come there. A rank that used the unit only in the later pass has
-        all gradients early, another has not; all wait, and reduce at the same place.
+        Then the unit is reduced in the backward of that earlier pass. A rank that used the unit in
+        the later pass only has all gradients earlier, but all ranks must reduce at the same time.
 
         Args:
             of: The pass whose backward runs; None: the last one.

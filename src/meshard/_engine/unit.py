@@ -277,7 +277,7 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
         for unit in units_in(module)
         if unit.group is not None
         for param in unit.group.params
-        for owner in param.live_owners()
+        for owner in param.owners
     }
 
 

@@ -67,10 +67,10 @@ class UnitParam(abc.ABC):
         "__weakref__",
         "_listed",
         "_owner_dicts",
+        "_owners",
         "fqn",
         "is_given_otherwise",
         "layout",
-        "owners",
         "shard_rank",
         "sharded",
         "unsharded",
@@ -85,7 +85,7 @@ class UnitParam(abc.ABC):
         self.shard_rank: int
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
-        self.owners: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
         # The dict of parameters of each owner: read several times in each step.
         self._owner_dicts: list[tuple[ParamDict, str]] = []
         self._listed: weakref.ref[OwnerDicts] | None = None
@@ -115,13 +115,13 @@ class UnitParam(abc.ABC):
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Record that ``module`` holds the parameter as its attribute ``name``."""
-        self.owners.append((weakref.ref(module), name))
+        self._owners.append((weakref.ref(module), name))
         self._owner_dicts.append((module._parameters, name))
         self._forget_list()
 
     def find_owner_dicts(self) -> None:
         """Read the owners' dicts of parameters again, after an owner has got another one."""
-        self._owner_dicts = [(module._parameters, name) for module, name in self.live_owners()]
+        self._owner_dicts = [(module._parameters, name) for module, name in self.owners]
         self._forget_list()
 
     def _forget_list(self) -> None:
@@ -129,9 +129,10 @@ class UnitParam(abc.ABC):
         if listed is not None:
             listed.forget()
 
-    def live_owners(self) -> list[tuple[nn.Module, str]]:
-        """Return every ``(module, attribute)`` that holds the parameter and is still alive."""
-        owners = ((module_ref(), name) for module_ref, name in self.owners)
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """Every ``(module, attribute)`` that holds the parameter, of modules that are alive."""
+        owners = ((module_ref(), name) for module_ref, name in self._owners)
         return [(module, name) for module, name in owners if module is not None]
 
     def install(self, param: nn.Parameter) -> None:
@@ -141,7 +142,7 @@ class UnitParam(abc.ABC):
 
     def installed(self) -> list[nn.Parameter | None]:
         """Return what each owner holds."""
-        return [module._parameters.get(name) for module, name in self.live_owners()]
+        return [module._parameters.get(name) for module, name in self.owners]
 
     def is_installed(self) -> bool:
         """Whether every owner holds the sharded or the unsharded parameter."""

@@ -19,7 +19,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -127,49 +126,33 @@ def compute_dtype(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.
     return chosen if chosen and dtype.is_floating_point else dtype
 
 
-@dataclass(frozen=True, slots=True)
-class GatherContext:
-    """Arguments of ``fsdp_pre_all_gather``, beside the module."""
+def _check_inputs(name: str, returned: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Return the tensors and the metadata that ``fsdp_pre_all_gather`` returned.
 
-    mesh: DeviceMesh  # the shard axis
-    outer_size: torch.Size
-    outer_stride: tuple[int, ...]
-    mp_policy: MixedPrecisionPolicy  # as the user gave it
-
-
-@dataclass(frozen=True, slots=True)
-class GatherInputs:
-    """What ``fsdp_pre_all_gather`` returned."""
-
-    tensors: tuple[torch.Tensor, ...]
-    metadata: Any
-
-
-@dataclass(frozen=True, slots=True)
-class GatherResult:
-    """What ``fsdp_post_all_gather`` returned the first time."""
-
-    unsharded: torch.Tensor
-    inner: tuple[torch.Tensor, ...]  # the plain tensors that hold its memory
-
-
-def _check_inputs(name: str, returned: Any) -> GatherInputs:
+    Raises:
+        TypeError: It returned something else.
+    """
     if isinstance(returned, tuple) and len(returned) == 2:
         tensors, metadata = returned
         if isinstance(tensors, (tuple, list)) and tensors and all(map(is_plain, tensors)):
-            return GatherInputs(tuple(tensors), metadata)
+            return tuple(tensors), metadata
     raise TypeError(
         f"{PRE} of {name} must return (a tuple of plain tensors to gather, metadata), got "
         f"{_described(returned)}."
     )
 
 
-def _check_result(name: str, returned: Any) -> GatherResult:
+def _check_result(name: str, returned: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return the unsharded tensor and its memory, which ``fsdp_post_all_gather`` returned first.
+
+    Raises:
+        TypeError: It returned something else.
+    """
     if isinstance(returned, tuple) and len(returned) == 2:
         unsharded, inner = returned
         is_inner = isinstance(inner, (tuple, list)) and all(map(is_plain, inner))
         if isinstance(unsharded, torch.Tensor) and is_inner:
-            return GatherResult(unsharded, tuple(inner))
+            return unsharded, tuple(inner)
     raise TypeError(
         f"{POST} of {name} must return (unsharded tensor, tuple of the plain tensors that hold "
         f"its memory) where out is None, got {_described(returned)}."
@@ -227,8 +210,8 @@ class CustomParam:
     Args:
         param: Its sharded parameter exists.
         shard: The local tensor.
-        context: Arguments of ``fsdp_pre_all_gather``.
-        param_dtype: Argument of ``fsdp_post_all_gather``.
+        mesh: The shard axis.
+        mp_policy: As the user gave it.
 
     Attributes:
         dtype: Of the unsharded parameter and its gradient; certain after the first gather.
@@ -239,14 +222,17 @@ class CustomParam:
         self,
         param: ShardedParam,
         shard: torch.Tensor,
-        context: GatherContext,
-        param_dtype: torch.dtype,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
     ) -> None:
+        param_dtype = compute_dtype(mp_policy, shard.dtype)
         self.dtype = param_dtype
         self.num_inputs = 0
         self._param = param
         self._shard = shard
-        self._context = context
+        self._mesh = mesh
+        self._mp_policy = mp_policy
+        self._stride = torch.empty(param.layout.shape, device="meta").stride()
         self._param_dtype = param_dtype
         # The methods are looked up at each call, because users may replace them.
         self._methods: Any = shard
@@ -268,28 +254,22 @@ class CustomParam:
             RuntimeError: ``fsdp_pre_all_gather`` returned tensors on another device.
             TypeError: It did not return a tuple of plain tensors, and metadata.
         """
-        name, context = self._name(unit), self._context
+        name, pre = self._name(unit), self._methods.fsdp_pre_all_gather
         if self._takes_mesh_only:
-            returned = self._methods.fsdp_pre_all_gather(context.mesh)
+            returned = pre(self._mesh)
         else:
-            owners = self._param.live_owners()
-            returned = self._methods.fsdp_pre_all_gather(
-                context.mesh,
-                context.outer_size,
-                context.outer_stride,
-                owners[0][0] if owners else None,
-                context.mp_policy,
-            )
-        inputs = _check_inputs(name, returned)
+            module = next((module for module, _ in self._param.owners), None)
+            size = self._param.layout.shape
+            returned = pre(self._mesh, size, self._stride, module, self._mp_policy)
+        inputs, self._metadata = _check_inputs(name, returned)
         device = self._shard.device
-        if any(tensor.device != device for tensor in inputs.tensors):
+        if any(tensor.device != device for tensor in inputs):
             raise RuntimeError(
                 f"{PRE} of {name} returned tensors on "
-                f"{[str(tensor.device) for tensor in inputs.tensors]}; all must be on {device}."
+                f"{[str(tensor.device) for tensor in inputs]}; all must be on {device}."
             )
-        self._metadata = inputs.metadata
-        self.num_inputs = len(inputs.tensors)
-        return inputs.tensors
+        self.num_inputs = len(inputs)
+        return inputs
 
     def fill(self, outputs: Sequence[torch.Tensor], unit: str) -> bool:
         """Fill the unsharded parameter from ``outputs``, what was gathered.
@@ -304,7 +284,7 @@ class CustomParam:
         post = self._methods.fsdp_post_all_gather
         if not self._is_made:
             returned = post(tuple(outputs), self._metadata, self._param_dtype)
-            self._create(_check_result(self._name(unit), returned), outputs, unit)
+            self._create(returned, outputs, unit)
             return True
         for storage, num_bytes in self._inner:
             if storage.nbytes() != num_bytes:
@@ -318,9 +298,9 @@ class CustomParam:
             raise self._wrong_shape("left out", unsharded_param.shape, unit)
         return False
 
-    def _create(self, result: GatherResult, outputs: Sequence[torch.Tensor], unit: str) -> None:
-        unsharded = result.unsharded
-        self._inner = _memory_of(result.inner)
+    def _create(self, returned: Any, outputs: Sequence[torch.Tensor], unit: str) -> None:
+        unsharded, inner = _check_result(self._name(unit), returned)
+        self._inner = _memory_of(inner)
         layout, flag = self._param.layout, self._param.sharded.requires_grad
         if unsharded.shape != layout.shape:
             rows = layout.chunk_rows * layout.shard_count
@@ -328,7 +308,7 @@ class CustomParam:
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
             # Padding is behind the rows of the last rank that owns any. Not narrow: torch's
             # fully_shard requires as_strided of tensor subclasses.
-            unsharded = unsharded.as_strided(layout.shape, self._context.outer_stride, 0)
+            unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if type(unsharded) is torch.Tensor:
             taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([unsharded]))}
             self._has_own_memory = all(
@@ -400,24 +380,18 @@ class CustomGather:
             if has_gather_methods(param.fqn, local):
                 dim = param.layout.shard_dim
                 check_subclass_placement(param.fqn, local, spec.mesh_info, dim)
-                check_not_in_host_memory(param.fqn, spec.host)
+                if spec.host is not None:
+                    raise NotImplementedError(
+                        f"CPUOffloadPolicy is not built yet for parameter {param.fqn!r}, because "
+                        f"it has {PRE}."
+                    )
         self._params = params
         self._mesh_info = spec.mesh_info
         self._device = spec.device
         self._gradient_hook = gradient_hook
         mesh = shard_mesh_of(spec.mesh_info)
         self._unsharded = [
-            CustomParam(
-                param,
-                local,
-                GatherContext(
-                    mesh=mesh,
-                    outer_size=param.layout.shape,
-                    outer_stride=torch.empty(param.layout.shape, device="meta").stride(),
-                    mp_policy=mp_policy,
-                ),
-                compute_dtype(mp_policy, local.dtype),
-            )
+            CustomParam(param, local, mesh, mp_policy)
             for param, local in zip(params, locals_, strict=True)
         ]
         self._gather: PackedGather | None = None  # made by the first gather
@@ -591,14 +565,6 @@ class SubclassParams(UnitParams):
 
     def check_materialised(self) -> None:
         check_not_meta(self.params, self.label, self.spec.device)
-
-
-def check_not_in_host_memory(fqn: str, host: MemoryLocation | None) -> None:
-    """Raise a NotImplementedError if a parameter with the two methods is to live in host memory."""
-    if host is not None:
-        raise NotImplementedError(
-            f"CPUOffloadPolicy is not built yet for parameter {fqn!r}, because it has {PRE}."
-        )
 
 
 def check_not_subclass(tensors: UnitParams, what: str) -> None:

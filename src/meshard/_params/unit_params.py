@@ -134,11 +134,6 @@ class UnitParams(abc.ABC):
         """Raise a RuntimeError if shards are on the meta device, or not where they are gathered."""
 
 
-def sharded_params_of(tensors: UnitParams) -> list[ShardedParam]:
-    """Return the parameters of a unit that are sharded: all, or none of a replicated module."""
-    return [param for param in tensors.params if isinstance(param, ShardedParam)]
-
-
 def take_replaced_shards(
     params: Sequence[ShardedParam],
     locals_: Sequence[torch.Tensor],
