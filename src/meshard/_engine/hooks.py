@@ -35,7 +35,14 @@ from meshard._engine.unit import Unit, units_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
-from meshard._torch.private import base_of, hook_gradient, next_node, skip_dynamo, skip_dynamo_once
+from meshard._torch.private import (
+    base_of,
+    hook_gradient,
+    module_call_code,
+    next_node,
+    skip_dynamo,
+    skip_dynamo_once,
+)
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -292,7 +299,7 @@ def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, 
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether the present call of ``module`` was made inside another call of it."""
     # The functions that call a forward, with the name of the module in each.
-    callers = {nn.Module._call_impl.__code__: "self", ModuleHooks.run.__code__: "module"}
+    callers = {module_call_code: "self", ModuleHooks.run.__code__: "module"}
     num_calls, frame = 0, sys._getframe()
     while frame is not None:
         name = callers.get(frame.f_code)
