@@ -20,9 +20,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import UnitPlan, allocate, collect, commit, plan, resolve_mesh_info
+from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.storage import host_location
+from meshard._torch.patches import patch_zero_grad
 from meshard._torch.versions import TorchDataParallelMeshDims
 from meshard.fsdp_module import FSDPModule, check_bool
 from meshard.initialization import check_same_start
@@ -125,6 +127,7 @@ def fully_shard(
         chosen.unshard_on_access = unshard_on_access
         units.append(allocate(each, modules, policy=policy, settings=chosen, host=host))
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
+    patch_zero_grad(clear_pending)
     return module
 
 

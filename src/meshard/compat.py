@@ -1,4 +1,4 @@
-"""How does code that imports torch's ``fully_shard`` get ours?"""
+"""What meshard replaces in torch: its ``fully_shard`` on request, and ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import meshard
+from meshard._torch.patches import unpatch_zero_grad
 
 # Where code finds these names: the public module, and the name it had before torch 2.6.
 _MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -14,12 +15,12 @@ _NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", "Unsh
 
 
 class TorchPatch:
-    """What ``patch_torch`` has done. A context manager: the end of the block undoes it."""
+    """Names of torch that ``patch_torch`` replaced. A context manager that puts them back."""
 
     def __init__(self) -> None:
         self._before: list[tuple[ModuleType, str, Any]] = []
-        for position in _MODULES:
-            module = sys.modules.get(position)
+        for path in _MODULES:
+            module = sys.modules.get(path)
             for name in _NAMES:
                 if module is not None and hasattr(module, name) and hasattr(meshard, name):
                     self._before.append((module, name, getattr(module, name)))
@@ -52,7 +53,7 @@ def patch_torch() -> TorchPatch:
     work as they are.
 
     Returns:
-        What was done, with ``undo()``; as a context manager it is undone at the end of the block.
+        The replaced names: ``undo()`` puts them back, and so does the end of a ``with`` block.
 
     >>> import torch, meshard.compat
     >>> with meshard.compat.patch_torch():
@@ -61,3 +62,21 @@ def patch_torch() -> TorchPatch:
     True
     """
     return TorchPatch()
+
+
+def unpatch_torch() -> None:
+    """Put back ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad``.
+
+    ``fully_shard`` and ``replicate`` replace them, so that they also clear gradients that are not
+    reduced yet; call this after the last of those. From then on ``FSDPModule.reset_iter_state``
+    drops such gradients. A later ``fully_shard`` or ``replicate`` replaces them again.
+    ``patch_torch`` is undone by its own ``undo()``.
+
+    >>> import torch, meshard.compat
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> meshard.compat.unpatch_torch()
+    >>> torch.nn.Module.zero_grad.__module__
+    'torch.nn.modules.module'
+    >>> _ = meshard.fully_shard(torch.nn.Linear(2, 2))  # replaces them again
+    """
+    unpatch_zero_grad()

@@ -12,10 +12,30 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._comm.blocking import agree_on_max
-from meshard._engine.optimizer_hooks import check_may_step, mark_scaled
+from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import local_of
-from meshard._torch.private import unscale_each
+from meshard._torch.private import queue_backward_callback, unscale_each
+
+
+class _ScaledBackward:
+    """A callback of a backward of a scaled loss, which autograd drops when that is over."""
+
+    num_alive = 0
+
+    def __init__(self) -> None:
+        _ScaledBackward.num_alive += 1
+
+    def __call__(self) -> None:
+        """Do nothing: other callbacks at the end belong to this backward, too."""
+
+    def __del__(self) -> None:
+        _ScaledBackward.num_alive -= 1
+
+
+def is_backward_scaled() -> bool:
+    """Return whether a backward of a loss is under way that a ``ShardedGradScaler`` has scaled."""
+    return _ScaledBackward.num_alive > 0
 
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
@@ -29,7 +49,7 @@ def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
 class ShardedGradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
 
-    An inf or NaN in one shard on one rank skips the step on every rank, and lowers the scale once.
+    An inf or NaN in one shard on one rank skips the step and lowers the scale on every rank.
 
     Args:
         *args: As for ``torch.amp.GradScaler``: device, init_scale, growth_factor, ...
@@ -56,12 +76,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale, before its backward.
 
-        If that reaches parameters which an optimizer of ``overlap_optimizer`` steps, backward
-        raises before it steps any: nobody would have unscaled their gradients.
+        Backward raises where it reaches a unit that an optimizer of ``overlap_optimizer`` steps:
+        its gradients could not be unscaled before.
         """
         scaled = super().scale(outputs)
-        if self.is_enabled():
-            mark_scaled(_tensors_in(scaled))
+        if self.is_enabled() and overlapped_optimizers:
+            for loss in _tensors_in(scaled):
+                if loss.requires_grad:
+                    loss.register_hook(lambda _: queue_backward_callback(_ScaledBackward()))
         return scaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -80,7 +102,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the shards, and let all ranks know what any rank has found.
+        """Unscale the shards, and find on all ranks what any rank has found.
 
         **Collective:** every rank of the process group, also those without a gradient.
         """
@@ -117,7 +139,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 def _agree(
     found_inf: torch.Tensor, params: list[torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Let ``found_inf`` be its maximum over all ranks; their group may not serve host memory."""
+    """Set ``found_inf`` to its maximum over all ranks; their group may not serve host memory."""
     meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
     mesh = next(meshes, None)
     if mesh is None or mesh.device_type == found_inf.device.type:

@@ -86,23 +86,17 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
 
     Args:
         pin_memory: Page-lock the host shards, so that copies to the device are asynchronous.
-        step_device: Where ``overlap_optimizer`` steps: ``"cpu"`` on the host, or the device of the
-            mesh, one unit after the other, with its states. Any other optimizer steps on the host.
 
     Raises:
-        TypeError: ``pin_memory`` is not a bool, or ``step_device`` not a string.
+        TypeError: ``pin_memory`` is not a bool.
 
     >>> CPUOffloadPolicy(pin_memory=False)
-    CPUOffloadPolicy(pin_memory=False, step_device='cpu')
+    CPUOffloadPolicy(pin_memory=False)
     """
-
-    step_device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not isinstance(self.pin_memory, bool):
             raise TypeError(f"pin_memory must be a bool, got {self.pin_memory!r}.")
-        if not isinstance(self.step_device, str):
-            raise TypeError(f"step_device must be a string, got {self.step_device!r}.")
 
 
 @dataclass(frozen=True)

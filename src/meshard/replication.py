@@ -32,11 +32,13 @@ from meshard._engine.build import (
     give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
+from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import GroupSpec
+from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, default_mesh
@@ -428,6 +430,7 @@ def replicate(
     )
     buffers_over = mesh_info.replicate_group if broadcast_buffers else None
     _commit(module, buckets, BeforeForward(buckets, buffers_over), device)
+    patch_zero_grad(clear_pending)
     return module
 
 

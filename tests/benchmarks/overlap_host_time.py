@@ -4,7 +4,7 @@ Process CPU time on a fake process group, of one thread: all that the optimizer 
 it called in backward, by ``step`` or by ``zero_grad``. Implementations take turns, step by step.
 
     python tests/benchmarks/overlap_host_time.py [--units 48] [--layers 6] [--world 8] [--fused]
-        [--min-step-bytes 1048576] [--json]
+        [--json]
 
 The other two are ``torch.optim.AdamW(foreach=True)`` on the same DTensors, and on plain tensors of
 the sizes of their shards. With ``--fused``, the overlapped one and that on plain tensors are fused.
@@ -72,7 +72,6 @@ class Timed:
                 self._model,
                 torch.optim.AdamW,
                 lr=0.0,
-                min_step_bytes=args.min_step_bytes,
                 **{kernels: True},
             )
             self._time_backward(self._optimizer)
@@ -144,7 +143,6 @@ def command_line() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     made = parser(__doc__)
     made.add_argument("--fused", action="store_true", help="fused kernels for all, not foreach")
-    made.add_argument("--min-step-bytes", type=int, default=2**20)
     return made
 
 

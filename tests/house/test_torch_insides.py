@@ -10,21 +10,6 @@ import pytest
 
 from tests.house.sources import ROOT, SOURCES, Source, new
 
-# Must become empty.
-KNOWN_PRIVATE = {
-    "_comm/buffers.py: torch._foreach_copy_",
-    "_comm/communicator.py: torch.autograd._profiler_enabled",
-    "_comm/gradient_buffer.py: torch._chunk_cat",
-    "_engine/hooks.py: torch.nn.Module._call_impl",
-}
-KNOWN_PATCHES = {
-    "_engine/averages.py: AveragedModel.update_parameters",
-    "_engine/optimizer_hooks.py: Optimizer.zero_grad",
-    "_engine/optimizer_hooks.py: nn.Module.zero_grad",
-    "_engine/optimizer_hooks.py: optimizer_class.zero_grad",
-    "_torch/dtensor.py: DTensor.__getattr__",
-}
-
 VERSION_NAMES = ("torch.__version__", "torch.version", "torch.torch_version")
 PATCHES = "_torch/patches.py"  # two methods, listed on a page of the docs
 
@@ -117,7 +102,7 @@ def resolve(name):
 
 
 def test_private_names_stand_in_one_folder():
-    assert new(private_names_outside(SOURCES), KNOWN_PRIVATE) == []
+    assert new(private_names_outside(SOURCES)) == []
 
 
 def test_each_private_name_is_used_in_one_file():
@@ -166,7 +151,7 @@ def test_versions_are_asked_for_in_one_folder():
 
 
 def test_torch_is_patched_in_one_file():
-    assert new(patches(SOURCES), KNOWN_PATCHES) == []
+    assert new(patches(SOURCES)) == []
 
 
 def test_planted_uses_of_torchs_insides_are_found():

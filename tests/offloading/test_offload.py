@@ -312,5 +312,3 @@ def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
 def test_a_policy_is_checked_where_it_is_made():
     with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
         CPUOffloadPolicy(pin_memory="yes")
-    with pytest.raises(TypeError, match="step_device must be a string"):
-        CPUOffloadPolicy(step_device=torch.device("cpu"))

@@ -1,20 +1,23 @@
 """Is a step that waits for the norm of all gradients the ordinary one, clipped by that norm?"""
 
+import contextlib
 import gc
 import weakref
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshard
 from meshard import overlap_optimizer
+from meshard.optim.unit_step import UnitStepper
 from tests.optim.test_flat_optimizer import MANY, assert_same_state, groups_of, plain_state
 from tests.optim.test_overlapped_steps import DTYPES, SCHEDULES, batch, grads, make, window
 from tests.optim.test_overlapped_use import SignDescent
 from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
 from tests.support.covering import covering
-from tests.support.parity import assert_same, full_state, own_state, whole
+from tests.support.parity import assert_same, full_state, own_state
 
 MAX_NORM = 0.5
 DEFERRED = {"clip": "deferred", "max_norm": MAX_NORM}
@@ -43,15 +46,16 @@ def deferred(model, optimizer, windows, **kwargs):
     return norms
 
 
-def compare(shape, name, dtype, schedule, grouped=False):
+def compare(shape, name, dtype, schedule, wait, grouped=False):
     cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
     ours, theirs = make(shape, DTYPES[dtype]), make(shape, DTYPES[dtype])
     groups = [groups_of(model) if grouped else trainable(model) for model in (ours, theirs)]
-    late = overlap_optimizer(ours, cls, groups[0], **options, **DEFERRED)
+    late = overlap_optimizer(ours, cls, groups[0], wait=wait, **options, **DEFERRED)
     plain = cls(groups[1], **options)
     norms = deferred(ours, late, range(5), schedule=schedule)
     assert norms == clipped(theirs, plain, range(5), schedule=schedule)
     assert max(norms) > MAX_NORM
+    late.wait()
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
     assert_same_state(plain_state(late), plain_state(plain))
 
@@ -59,37 +63,55 @@ def compare(shape, name, dtype, schedule, grouped=False):
 NAMES = ("adamw", "momentum", "another class")
 
 
-@covering("shape, name, schedule", product([(2,), (2, 2)], NAMES, SCHEDULES))
-def test_as_the_ordinary_one(run_ranks, shape, name, schedule):
-    run_ranks(compare, torch.Size(shape).numel(), shape, name, "float32", schedule)
+@covering(
+    "shape, name, schedule, wait", product([(2,), (2, 2)], NAMES, SCHEDULES, ("step", "gather"))
+)
+def test_as_the_ordinary_one(run_ranks, shape, name, schedule, wait):
+    run_ranks(compare, torch.Size(shape).numel(), shape, name, "float32", schedule, wait)
 
 
 def test_mixed_precision_and_groups(run_ranks):
-    run_ranks(compare, 2, (2,), "adamw", "bfloat16", "F", True)
-    run_ranks(compare, 2, (2,), "adamw", "float32", "F", True)
+    run_ranks(compare, 2, (2,), "adamw", "bfloat16", "F", "step", True)
+    run_ranks(compare, 2, (2,), "adamw", "float32", "F", "gather", True)
 
 
-def moments():
-    """Each unit is stepped just before its next gather, or when it is read."""
-    model = make((2,))
-    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, **DEFERRED)
+@contextlib.contextmanager
+def noted():
+    """Yield the labels of the units whose deferred step is taken inside."""
     stepped = []
-    run = meshard.optim.unit_step.UnitStepper.run
+    run = UnitStepper.run
 
     def note(self, *args):
         stepped.append(self.unit.label)
         return run(self, *args)
 
-    meshard.optim.unit_step.UnitStepper.run = note
+    UnitStepper.run = note
     try:
+        yield stepped
+    finally:
+        UnitStepper.run = run
+
+
+def moments():
+    model = make((2,))
+    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, **DEFERRED)
+    with noted() as stepped:
+        window(model, 0)
+        assert stepped == []
+        optimizer.step()
+        assert len(stepped) == 5
+
+
+def moments_with_gathers():
+    """Each unit is stepped just before its next gather; the user may ask for all at once."""
+    model = make((2,))
+    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, wait="gather", **DEFERRED)
+    with noted() as stepped:
         window(model, 0)
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
         assert stepped == []
-        block = model.blocks[2]
-        whole(block.up.weight)
-        assert stepped == [block._meshard_unit.label]
         entered = []
         for each in (model, *model.blocks):
             each.register_forward_pre_hook(lambda *_: entered.append(len(stepped)))
@@ -97,21 +119,28 @@ def moments():
             model(batch(0))
         assert len(stepped) == 5  # each once
         assert entered != [5] * 5, "all were stepped before the first was gathered"
-        window(model, 1)
-        optimizer.state_dict()
-        assert len(stepped) == 10
-    finally:
-        meshard.optim.unit_step.UnitStepper.run = run
+        for number, ask in enumerate((optimizer.wait, optimizer.state_dict, model.state_dict), 1):
+            window(model, number)
+            optimizer.step()
+            assert len(stepped) == 5 * number
+            ask()
+            assert len(stepped) == 5 * (number + 1)
+        window(model, 5)
+        before = {name: value.clone() for name, value in full_state(model).items()}
+        model.load_state_dict(before, strict=False)  # after the step, not before
+        optimizer.wait()
+        assert_same(full_state(model), before, bitwise=True)
 
 
 def test_when_units_are_stepped(run_ranks):
     run_ranks(moments, 2)
+    run_ranks(moments_with_gathers, 2)
 
 
-def interrupted():
+def interrupted(wait):
     """A window whose backward raises is void, and those around it count."""
     ours, theirs = make((2,)), make((2,))
-    late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
+    late = overlap_optimizer(ours, ADAMW, wait=wait, **OPTIONS, **DEFERRED)
     plain = ADAMW(trainable(theirs), **OPTIONS)
 
     def fail(*_):
@@ -124,13 +153,17 @@ def interrupted():
     hook.remove()
     with pytest.raises(RuntimeError, match="the last backward through unit"):
         late.step()
+    if dist.get_rank() == 0:  # alone: nothing may communicate
+        assert {float(each["step"]) for each in late.state.values()} == {2.0}
     deferred(ours, late, range(2, 4))
     clipped(theirs, plain, range(4))
+    late.wait()
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
 def test_an_interrupted_window_is_void(run_ranks):
-    run_ranks(interrupted, 2)
+    run_ranks(interrupted, 2, "step")
+    run_ranks(interrupted, 2, "gather")
 
 
 def around():
@@ -158,6 +191,8 @@ def test_what_takes_the_steps_first(run_ranks):
 
 def refused():
     model = make((2,))
+    with pytest.raises(ValueError, match='wait must be "step" or "gather", got \'later\''):
+        overlap_optimizer(model, ADAMW, wait="later")
     for wrong in ({"clip": "deferred"}, {"max_norm": 1.0}):
         with pytest.raises(ValueError, match="max_norm go together"):
             overlap_optimizer(model, ADAMW, **wrong)

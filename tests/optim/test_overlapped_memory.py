@@ -69,14 +69,9 @@ def step(model, optimizer, schedule):
     return in_backward, in_step
 
 
-def alone(model, cls, **options):
-    """Each unit is stepped by itself, though it is small."""
-    return overlap_optimizer(model, cls, **options, min_step_bytes=0)
-
-
-def both(cls, options, overlap=alone):
+def both(cls, options):
     found = []
-    for make_optimizer in (overlap, lambda m, cls, **kw: cls(m.parameters(), **kw)):
+    for make_optimizer in (overlap_optimizer, lambda m, cls, **kw: cls(m.parameters(), **kw)):
         model = make()
         optimizer = make_optimizer(model, cls, **options)
         for _ in range(2):  # the first step makes the state
@@ -104,28 +99,6 @@ def test_no_gradient_is_left_and_one_is_alive_at_the_peak(run_ranks, name):
     run_ranks(freed, 1, name)
 
 
-def waiting(name):
-    """Up to ``min_step_bytes`` of gradients wait for others to be stepped with."""
-    cls, options = IN_PLACE[name]
-    for count in (2, 3, UNITS):
-        for limit in ((count - 1) * UNIT + 1, count * UNIT):
-            (backward, later), _ = both(
-                cls,
-                options,
-                lambda model, cls, limit=limit, **options: overlap_optimizer(
-                    model, cls, **options, min_step_bytes=limit
-                ),
-            )
-            assert backward.left == 0 and later.peak == 0
-            # A unit's weight and gradient, that which is being reduced, and those that wait.
-            assert backward.peak == ((1 + 2) + count - 1) * UNIT + (2 if count < UNITS else 0) * ROW
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_small_units_wait_until_they_have_so_many_bytes(run_ranks, name):
-    run_ranks(waiting, 1, name)
-
-
 def with_scratch():
     """What an optimizer takes for its step, it takes for one unit."""
     (backward, later), (plain_backward, plain_later) = both(
@@ -149,7 +122,7 @@ def accumulated():
         for is_overlapped in (True, False):
             model = make()
             if is_overlapped:
-                optimizer = alone(model, cls, **options)
+                optimizer = overlap_optimizer(model, cls, **options)
             else:
                 optimizer = cls(model.parameters(), **options)
             step(model, optimizer, schedule)
@@ -158,7 +131,7 @@ def accumulated():
                     model.set_is_last_backward(place == 2)
                     model.set_gradient_sync(SYNC[letter])
                     model(torch.full((1, WIDTH), 0.1)).sum().backward()
-            assert in_window.left == (0 if is_overlapped else UNITS * UNIT)
+            assert in_window.left == 0 or not is_overlapped
             optimizer.step()
             states.append(full_state(model))
     for other in states[1:]:
@@ -170,16 +143,20 @@ def test_accumulated_gradients_are_freed(run_ranks):
 
 
 def put_aside():
-    """Deferred steps keep the gradients until the next forward, and no longer."""
-    model = make()
-    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, clip="deferred", max_norm=1.0)
-    for _ in range(2):
-        backward, _ = step(model, optimizer, "F")
-        with recorded(ROW) as in_forward, torch.no_grad():
-            model(torch.full((1, WIDTH), 0.1))
-        assert backward.left == UNITS * UNIT
-        assert in_forward.left == -UNITS * UNIT
+    """Deferred steps keep the gradients until ``step``, or until the next forward."""
+    for wait in ("step", "gather"):
+        model = make()
+        optimizer = overlap_optimizer(
+            model, torch.optim.SGD, lr=0.1, clip="deferred", max_norm=1.0, wait=wait
+        )
+        for _ in range(2):
+            backward, in_step = step(model, optimizer, "F")
+            with recorded(ROW) as in_forward, torch.no_grad():
+                model(torch.full((1, WIDTH), 0.1))
+            assert backward.left == UNITS * UNIT
+            assert in_step.left == (-UNITS * UNIT if wait == "step" else 0)
+            assert in_forward.left == (0 if wait == "step" else -UNITS * UNIT)
 
 
-def test_deferred_steps_keep_them_until_the_next_forward(run_ranks):
+def test_deferred_steps_keep_them_until_they_are_taken(run_ranks):
     run_ranks(put_aside, 1)

@@ -10,7 +10,6 @@ import torch
 import meshard
 from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.host_copies import HostCopies
-from meshard._gradients.host_grads import HostBuffers
 from tests.optim.test_deferred_steps import DEFERRED, clipped, deferred
 from tests.optim.test_flat_optimizer import MANY
 from tests.optim.test_overlapped_steps import (
@@ -67,11 +66,12 @@ def test_clipping_beside_it(run_ranks):
     run_ranks(as_without_offload, 2)
 
 
-def gated():
-    """Backward, its end, ``step`` and ``zero_grad`` go on while no step has been taken."""
+def gated(wait):
+    """Backward and its end go on while no step has been taken; then ``step`` waits, or does not."""
     model = make_offloaded()
-    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
+    optimizer = overlap_optimizer(model, ADAMW, wait=wait, **OPTIONS)
     window(model, 0)
+    optimizer.wait()
     before = full_state(model)
     gate, links, names = threading.Event(), [], []
     wait, run = HostCopies.wait, meshard.optim.flat.FlatStepper.run
@@ -90,14 +90,16 @@ def gated():
     try:
         window(model, 1)
         assert grads(model) == []
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()
+        if wait == "gather":
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
         assert names == []
         time.sleep(0.1)
         assert len(links) == 1  # of the first unit that was reduced; its step is held up
         threading.Timer(0.1, gate.set).start()
-        after = full_state(model)  # waits
+        (optimizer.step if wait == "step" else optimizer.wait)()
+        after = full_state(model)
         assert len(names) == 5 == len(set(links))
         assert all(name.startswith("meshard optimizer") for name in names)
         assert not torch.equal(after["first.weight"], before["first.weight"])
@@ -107,46 +109,25 @@ def gated():
 
 
 def test_backward_does_not_wait_for_a_step(run_ranks):
-    run_ranks(gated, 2)
-
-
-def same_addresses():
-    """In a steady state no host memory is allocated: the same buffers get the gradients."""
-    model = make_offloaded()
-    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
-    taken = []
-    take = HostBuffers.take
-
-    def note(self, like, but):
-        buffer = take(self, like, but)
-        taken.append(buffer.data_ptr())
-        return buffer
-
-    HostBuffers.take = note
-    try:
-        for number in range(4):
-            window(model, number, "RF")
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.wait()
-    finally:
-        HostBuffers.take = take
-    assert len(taken) == 4 * 5 and len(set(taken)) == 5
-
-
-def test_gradient_buffers_stay_where_they_are(run_ranks):
-    run_ranks(same_addresses, 2)
+    for wait in ("step", "gather"):
+        run_ranks(gated, 2, wait)
 
 
 def raised():
-    """What the optimizer raises in the worker comes where someone needs its result."""
-    model = make_offloaded()
-    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
-    window(model, 0)
-    optimizer.param_groups[0]["lr"] = "fast"
-    window(model, 1)
-    with pytest.raises(TypeError):
+    """What the optimizer raises in the worker comes where someone needs its result, once."""
+    for wait in ("step", "gather"):
+        model = make_offloaded()
+        optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, wait=wait)
+        window(model, 0)
         optimizer.wait()
+        optimizer.param_groups[0]["lr"] = "fast"
+        window(model, 1)
+        with pytest.raises(TypeError):
+            optimizer.step() if wait == "step" else optimizer.wait()
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.wait()
+        window(model, 2)
+        optimizer.step()
 
 
 def test_errors_of_the_worker(run_ranks):

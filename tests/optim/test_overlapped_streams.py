@@ -1,4 +1,4 @@
-"""Is a step in backward ordered with all that reads what it writes, and with nothing else?"""
+"""Order of steps in backward with all that reads what they write, and with nothing else."""
 
 import copy
 import functools
@@ -10,12 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 import meshard._engine.build
-import meshard.optim.pending_step
 import meshard.optim.unit_step
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
-from meshard.optim.joined_steps import JoinedSteps
 from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -26,8 +24,8 @@ SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientS
 
 UNIT_NORM = {"max_unit_norm": 1.0, "clip_value": 0.5}
 DEFERRED = {"clip": "deferred", "max_norm": 0.1}
-ALONE = {"min_step_bytes": 0}  # each unit; by default all of these wait for the end of backward
-TWO = {"min_step_bytes": 200}  # a block has 136 bytes of gradients on each of four ranks
+GATHER = {"wait": "gather"}
+LATE = {**DEFERRED, **GATHER}
 
 
 class Run:
@@ -87,7 +85,7 @@ def sgd_run(monkeypatch):
     """
     with fake_group(4):
         cls = functools.partial(torch.optim.SGD, momentum=0.9)
-        yield Run(monkeypatch, cls=cls, options=ALONE)
+        yield Run(monkeypatch, cls=cls, options=GATHER)
 
 
 @covering(
@@ -96,7 +94,7 @@ def sgd_run(monkeypatch):
         MESHES,
         [False, True],
         [torch.optim.SGD, torch.optim.AdamW],
-        [{}, ALONE, TWO, UNIT_NORM, DEFERRED],
+        [{}, GATHER, UNIT_NORM, DEFERRED, LATE],
     ),
     indirect=["run_on"],
 )
@@ -146,7 +144,6 @@ READS = {
     "loading the state": lambda run: run.optimizer.load_state_dict(
         copy.deepcopy(run.optimizer.state_dict())
     ),
-    "wait": lambda run: run.optimizer.wait(),
 }
 
 
@@ -155,35 +152,44 @@ def _open(model):
         return [param + 1 for param in model.parameters()]
 
 
+# What waits by itself, also between backward and ``step``.
+WAITING = ("state_dict", "loading", "unsharded_params", "the state", "its state_dict")
+WAITING += ("loading the state",)
+
+
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("options", [{}, ALONE, DEFERRED], ids=str)
-def test_whatever_reads_waits(monkeypatch, read, options):
+@pytest.mark.parametrize("options", [{}, DEFERRED], ids=str)
+def test_steps_are_over_when_step_returns(monkeypatch, read, options):
     with fake_group(4):
-        check_read(Run(monkeypatch, options=options), READS[read])
+        run = Run(monkeypatch, options=options)
+        check_read(run, run.optimizer.step, READS[read])
 
 
-def check_read(run, read):
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("options", [GATHER, LATE], ids=str)
+def test_steps_are_over_when_wait_returns(monkeypatch, read, options):
+    with fake_group(4):
+        run = Run(monkeypatch, options=options)
+        check_read(run, run.optimizer.wait, READS[read])
+
+
+@pytest.mark.parametrize("read", WAITING)
+@pytest.mark.parametrize("options", [{}, GATHER, DEFERRED, LATE], ids=str)
+def test_state_dicts_and_gathers_wait_by_themselves(monkeypatch, read, options):
+    with fake_group(4):
+        check_read(Run(monkeypatch, options=options), lambda: None, READS[read])
+
+
+def check_read(run, wait, read):
     with run.recorder, torch.no_grad():
         for _ in range(2):
             with torch.enable_grad():
                 run.window()
+            wait()
             read(run)
         with torch.enable_grad():
             run.window()
     assert run.device.races == []
-
-
-def test_a_read_waits_for_its_unit_only(sgd_run):
-    run = sgd_run
-    with run.recorder:
-        run.window()
-        assert run.seen_by(run.device.compute) == 0
-        last, first = run.model[3], run.model[1]  # in the order of backward, last comes first
-        last[0].weight.to_local()
-        seen = run.seen_by(run.device.compute)
-        assert 0 < seen < run.ticks
-        first[0].weight.to_local()
-        assert seen < run.seen_by(run.device.compute) <= run.ticks
 
 
 def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
@@ -230,26 +236,6 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
     assert run.device.races == []
 
 
-@pytest.mark.parametrize(("options", "expected"), [({}, [4]), (TWO, [2, 2]), (ALONE, [1] * 4)])
-def test_units_are_stepped_together_until_they_have_so_many_bytes(monkeypatch, options, expected):
-    found = []
-    step = JoinedSteps._step
-
-    def log_step(self, units):
-        found.append(len(units))
-        step(self, units)
-
-    monkeypatch.setattr(JoinedSteps, "_step", log_step)
-    with fake_group(4):
-        run = Run(monkeypatch, options=options)
-        run.window()  # makes the state, unit by unit
-        with run.recorder:
-            run.window()
-            run.window("RF")
-    assert found == 2 * expected
-    assert run.device.races == []
-
-
 def test_gradients_are_given_back_when_the_step_is_over(run):
     with run.recorder:
         run.window()
@@ -281,10 +267,12 @@ def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
     assert any("reuse of memory" in race for race in run.device.races)
 
 
-def test_a_read_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(meshard.optim.pending_step, "hide_shards", lambda group: None)
-    with run.recorder, torch.no_grad():
-        with torch.enable_grad():
-            run.window()
-        READS["full_tensor"](run)
+def test_a_read_that_does_not_wait_is_found_out(monkeypatch):
+    with fake_group(4):
+        run = Run(monkeypatch, options=GATHER)
+        with run.recorder, torch.no_grad():
+            with torch.enable_grad():
+                run.window()
+            run.optimizer.step()
+            READS["full_tensor"](run)
     assert any("read by" in race for race in run.device.races)

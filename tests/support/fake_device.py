@@ -248,7 +248,6 @@ class FakeHost:
     """Stands in for a ``MemoryLocation`` in pinned host memory."""
 
     device = torch.device("cpu")
-    step_device: torch.device | None = None
     is_pinned = False  # what a CPU can offer; the fake device takes it to be pinned
 
     def __init__(self, device: FakeDevice) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from meshard._mesh.layout import ParamLayout
+from meshard._torch.private import foreach_copy_
 
 _MAX_OPERANDS = 64
 _EXACT = (torch.float32, torch.float64)  # kernels of narrower dtypes use the number as float32
@@ -68,7 +69,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if len(targets) == 1:
         targets[0].copy_(sources[0])  # half the time of the foreach operator
     else:
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
 
 _TINY = 2**14  # bytes

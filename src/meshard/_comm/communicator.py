@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from meshard._comm.custom import CommSettings, memory_backend
 from meshard._comm.divergence import check_fingerprint, is_debugging, number_root
+from meshard._torch.private import is_profiling
 from meshard.policies import Comm
 
 
@@ -443,6 +444,6 @@ _NOTHING = contextlib.nullcontext()
 def profiled(what: str, label: str) -> contextlib.AbstractContextManager[None]:
     """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
     # The public record_function takes microseconds even without a profiler; this flag does not.
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if is_profiling():
         return _record(f"meshard::{what} {label}")
     return _NOTHING

@@ -17,6 +17,7 @@ from meshard._comm.buffers import ReusableBuffer, ScalarOperands, copy_all, matc
 from meshard._comm.communicator import Rows
 from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange
+from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
 _FEW = 3600  # elements: from here on torch transposes by blocks, slower than column by column
@@ -147,7 +148,7 @@ class GradientLayout:
             self._transpose(gradients, target)
         elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
             # One operator instead of those below: 6 us less for six gradients.
-            torch._chunk_cat(gradients, 0, self.shard_count, out=target)
+            chunk_cat(gradients, 0, self.shard_count, out=target)
         else:
             rows = [gradient.reshape(self.shard_count, -1) for gradient in gradients]
             torch.cat(rows, dim=1, out=target)

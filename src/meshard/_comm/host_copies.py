@@ -78,16 +78,6 @@ class HostCopies:
         self._writing = comm.record()
         return comm.record(source)
 
-    def begin_step(self) -> None:
-        """Order what is queued next, which reads and writes, after the copies in flight."""
-        for copy in (self._reading, self._writing):
-            if copy is not None:
-                copy.wait()
-
-    def end_step(self, step: RecordedWork) -> None:
-        """Record that ``step``, on the device, is the last work that writes."""
-        self._writing = step
-
     def _order_writes(self) -> None:
         if self._writing is not None:
             self._writing.wait()

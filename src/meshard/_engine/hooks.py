@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.misread import explain_mixed_tensors
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
     detached_from_others,
+    explain_mixed_tensors,
     left_in,
     takes_tensors,
     tensors_in,
@@ -35,7 +35,14 @@ from meshard._engine.unit import Unit, units_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
-from meshard._torch.private import base_of, hook_gradient, next_node, skip_dynamo, skip_dynamo_once
+from meshard._torch.private import (
+    base_of,
+    hook_gradient,
+    module_call_code,
+    next_node,
+    skip_dynamo,
+    skip_dynamo_once,
+)
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -78,6 +85,7 @@ def _check_no_pending_gradients(module: nn.Module, prefix: str, keep_vars: bool)
     unit = module.__dict__.get("_meshard_unit")
     if unit is not None and unit.group is not None:
         unit.group.check_nothing_is_pending()
+        unit.group.finish_pending_step()
 
 
 class ModuleHooks:
@@ -291,7 +299,7 @@ def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, 
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether the present call of ``module`` was made inside another call of it."""
     # The functions that call a forward, with the name of the module in each.
-    callers = {nn.Module._call_impl.__code__: "self", ModuleHooks.run.__code__: "module"}
+    callers = {module_call_code: "self", ModuleHooks.run.__code__: "module"}
     num_calls, frame = 0, sys._getframe()
     while frame is not None:
         name = callers.get(frame.f_code)
@@ -365,6 +373,7 @@ class _LoadHook:
         if unit is None or unit.group is None:
             return
         unit.group.finish_copies()
+        unit.group.finish_pending_step()
         is_assigned = local_metadata.get("assign_to_params_buffers", False)
         for name, index in self._names:
             given = state_dict.get(prefix + name)

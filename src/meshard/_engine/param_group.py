@@ -22,6 +22,7 @@ from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_o
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import OwnerDicts, ShardedParam
 from meshard._params.unit_params import UnitParams
+from meshard._torch.patches import release_pending
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -353,7 +354,7 @@ class ParamGroup:
         self.end_manual_unshard()
         if voids_graphs and manual is not None and manual.was_installed:
             self._void_graphs()
-        if self.pending_step is not None or self.adopt_edits() != self._unsharded_version:
+        if self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
@@ -429,6 +430,8 @@ class ParamGroup:
             RuntimeError: ``refuse``, and a parameter was cast, moved or given other data.
         """
         manual, self.manual_unshard = self.manual_unshard, None
+        if manual is not None:
+            release_pending(self)
         wrong = "" if manual is None else manual.end(self.version)
         if wrong and refuse:
             self.reshard()

@@ -29,6 +29,7 @@ from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
+from meshard._torch.patches import hold_pending, release_pending
 from meshard.foreach_reduce import ReduceRequest, Reduction
 
 Args = ParamSpec("Args")
@@ -192,10 +193,16 @@ class GradientAccumulator:
         elif not self.is_pending:
             self.close_window()
         self.sharded.forget(gone)
+        self._release_if_settled()
+
+    def _release_if_settled(self) -> None:
+        if not self.is_pending and not self.num_in_flight:
+            release_pending(self)
 
     def settle(self) -> None:
         """Put into ``.grad`` everything that was published, also what is copied to the host."""
         self.sharded.settle()
+        self._release_if_settled()
 
     @property
     def is_window_open(self) -> bool:
@@ -209,6 +216,7 @@ class GradientAccumulator:
     def _open_window(self) -> None:
         self._window.is_open = True
         self._cleared = frozenset()
+        hold_pending(self)
 
     def clear_window(self) -> None:
         """Drop everything, ``.grad`` included."""
@@ -219,6 +227,7 @@ class GradientAccumulator:
         """Forget reductions in flight: they were abandoned."""
         self.num_in_flight = 0
         self._dropped = frozenset()
+        self._release_if_settled()
 
     # --- arrived gradients ------------------------------------------------------------
 
@@ -431,6 +440,8 @@ class GradientAccumulator:
             The copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
+        if in_flight.is_full and self._storage.host_copies is None:  # else not in .grad yet
+            self._release_if_settled()
         reduced = in_flight.reduction.finish()
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self._dropped:

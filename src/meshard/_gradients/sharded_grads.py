@@ -11,7 +11,8 @@ Autograd never sees a sharded parameter, so hooks that users register on one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -96,6 +97,10 @@ def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
+def _no_flat() -> None:
+    return None
+
+
 class ShardedGrads:
     """The ``.grad`` of the sharded parameters of one unit.
 
@@ -105,10 +110,29 @@ class ShardedGrads:
 
     def __init__(self, storage: UnitParams) -> None:
         self._storage = storage
-        self._published: FlatGradients | None = None  # while every .grad is as it was set here
+        self._published = None  # while every .grad is as it was set here
         # The address of each .grad, by index. A weakref would forbid Module.to to swap the tensor,
         # and a reference would keep its memory.
         self._addresses: dict[int, int] = {}
+
+    @property
+    def _published(self) -> FlatGradients | None:
+        """The flat sums that every ``.grad`` shows; None once these are cleared."""
+        flat = self._flat()
+        return None if flat is None else FlatGradients(self._layout, flat, self._used)
+
+    @_published.setter
+    def _published(self, grads: FlatGradients | None) -> None:
+        self._flat: Callable[[], torch.Tensor | None] = _no_flat
+        if grads is None:
+            return
+        self._layout, flat, self._used = grads
+        dtypes = {self._storage.params[index].sharded.dtype for index in grads.used}
+        if dtypes == {flat.dtype} and flat._base is None and self._storage.host_copies is None:
+            # Every .grad is a view, so the memory is free as soon as the user clears the last one.
+            self._flat = weakref.ref(flat)
+        else:
+            self._flat = lambda: flat
 
     @property
     def has_arrivals(self) -> bool:

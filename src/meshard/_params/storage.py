@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +25,10 @@ class MemoryLocation:
     Args:
         device: The device of the mesh, or the CPU; may be meta.
         is_pinned: Page-locked host memory, with asynchronous copies from and to a device.
-        step_device: Where ``overlap_optimizer`` steps what lives here; None: here.
     """
 
     device: torch.device
     is_pinned: bool = False
-    step_device: torch.device | None = None
 
     @classmethod
     def host_memory(cls, device: torch.device, *, pin: bool) -> MemoryLocation:
@@ -67,7 +65,6 @@ def host_location(
     Raises:
         NotImplementedError: There are such parameters.
         TypeError: ``pin_memory`` is not a bool.
-        ValueError: ``step_device`` is neither the host nor ``device``.
     """
     global _has_warned_of_pinning
     if not isinstance(policy, TorchCPUOffloadPolicy):
@@ -79,15 +76,7 @@ def host_location(
             f"CPUOffloadPolicy for parameter {subclass_fqns[0]!r} is not built yet, because it has "
             "fsdp_pre_all_gather; leave offload_policy out for its module."
         )
-    step_device = torch.device(getattr(policy, "step_device", "cpu"))
-    if step_device.type not in ("cpu", device.type):
-        raise ValueError(
-            f"CPUOffloadPolicy(step_device={str(step_device)!r}) is neither 'cpu' nor the device "
-            f"of the mesh, {device.type!r}, which are where a unit can be stepped."
-        )
     host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
-    if step_device.type != "cpu":
-        host = replace(host, step_device=device)
     if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
         _has_warned_of_pinning = True
         warnings.warn(

@@ -204,6 +204,9 @@ def _never() -> bool:
 
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or _never
 
+# The code of a module's call around its forward, which has the module as ``self``.
+module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
+
 
 # --- pytree --------------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""An optimizer on flat shards.
-
-The optimizer that users hold has ``param_groups`` and ``state`` as ever. Here is an inner one of
-the same class, over one tensor per run, and what keeps the two alike.
+"""Optimizers on flat shards.
 
 An ordinary optimizer on sharded parameters dispatches every operation of every parameter through
-DTensor, which for small shards takes longer than the arithmetic. Pointwise optimizers do not care
-where one parameter ends and the next begins: they step runs of a unit's flat shard as one tensor.
+DTensor, which takes longer than the arithmetic where shards are small. Pointwise optimizers do the
+same to an element whatever lies around it, so they step slices of a unit's flat shard as one tensor
+each. The optimizer that users hold has the ordinary ``param_groups`` and ``state``; an inner one of
+the same class steps the slices, and ``FlatStepper`` keeps the two alike.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._comm.gradient_buffer import FlatGradients
 from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of
-from meshard.optim.flat_slices import FlatSlice, Groups, Member, Places, Snapshot, State
+from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -40,177 +38,108 @@ POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.RAdam,
 )
 # Bytes of parameters that are stepped at once: torch's foreach kernels make one or two tensors as
-# large as what they are given, and come back to it several times, so it should stay in a cache.
+# large as what they are given and come back to it several times, so it should stay in a cache.
 _PORTION = 2**20
 
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 States = MutableMapping[torch.Tensor, State]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
-_alive: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
+_steppers: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
 
 
 def forget_slices() -> None:
-    """Have no flat shard held by an optimizer: their memory is about to move."""
-    for stepper in tuple(_alive):
+    """Make every optimizer drop its slices of flat shards, whose memory is about to move."""
+    for stepper in tuple(_steppers):
         stepper.forget_slices()
 
 
 class FlatStepper:
-    """Steps parameters as runs where it can, and one by one where not.
+    """An inner optimizer that steps parameters as slices where it can, one by one where not.
 
-    One by one are stepped those that are in no unit, or extended, and all if the optimizer is not
-    pointwise.
+    Parameters in no unit, tensor subclasses, and all parameters of an optimizer that is not
+    pointwise are *loose*: stepped one by one.
 
     Args:
         make: Makes an optimizer from param groups that have all hyperparameters.
-        is_pointwise: Whether it does the same to an element whatever is around it.
+        is_pointwise: The optimizer does the same to an element whatever lies around it.
+        before_forgetting: Called before slices are dropped.
+        on_replaced: Called with the tensors of states whose values were copied.
     """
 
     def __init__(
-        self, make: Callable[[list[dict[str, Any]]], Optimizer], *, is_pointwise: bool = True
+        self,
+        make: MakeOptimizer,
+        *,
+        is_pointwise: bool = True,
+        before_forgetting: Callable[[], None] = lambda: None,
+        on_replaced: Callable[[list[torch.Tensor]], None] = lambda tensors: None,
     ) -> None:
         self._make = make
         self._is_pointwise = is_pointwise
-        self.before_forgetting: Callable[[], object] | None = None
-        self.on_replaced: Callable[[list[torch.Tensor]], None] | None = None  # given old state
-        self.num_gradient_bytes = 0  # of the runs that have taken a gradient
-        self.forget_slices()
-        _alive.add(self)
+        self._before_forgetting = before_forgetting
+        self._on_replaced = on_replaced
+        self._reset()
+        _steppers.add(self)
 
-    def forget_slices(self) -> None:
-        """Look at everything anew in the next step, and hold no flat shard until then."""
-        if self.before_forgetting is not None:
-            self.before_forgetting()
-            self.catch_up()
+    def _reset(self) -> None:
         self._inner: Optimizer | None = None
         self.slices: list[FlatSlice] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
-        self._numbers: list[int] = []  # for each group of the inner optimizer, which of ours
-        self._left: Snapshot | None = None  # by the last step
-        self._before: Snapshot | None = None  # what the last step had left, during a step
-        self._places: Places | None = None
-        self._is_behind = False  # members have not followed
+        self._numbers: list[int] = []  # for each group of the inner optimizer, the index of ours
+        self._left: Snapshot | None = None  # what the last step has left
+
+    def forget_slices(self) -> None:
+        """Drop all slices; the next step finds them anew."""
+        self._before_forgetting()
+        self._reset()
 
     @property
     def is_flat(self) -> bool:
-        """Whether all that was taken is in runs."""
+        """Whether all that was taken is in slices."""
         return not self._loose
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether all that was taken is in runs, which have state already."""
-        return not self._loose and self._left is not None
-
-    @property
-    def numbers(self) -> list[int]:
-        """For each param group of what ``begin_step`` returns, which of ours it is."""
-        return self._numbers
-
-    @property
-    def gradients(self) -> list[torch.Tensor]:
-        """What was taken, of runs."""
-        return [
-            flat_slice.flat.grad for flat_slice in self.slices if flat_slice.flat.grad is not None
-        ]
-
-    def take(self, groups: Groups, state: States, *, is_seen: bool = True) -> None:
+    def take(self, optim_groups: OptimGroups, state: States) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
 
         Args:
-            groups: Param groups; those of their parameters that have a gradient are stepped.
+            optim_groups: Param groups; those of their parameters that have a gradient are stepped.
             state: Of the optimizer that users hold.
-            is_seen: Users may have edited ``state``, or replaced parameters of ``groups``.
         """
-        self._look(groups, state, is_seen=is_seen)
-        inner = self._made(groups, state)
-        self.num_gradient_bytes = sum([grad.nbytes for grad in self.gradients])
+        if self._left is None or not self._left.holds(optim_groups, state):
+            self.forget_slices()
+            self._find_slices(optim_groups)
+        # All of them, and not only up to the first that lacks some.
+        if sum([each.take_gradient() for each in self.slices]) < len(self.slices):
+            # Never joined again: what is stepped less often has another history.
+            self.slices = [part for each in self.slices for part in each.split_by_gradient()]
+            self._inner = None
+        inner = self._inner or self._make_inner(optim_groups, state)
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
-            group = groups[number]
+            group = optim_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
 
-    def take_reduced(
-        self,
-        flat_grads: FlatGradients,
-        group: ParamGroup,
-        groups: Groups,
-        state: States,
-        *,
-        is_seen: bool,
-    ) -> bool:
-        """Take the gradients of one unit as they lie in one tensor; False: they must be in .grad.
-
-        That is so if some of them are not of our parameters, or if anything has changed since the
-        last step. Hyperparameters are left to the caller.
+    def run(self, optim_groups: OptimGroups, state: States) -> None:
+        """Step what was taken. The gradients of loose parameters must still be there.
 
         Args:
-            held: The gradients.
-            group: Of the unit; the shards of all of it are in runs.
-            groups: As for ``take``; only what they hold counts.
-            state: Likewise.
-            is_seen: Likewise.
-        """
-        left = self._left
-        if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
-            return False
-        positions = self._places
-        if positions is None or not positions.are_of(self.slices, flat_grads, group):
-            positions = self._places = Places(self.slices, flat_grads, group)
-        self.num_gradient_bytes = positions.num_bytes
-        return positions.give(flat_grads.flat)
-
-    def run(
-        self,
-        groups: Groups,
-        state: States,
-        *,
-        is_seen: bool = True,
-        by: Callable[[Optimizer], object] | None = None,
-    ) -> None:
-        """Step what has been taken. The gradients of loose parameters must still be there.
-
-        Args:
-            groups: As for ``take``.
-            state: Likewise; written to.
-            is_seen: Users may look at ``state`` before they call ``catch_up``.
-            by: Steps the optimizer of the runs; None: it steps itself.
-        """
-        (by or self._step)(self.begin_step())
-        self.end_step(groups, state)
-        if is_seen:
-            self.catch_up()
-
-    def begin_step(self) -> Optimizer:
-        """Return what has all gradients, hyperparameters and state, to be stepped at once."""
-        assert self._inner is not None
-        # If the step raises, the next one looks anew.
-        self._before, self._left = self._left, None
-        return self._inner
-
-    def end_step(self, groups: Groups, state: States) -> None:
-        """Note that it has been stepped; ``catch_up`` before users look at ``state``.
-
-        Args:
-            groups: As for ``take``; only what they hold counts.
+            optim_groups: As for ``take``.
             state: Likewise; written to.
         """
-        inner, left = self._inner, self._before
+        inner, left = self._inner, self._left
         assert inner is not None
+        self._left = None  # if the step raises, the next one looks at everything anew
+        self._step(inner)
         for flat_slice in self.slices:
             flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
         if left is not None and left.was_stepped_in_place():
-            self._is_behind = True
-        else:
-            left = self._show(inner, groups, state)
-        self._left, self._before = left, None
-
-    def catch_up(self) -> None:
-        """Have in the state of every parameter how often it has been stepped."""
-        left = self._left or self._before  # the latter if the last step has raised
-        if self._is_behind and left is not None:
             left.follow()
-        self._is_behind = False
+        else:
+            left = self._show(inner, optim_groups, state)
+        self._left = left
 
-    def _show(self, inner: Optimizer, groups: Groups, state: States) -> Snapshot:
-        """Have in ``state`` what the runs have."""
+    def _show(self, inner: Optimizer, optim_groups: OptimGroups, state: States) -> Snapshot:
+        """Put the state of the inner optimizer into that of the parameters."""
         for flat_slice in self.slices:
             own = inner.state.get(flat_slice.flat)
             if own:
@@ -218,86 +147,59 @@ class FlatStepper:
         for _, param in self._loose:
             if param in inner.state:
                 state[param] = inner.state[param]
-        return Snapshot(groups, state, self.slices, inner.state)
+        return Snapshot(optim_groups, state, self.slices, inner.state)
 
-    # --- which runs there are --------------------------------------------------------------
+    # --- the slices ------------------------------------------------------------------------
 
-    def _look(self, groups: Groups, state: States, *, is_seen: bool) -> None:
-        """Have runs for what the param groups hold now, each with a gradient or without."""
-        left = self._left
-        if left is None or not (left.holds(groups, state) if is_seen else left.holds_params()):
-            self.forget_slices()
-            self._plan(groups)
-        # All of them, and not only up to the first that lacks some.
-        if sum([flat_slice.take_gradient() for flat_slice in self.slices]) == len(self.slices):
-            return
-        self.catch_up()  # the new runs begin with what the members have
-        # Never joined again: who is stepped less often has another history.
-        self.slices = [
-            each for flat_slice in self.slices for each in flat_slice.split_by_gradient()
-        ]
-        self._inner = None
-        for flat_slice in self.slices:
-            flat_slice.take_gradient()
-
-    def _plan(self, groups: Groups) -> None:
-        found: dict[ParamGroup, dict[int, int]] = {}  # the param group of each sharded parameter
-        for number, group in enumerate(groups):
+    def _find_slices(self, optim_groups: OptimGroups) -> None:
+        found: dict[ParamGroup, dict[int, int]] = {}  # the optim group of each sharded parameter
+        for number, group in enumerate(optim_groups):
             for param in group["params"]:
                 owner = owner_of(param) if self._is_pointwise else None
                 if isinstance(owner, ParamGroup) and isinstance(owner.tensors, FlatParams):
                     owner.adopt_edits()
-                    position = next(i for i, p in enumerate(owner.params) if p.sharded is param)
-                    found.setdefault(owner, {})[position] = number
+                    index = next(i for i, p in enumerate(owner.params) if p.sharded is param)
+                    found.setdefault(owner, {})[index] = number
                 else:
                     self._loose.append((number, param))
         for owner, numbers in found.items():
-            tensors = owner.tensors
-            assert isinstance(tensors, FlatParams)
-            self.slices += _slices_of(tensors, numbers)
+            assert isinstance(owner.tensors, FlatParams)
+            self.slices += _slices_of(owner.tensors, numbers)
 
-    def _made(self, groups: Groups, state: States) -> Optimizer:
-        """Return the optimizer of the runs."""
-        if self._inner is not None:
-            return self._inner
+    def _make_inner(self, optim_groups: OptimGroups, state: States) -> Optimizer:
         self.slices = [
-            each
-            for flat_slice in self.slices
-            for each in flat_slice.split_by_history(_states_of(flat_slice, state))
+            part for each in self.slices for part in each.split_by_history(_states_of(each, state))
         ]
         self._left = None
         made: list[dict[str, Any]] = []
         self._numbers = []
-        for number, group in enumerate(groups):
+        for number, group in enumerate(optim_groups):
             loose = [param for other, param in self._loose if other == number]
-            flat: list[torch.Tensor] = [
-                flat_slice.flat for flat_slice in self.slices if flat_slice.number == number
-            ]
+            flat: list[torch.Tensor] = [each.flat for each in self.slices if each.number == number]
             flat += [param for param in loose if not isinstance(param, DTensor)]
             # torch's foreach kernels do not take the two kinds together.
             sharded = [param for param in loose if isinstance(param, DTensor)]
-            portions = [*self._portions_of(flat), *self._portions_of(sharded)]
-            for portion in portions or [[]]:
+            for portion in [*self._portions_of(flat), *self._portions_of(sharded)] or [[]]:
                 made.append({**group, "params": portion})
                 self._numbers.append(number)
-        self._inner = self._make(made)
-        step: Any = type(self._inner).step
-        # Of torch's own, without what cares for graphs of the step, either.
-        unwrap = inspect.unwrap if self._is_pointwise else _without_hooks
-        self._step: Callable[[Optimizer], object] = unwrap(step)
+        inner = self._inner = self._make(made)
+        step: Any = type(inner).step
+        # Without the hooks of optimizers, which the user's own step runs; of torch's optimizers
+        # also without the decorators for a differentiable step.
+        bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
+        self._step: Callable[[Optimizer], object] = bare
         for flat_slice in self.slices:
             states = _states_of(flat_slice, state)
-            if self.on_replaced is not None:
-                self.on_replaced(list(_tensors_in(states)))
+            self._on_replaced(list(_tensors_in(states)))
             own = flat_slice.pull(states)
             if own:
-                self._inner.state[flat_slice.flat] = own
+                inner.state[flat_slice.flat] = own
             flat_slice.take_gradient()
         for _, param in self._loose:
             known = state.get(param)
             if known:
-                self._inner.state[param] = known
-        return self._inner
+                inner.state[param] = known
+        return inner
 
     def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Iterate over neighbours that are stepped at once: see ``_PORTION``."""
@@ -305,7 +207,7 @@ class FlatStepper:
         room = _PORTION
         for param in params:
             num_bytes = local_of(param).nbytes if isinstance(param, DTensor) else param.nbytes
-            # What else there is in its group may matter to an optimizer that is not pointwise.
+            # An optimizer that is not pointwise may need all of its group.
             if portion and num_bytes > room and self._is_pointwise:
                 yield portion
                 portion, room = [], _PORTION
@@ -326,37 +228,29 @@ def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
                 yield local_of(value) if isinstance(value, DTensor) else value
 
 
-def _without_hooks(step: Any) -> Any:
-    """Return the step of an optimizer that only a stepper knows: that of users calls the hooks."""
-    return getattr(step, "__wrapped__", step)
-
-
 def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
-    """Return the longest runs of a unit whose members are in one param group each."""
+    """Return the longest slices of a unit whose members are in one optim group each.
+
+    Args:
+        tensors: Of the unit.
+        numbers: The optim group of each parameter that has one, by its index in the unit.
+    """
     slices: list[FlatSlice] = []
     storage = tensors.storage
     for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
-        ours = [numbers.get(param_range.index) for param_range in segment.ranges]
-        first = 0
-        for position, number in enumerate(ours):
-            if position + 1 < len(ours) and ours[position + 1] == number:
+        members: list[Member] = []
+        for position, param_range in enumerate(segment.ranges):
+            number = numbers.get(param_range.index)
+            if number is None:
                 continue
-            if number is not None:
-                ranges = segment.ranges[first : position + 1]
-                members = [
-                    Member(
-                        tensors.params[param_range.index].sharded,
-                        param_range.offset,
-                        storage.locals[param_range.index].numel(),
-                    )
-                    for param_range in ranges
-                ]
+            sharded = tensors.params[param_range.index].sharded
+            numel = storage.locals[param_range.index].numel()
+            members.append(Member(sharded, param_range.offset, numel))
+            following = segment.ranges[position + 1 : position + 2]
+            if not following or numbers.get(following[0].index) != number:
                 slices.append(FlatSlice(flat, members, number))
-            first = position + 1
+                members = []
     return slices
-
-
-Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 def flat_optimizer(
@@ -410,12 +304,12 @@ def flat_optimizer(
 
 
 class FlatOptimizer(Optimizer):
-    """Steps runs of flat shards: see ``flat_optimizer``.
+    """An optimizer on slices of flat shards: see ``flat_optimizer``.
 
-    Parameters that are in no unit, or extended, are stepped one by one, as they are.
+    Parameters in no unit and tensor subclasses are stepped one by one.
 
     Args:
-        template: The ordinary optimizer, whose place this takes.
+        template: The ordinary optimizer, whose param groups and state it takes over.
     """
 
     def __init__(self, template: Optimizer) -> None:
@@ -433,11 +327,6 @@ class FlatOptimizer(Optimizer):
             if isinstance(each.get("step"), (int, float)):  # of a torch before 1.12
                 each["step"] = torch.tensor(float(each["step"]))
         self._stepper = FlatStepper(self._class)
-
-    @property
-    def is_in_portions(self) -> bool:
-        """Whether the next step takes memory for a few runs at a time, and has all state."""
-        return self._stepper.is_steady
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,0 +1,139 @@
+"""The two methods of torch that meshard replaces."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import meshard
+import meshard.compat
+from meshard._torch import patches
+from tests.benchmarks import zero_grad
+from tests.support.fake import fake_group
+
+
+@pytest.fixture
+def model():
+    with fake_group(1):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in model:
+            meshard.fully_shard(layer)
+        yield meshard.fully_shard(model)
+
+
+def accumulate(model, mode=meshard.GradientSync.NONE):
+    with meshard.gradient_sync(model, mode):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def pending(model):
+    return sorted(meshard.pending_gradients(model))
+
+
+def test_a_module_drops_what_is_pending_of_its_parameters(model):
+    accumulate(model)
+    model[0].zero_grad()
+    assert pending(model) == ["1.bias", "1.weight"]
+    assert len(patches._holders) == 1
+    model.zero_grad()
+    assert pending(model) == [] and not meshard.pending_gradients(model)
+    assert len(patches._holders) == 0
+
+
+def test_an_optimizer_drops_what_is_pending_of_its_parameters(model):
+    optimizer = torch.optim.SGD([model[0].weight, model[1].bias], lr=0.1)
+    accumulate(model)
+    optimizer.zero_grad()
+    assert pending(model) == ["0.bias", "1.weight"]
+
+
+def test_what_is_reduced_later_is_dropped(model):
+    model.set_is_last_backward(False)
+    model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
+    meshard.finalize_gradients(model)
+    assert all(param.grad is None for param in model.parameters())
+    assert len(patches._holders) == 0
+
+
+def test_nothing_is_held_between_ordinary_steps(model):
+    for _ in range(2):
+        accumulate(model, meshard.GradientSync.FULL)
+        assert len(patches._holders) == 0
+        assert all(param.grad is not None for param in model.parameters())
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("clear", ["module", "optimizer"])
+def test_unsharded_parameters_stand_for_their_shards(model, clear):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shards = list(model.parameters())
+    accumulate(model, meshard.GradientSync.FULL)
+    model.unshard()
+    for layer in model:
+        layer.unshard()
+    (model if clear == "module" else optimizer).zero_grad()
+    assert all(param.grad is None for param in shards)
+    for unit in (model, *model):
+        unit.reshard()
+    assert len(patches._holders) == 0
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with a ``zero_grad`` of its own that calls nothing of torch's."""
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+
+def test_a_class_with_a_method_of_its_own_clears_before_its_first_step(model):
+    optimizer = Own(model.parameters(), lr=0.1)
+    accumulate(model)
+    optimizer.zero_grad()
+    assert pending(model) == []
+
+    class Later(torch.optim.Adam):
+        zero_grad = functools.partialmethod(Own.zero_grad)
+
+    later = Later(model.parameters())
+    accumulate(model)
+    later.zero_grad()
+    assert pending(model) == []
+
+
+def test_the_methods_are_put_back(model, monkeypatch):
+    replaced = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, Own.zero_grad
+    accumulate(model)
+    meshard.compat.unpatch_torch()
+    assert all(each.__wrapped__ is not None for each in replaced)
+    assert torch.optim.Optimizer.zero_grad is replaced[0].__wrapped__
+    assert nn.Module.zero_grad is replaced[1].__wrapped__
+    assert Own.zero_grad is replaced[2].__wrapped__
+    model.zero_grad()
+    assert len(pending(model)) == 4
+    model.reset_iter_state()
+    assert pending(model) == []
+    meshard.fully_shard(nn.Linear(2, 2))
+    accumulate(model)
+    model.zero_grad()
+    assert pending(model) == []
+    # Somebody else has replaced one since: that one stays.
+    monkeypatch.setattr(nn.Module, "zero_grad", lambda self: None)
+    mine = nn.Module.zero_grad
+    meshard.compat.unpatch_torch()
+    assert nn.Module.zero_grad is mine
+    monkeypatch.undo()
+    nn.Module.zero_grad = replaced[1].__wrapped__
+    meshard.fully_shard(nn.Linear(2, 2))
+
+
+def test_an_unrelated_model_is_cleared_as_fast_as_without():
+    meshard.compat.unpatch_torch()
+    for _ in range(5):  # on a busy machine the smallest time of many varies, too
+        found = zero_grad.ratios(zero_grad.measure(rounds=100))
+        if max(found.values()) <= zero_grad.TARGET:
+            return
+    pytest.fail(f"zero_grad takes {found} of its time")
