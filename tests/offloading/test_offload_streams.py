@@ -88,10 +88,10 @@ def test_training_has_no_race(run_on, is_mixed, is_last, set_to_none):
 def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
     waits = []
     wait = HostCopies.wait
-    phases = run.model._meshard_unit.lifecycle
+    lifecycle = run.model._meshard_unit.lifecycle
 
     def look(self):
-        waits.append(len(phases._reductions._queue))
+        waits.append(len(lifecycle._queue._queue))
         wait(self)
 
     with run.recorder:

@@ -1,6 +1,7 @@
 """How much memory does a step on flat shards take at once?"""
 
 import os
+from unittest import mock
 
 import torch
 from torch import nn
@@ -40,8 +41,8 @@ class Beside(nn.Module):
         )
 
 
-def trained(*, is_flat, notes=None):
-    """Train; return the parameters, what kernels took, and in ``notes`` what segments hold."""
+def trained(*, is_flat, after_step=lambda: None):
+    """Train; return the parameters, and what kernels took."""
     torch.manual_seed(0)
     model = Beside()
     for layer in model.layers:
@@ -55,29 +56,14 @@ def trained(*, is_flat, notes=None):
         model(step + 1.0).backward()
         with Kernels() as kernels:
             optimizer.step()
-        if notes is not None:
-            notes.append(held())
+        after_step()
         optimizer.zero_grad()
     return full_state(model), kernels.taken
 
 
-def held():
+def held(channels):
     """Return the MiB that the segments of this rank hold."""
-    return sum(os.fstat(each._own.descriptor).st_blocks * 512 for each in MET) >> 20
-
-
-MET = []
-
-
-def keep_met():
-    """Have all neighbours of this process in ``MET``."""
-    make = Channel.__init__
-
-    def note(self, *args, **kwargs):
-        make(self, *args, **kwargs)
-        MET.append(self)
-
-    Channel.__init__ = note
+    return sum(os.fstat(each._own.descriptor).st_blocks * 512 for each in channels) >> 20
 
 
 def in_portions():
@@ -91,16 +77,23 @@ def test_large_units_one_by_one_and_small_ones_together(run_ranks):
     run_ranks(in_portions, 2)
 
 
+def held_after_steps(*, is_flat):
+    """Train; return the MiB that segments hold after each step."""
+    channels, notes = [], []
+    make = Channel.__init__
+
+    def note(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        channels.append(self)
+
+    with mock.patch.object(Channel, "__init__", note):
+        trained(is_flat=is_flat, after_step=lambda: notes.append(held(channels)))
+    return notes
+
+
 def what_segments_hold():
-    keep_met()
-    flat, ordinary = [], []
-    trained(is_flat=True, notes=flat)
-    MET.clear()
-    trained(is_flat=False, notes=ordinary)
-    # With no state yet, the first step makes it for all units at once.
-    assert flat[0] == 0 and min(flat[1:]) >= 2  # more, if ranks were further apart
-    assert ordinary == [0, 0, 0]
+    assert held_after_steps(is_flat=True) == held_after_steps(is_flat=False) == [0, 0, 0]
 
 
-def test_what_segments_have_is_given_back_only_for_a_step_of_all_at_once(run_ranks):
+def test_memory_of_segments_is_released_for_a_step(run_ranks):
     run_ranks(what_segments_hold, 2)

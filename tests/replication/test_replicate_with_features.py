@@ -146,8 +146,8 @@ def test_describe_shows_buckets(run_ranks):
     first, second = run_ranks(described, 2)
     assert first == second
     lines = [" ".join(line.split()) for line in first.splitlines()]
-    assert lines == [
-        "unit parameters dtype whole per rank padding mesh policies",
+    assert lines[:4] == [
+        "unit parameters dtype unsharded per rank padding mesh policies",
         "(root) bucket 1 16 float32 64 B 64 B 0 B replicate 2 x shard 1",
         "(root) bucket 0 8 float32 32 B 32 B 0 B replicate 2 x shard 1",
         "total 24 96 B 96 B 0 B",
