@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -68,9 +69,19 @@ def run_post_hooks(sharded: torch.Tensor) -> None:
         hook(sharded)
 
 
-def mark_as_ours(gradient: torch.Tensor) -> None:
-    """Mark a ``.grad`` as set by meshard."""
-    setattr(gradient, _OURS, True)
+class _Mark:
+    """The mark of a ``.grad`` that was set here, with the wide sums that it is a copy of."""
+
+    def __init__(self, wide: torch.Tensor | None) -> None:
+        self._wide = wide  # they live as long as the gradient
+
+    def __reduce__(self) -> Any:
+        return bool, (True,)  # neither pickled nor copied with the gradient
+
+
+def mark_as_ours(gradient: torch.Tensor, wide: torch.Tensor | None = None) -> None:
+    """Mark a ``.grad`` as set by meshard, a copy of ``wide`` unless it is a view of the sums."""
+    setattr(gradient, _OURS, _Mark(wide))
 
 
 def is_marked(gradient: torch.Tensor) -> bool:
@@ -128,9 +139,8 @@ class ShardedGrads:
         if grads is None:
             return
         self._layout, flat, self._used = grads
-        dtypes = {self._storage.params[index].sharded.dtype for index in grads.used}
-        if dtypes == {flat.dtype} and base_of(flat) is None and self._storage.host_copies is None:
-            # Every .grad is a view, so the memory is free as soon as the user clears the last one.
+        if grads.used and base_of(flat) is None and self._storage.host_copies is None:
+            # Every .grad holds the sums, which are free as soon as the user clears the last one.
             self._flat = weakref.ref(flat)
         else:
             self._flat = lambda: flat
@@ -202,10 +212,11 @@ class ShardedGrads:
     def _set(self, index: int, local: torch.Tensor) -> int:
         """Make ``local`` the ``.grad`` of a parameter; return its address."""
         sharded = self._storage.params[index].sharded
+        wide = None
         if local.dtype != sharded.dtype:
-            local = local.to(sharded.dtype)
+            wide, local = local, local.to(sharded.dtype)
         sharded.grad = gradient = wrap_like(sharded, local)
-        mark_as_ours(gradient)
+        mark_as_ours(gradient, wide)
         return local.data_ptr()
 
     # --- gradients that are in .grad --------------------------------------------------
@@ -257,6 +268,8 @@ class ShardedGrads:
                 new.copy_(local, non_blocking=True)
                 sources.append(local)
             move_local(gradient, new)
+            if is_marked(gradient):
+                mark_as_ours(gradient, views.get(index))
         self._published = None if published is None else moved
         self._addresses = {} if published is None else self._addresses_of(moved)
         return sources
