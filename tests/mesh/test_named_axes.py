@@ -245,7 +245,7 @@ def test_an_axis_that_does_not_exist_is_refused(mesh):
 
 def test_names_in_another_order_than_the_mesh_are_refused(mesh):
     dims = DataParallelMeshDims(shard=("tp", "dp"))
-    refused("come in another order; name them in the order", nn.Linear(4, 4), mesh, dims)
+    refused("in another order; name them in the order", nn.Linear(4, 4), mesh, dims)
 
 
 def test_a_mesh_without_names_is_refused(mesh):
