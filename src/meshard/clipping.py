@@ -1,6 +1,6 @@
 """Gradient norms and clipping.
 
-Everything here works on local tensors: an operator on a DTensor costs more than the arithmetic.
+All arithmetic is on local tensors: an operator on a DTensor costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Return the norm of all tensors together, as if each were whole and on one device.
+    """Return the norm of all tensors together, as if each were unsharded and on one device.
 
     **Collective:** every rank of the meshes of the DTensors among them, with the same tensors in
     the same order; one all-gather of a few numbers per process group that shards any of them.
@@ -95,7 +95,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: Parameters, sharded or plain, or the module that holds them.
-        max_norm: What the norm is at most afterwards.
+        max_norm: Limit of the norm.
         norm_type: ``p`` of the p-norm, positive, or ``inf``.
         error_if_nonfinite: Raise if the norm is not finite, and change nothing.
         foreach: Use the fused kernels of torch for the norm. None: where they are faster.
@@ -117,7 +117,14 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     listed = sharded_of_all([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    _refuse_overlapped(listed, "clip_grad_norm_")
+    if find_overlapped(listed) is not None:
+        raise RuntimeError(
+            "clip_grad_norm_ comes too late: an optimizer of overlap_optimizer steps each unit in "
+            "backward, before the gradients of all are there. Clip each unit by its own norm "
+            "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), clip by the "
+            'exact global norm (clip="deferred", max_norm=), or step in the ordinary way '
+            "(detach())."
+        )
     check_may_step(listed)
     grads = [param.grad for param in listed if param.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
@@ -126,7 +133,7 @@ def clip_grad_norm_(
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what to multiply gradients by, so that their norm is at most ``max_norm``."""
+    """Return the factor that limits the norm of gradients to ``max_norm``."""
     # As torch does: a norm of zero must not divide, and 1.0 multiplies without a host wait.
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
@@ -140,17 +147,6 @@ def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) ->
     with torch.no_grad():
         for device, locals_ in by_device.items():
             foreach_mul_(locals_, coefficient.to(device))
-
-
-def _refuse_overlapped(params: Iterable[torch.Tensor], what: str) -> None:
-    if find_overlapped(params) is not None:
-        raise RuntimeError(
-            f"{what} comes too late: an optimizer of overlap_optimizer steps each unit in "
-            "backward, before the gradients of all are there. Clip each unit by its own norm "
-            "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), have the "
-            'exact global norm with steps in the next forward (clip="deferred", max_norm=), or '
-            "step in the ordinary way (detach())."
-        )
 
 
 def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -171,11 +167,11 @@ def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _over_ranks(
-    norms: list[torch.Tensor], placed_tensor: list[tuple[dist.ProcessGroup, ...]], norm_type: float
+    norms: list[torch.Tensor], groups_of_each: list[tuple[dist.ProcessGroup, ...]], norm_type: float
 ) -> list[torch.Tensor]:
     """Combine each norm over the groups it is spread over; all of one group travel together."""
-    for group in dict.fromkeys(group for groups in placed_tensor for group in groups):
-        positions = [position for position, groups in enumerate(placed_tensor) if group in groups]
+    for group in dict.fromkeys(group for groups in groups_of_each for group in groups):
+        positions = [position for position, groups in enumerate(groups_of_each) if group in groups]
         dtype = functools.reduce(
             torch.promote_types, (norms[position].dtype for position in positions)
         )
@@ -201,7 +197,7 @@ def _local_norm(
 
 
 def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of a whole from the norms of its parts."""
+    """Return the norm of a tensor from the norms of its parts."""
     combined: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     return combined
 
@@ -223,14 +219,14 @@ def check_limit(name: str, value: float | None) -> None:
 def unit_clip(
     max_unit_norm: float | None, clip_value: float | None
 ) -> Callable[[Sequence[torch.Tensor]], None] | None:
-    """Return what clips the gradients of a unit in place; None: nothing does.
+    """Return a function that clips the gradients of a unit in place; None if there is no limit.
 
-    **Collective:** with ``max_unit_norm``, what is returned must be called by all ranks of the
-    meshes of the gradients, as ``get_total_norm``.
+    **Collective:** with ``max_unit_norm`` all ranks of the meshes of the gradients must call the
+    function, as ``get_total_norm``.
 
     Args:
-        max_unit_norm: What their norm is at most afterwards.
-        clip_value: What the magnitude of an element is at most; before the norm is taken.
+        max_unit_norm: Limit of their norm.
+        clip_value: Limit of the magnitude of an element, applied before the norm is taken.
 
     Raises:
         ValueError: One of them is not a positive number.

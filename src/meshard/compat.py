@@ -15,12 +15,12 @@ _NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", "Unsh
 
 
 class TorchPatch:
-    """What ``patch_torch`` has done. A context manager: the end of the block undoes it."""
+    """Names of torch that ``patch_torch`` replaced. A context manager that puts them back."""
 
     def __init__(self) -> None:
         self._before: list[tuple[ModuleType, str, Any]] = []
-        for position in _MODULES:
-            module = sys.modules.get(position)
+        for path in _MODULES:
+            module = sys.modules.get(path)
             for name in _NAMES:
                 if module is not None and hasattr(module, name) and hasattr(meshard, name):
                     self._before.append((module, name, getattr(module, name)))
@@ -53,7 +53,7 @@ def patch_torch() -> TorchPatch:
     work as they are.
 
     Returns:
-        What was done, with ``undo()``; as a context manager it is undone at the end of the block.
+        The replaced names: ``undo()`` puts them back, and so does the end of a ``with`` block.
 
     >>> import torch, meshard.compat
     >>> with meshard.compat.patch_torch():

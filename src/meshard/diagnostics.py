@@ -197,6 +197,12 @@ def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
+def _memory_reports(units: Iterable[Unit]) -> list[str]:
+    groups = [unit.group for unit in units if unit.group is not None]
+    reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
+    return [report for report in dict.fromkeys(reports) if report]
+
+
 def is_too_narrow_to_step(dtype: torch.dtype) -> bool:
     """Whether an optimizer on parameters of ``dtype`` works in less than float32."""
     return dtype.is_floating_point and dtype.itemsize < 4
@@ -219,15 +225,6 @@ def _short(dtype: torch.dtype) -> str:
 
 
 # --- CommLedger: what is communicated ------------------------------------------------------------
-
-
-def _memory_reports(units: Iterable[Unit]) -> list[str]:
-    reports = [
-        unit.group.comm.memory_report(unit.group.spec.mesh_info.groups)
-        for unit in units
-        if unit.group is not None
-    ]
-    return [report for report in dict.fromkeys(reports) if report]
 
 
 class CommLedger:

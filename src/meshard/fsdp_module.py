@@ -142,18 +142,14 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
 
 
 class GradientSetters:
-    """What sharded and replicated modules have in common: gradients, copies, interrupted steps."""
+    """What sharded and replicated modules have in common: gradients, copies, interrupted steps.
+
+    With ``recurse`` a setter also reaches the units inside. All raise a TypeError for an argument
+    of the wrong type.
+    """
 
     def set_gradient_sync(self, mode: GradientSync, *, recurse: bool = True) -> None:
-        """Choose how far the gradients of the following backwards are reduced.
-
-        Args:
-            mode: NONE, REDUCE_SCATTER or FULL.
-            recurse: Also for the units inside.
-
-        Raises:
-            TypeError: ``mode`` is not a ``GradientSync``.
-        """
+        """Choose how far the gradients of the following backwards are reduced."""
         if not isinstance(mode, GradientSync):
             raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
         for unit in selected_units(self, recurse):
@@ -203,7 +199,6 @@ class GradientSetters:
             recurse: Also for the units inside.
 
         Raises:
-            TypeError: ``factor`` is none of these.
             ValueError: ``factor`` is not positive and finite.
             RuntimeError: A window is open, and part of it was divided by the old factor. A callable
                 or a tensor whose value changes within a window raises in backward.
@@ -235,13 +230,8 @@ class GradientSetters:
 
         What is communicated is the same: unused parameters are always part of it.
         """
-        _set_flag(
-            self,
-            recurse,
-            "zero_unused",
-            reduce_scatter_unused_params,
-            argument="reduce_scatter_unused_params",
-        )
+        name = "reduce_scatter_unused_params"
+        _set_flag(self, recurse, "zero_unused", reduce_scatter_unused_params, argument=name)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's setting, without effect: meshard always sums and divides by itself."""
@@ -266,7 +256,6 @@ class GradientSetters:
             recurse: Also for the units inside.
 
         Raises:
-            TypeError: ``hook`` cannot be called.
             ValueError: There is a stream, but the mesh is on the CPU.
         """
         if hook is not None and not callable(hook):
@@ -294,8 +283,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     """What ``fully_shard`` adds to the class of a module.
 
     A sharded module is an instance of this, of ``torch.distributed.fsdp.FSDPModule`` and of its
-    own class. Setters with ``recurse=True`` also reach the units inside, and may be called at any
-    time between steps.
+    own class. Its setters may be called at any time between steps; with ``recurse`` they also reach
+    the units inside. All raise a TypeError for an argument of the wrong type.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))
@@ -350,10 +339,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Gather this unit in backward, or not because its backward does not read parameters.
 
-        Args:
-            unshard_in_backward: Gather it.
-            recurse: Also the units inside. The only setter with False as the default: it is a
-                promise about what one unit computes.
+        The only setter that does not recurse by default: it is a promise about one unit.
         """
         _set_flag(self, recurse, "unshard_in_backward", unshard_in_backward)
 
@@ -379,10 +365,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         **Collective:** all ranks of the shard group, the first time for a mesh. **Lifetime:** the
         group is destroyed with the others by ``destroy_process_group()``.
-
-        Args:
-            enable: Use the second group; False goes back to the group that gathers.
-            recurse: Also for the units inside.
         """
         check_bool("enable", enable)
         for unit in selected_units(self, recurse):
@@ -400,13 +382,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         Each takes the bytes of its unit's unsharded gradients. With 1, a unit waits until the unit
         before it is reduced; more hide slow reductions. The default is 3, of which 2 are in use
         unless replicas are reduced over as well.
-
-        Args:
-            max_input_buffers: At least 1; the one that is being filled counts.
-            recurse: Also for the units inside.
+        The one that is being filled counts.
 
         Raises:
-            TypeError: It is not an int.
             ValueError: It is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
@@ -419,34 +397,23 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        Groups of one rank do not use it. ``meshard.CommLedger`` and ``MESHARD_DEBUG`` record it.
-
-        Args:
-            comm: See ``meshard.AllGather``; one written for FSDP2 fits.
-            recurse: Also for the units inside. (In FSDP2 the setter has no effect on a root whose
-                children own all parameters.)
+        Groups of one rank do not use it. ``meshard.CommLedger`` and ``MESHARD_DEBUG`` record it. A
+        ``comm`` written for FSDP2 fits: see ``meshard.AllGather``.
 
         Raises:
-            TypeError: ``comm`` cannot be called, or has no ``allocate``.
             ValueError: ``set_allocate_memory_from_process_group_for_comm`` is on.
         """
-        _check_custom("set_custom_all_gather", comm)
         _replace_comm(self, recurse, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = True) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        Its operation is always SUM; meshard divides before and after.
-
-        Args:
-            comm: See ``meshard.ReduceScatter``; one written for FSDP2 fits.
-            recurse: Also for the units inside.
+        Its operation is always SUM; meshard divides before and after. A ``comm`` written for FSDP2
+        fits: see ``meshard.ReduceScatter``.
 
         Raises:
-            TypeError: ``comm`` cannot be called, or has no ``allocate``.
             ValueError: ``set_allocate_memory_from_process_group_for_comm`` is on.
         """
-        _check_custom("set_custom_reduce_scatter", comm)
         _replace_comm(self, recurse, reduce_scatter=comm)
 
     def set_allocate_memory_from_process_group_for_comm(
@@ -456,10 +423,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         These are the output of all-gathers, and input and output of reduce-scatters. NCCL may then
         send without copying.
-
-        Args:
-            enable: Do so.
-            recurse: Also for the units inside.
 
         Raises:
             RuntimeError: The backend cannot allocate memory (gloo cannot).
@@ -484,12 +447,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         For an optimizer that steps on a stream of its own. Used once: record and set a new one
         after each step. **Stream:** the event must come after the optimizer's step, and that after
         the backward. On a CPU mesh the host has waited already.
-
-        Args:
-            event: Recorded after the step.
-
-        Raises:
-            TypeError: It is not an event.
         """
         if not hasattr(event, "wait") or not hasattr(event, "record"):
             raise TypeError(f"event must be a torch.Event, got {event!r}.")
@@ -558,21 +515,21 @@ def _refs(direction: str, modules: list[TorchFSDPModule]) -> list[weakref.ref[Un
     for module in modules:
         units = units_of(module) if isinstance(module, nn.Module) else []
         if not units:
+            name = type(module).__name__
             raise ValueError(
-                f"modules to {direction} prefetch must be sharded by fully_shard, "
-                f"got {type(module).__name__}."
+                f"modules to {direction} prefetch must be sharded by fully_shard, got {name}."
             )
         refs.extend(weakref.ref(unit) for unit in units)
     return refs
 
 
-def _check_custom(setter: str, comm: Any) -> None:
-    if not callable(comm) or not hasattr(comm, "allocate"):
-        raise TypeError(f"{setter} needs an object with allocate() and __call__(), got {comm!r}.")
-
-
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
     """Change ``CommSettings`` of the selected units; all of them are checked before the first."""
+    for name, comm in changes.items():
+        if name != "from_group" and not (callable(comm) and hasattr(comm, "allocate")):
+            raise TypeError(
+                f"set_custom_{name} needs an object with allocate() and __call__(), got {comm!r}."
+            )
     chosen: list[tuple[Unit, CommSettings]] = []
     for unit in selected_units(module, recurse):
         settings: CommSettings = replace(unit.settings.comm, **changes)

@@ -26,3 +26,15 @@ def test_every_link_inside_the_repository_resolves():
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(f"{page.relative_to(ROOT)}: {link}")
     assert not broken, "\n".join(broken)
+
+
+FILE = re.compile(r"`((?:_\w+/|optim/)?\w+\.py)`")
+
+
+def test_every_file_that_the_design_pages_name_exists():
+    missing = []
+    for page in [*ROOT.glob("docs/design/*.md"), ROOT / "docs" / "contributing.md"]:
+        for name in FILE.findall(page.read_text()):
+            if not (ROOT / "src" / "meshard" / name).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert not missing, "\n".join(missing)

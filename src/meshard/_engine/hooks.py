@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.misread import explain_mixed_tensors
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
     detached_from_others,
+    explain_mixed_tensors,
     left_in,
     takes_tensors,
     tensors_in,

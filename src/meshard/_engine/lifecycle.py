@@ -22,9 +22,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from meshard._comm.communicator import Communicator
-from meshard._engine.prefetch import Prefetcher, UpNext
 from meshard._engine.retained import RetainedUnits
-from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, StepSchedule
+from meshard._engine.schedule import (
+    ForwardCall,
+    ForwardPass,
+    Phase,
+    Prefetcher,
+    StepSchedule,
+    UpNext,
+)
 from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads

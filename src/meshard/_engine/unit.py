@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._comm.custom import CommSettings
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import DivideFactor as DivideFactor
 from meshard._gradients.reduce_plan import ReduceHook as ReduceHook
@@ -33,6 +32,7 @@ from meshard.policies import GradientSync
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
+    from meshard._engine.schedule import ForwardCall, ForwardPass
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import local_of, move_local, wrap_like
 from meshard._torch.private import (
     accumulation_hooks_of,
+    base_of,
     gradient_hooks_of,
     without_torch_function,
 )
@@ -128,7 +129,7 @@ class ShardedGrads:
             return
         self._layout, flat, self._used = grads
         dtypes = {self._storage.params[index].sharded.dtype for index in grads.used}
-        if dtypes == {flat.dtype} and flat._base is None and self._storage.host_copies is None:
+        if dtypes == {flat.dtype} and base_of(flat) is None and self._storage.host_copies is None:
             # Every .grad is a view, so the memory is free as soon as the user clears the last one.
             self._flat = weakref.ref(flat)
         else:

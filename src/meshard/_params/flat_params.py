@@ -187,6 +187,7 @@ class FlatParams(UnitParams):
             self._move_into_storage(locals_)
         self._make_unsharded()
         for param in self.params:
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
             param.install(param.sharded)
 
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
@@ -197,7 +198,6 @@ class FlatParams(UnitParams):
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
         for index, (param, own) in enumerate(zip(self.params, self.storage.locals, strict=True)):
             set_local(param.sharded, own)
-            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
             if had_methods[index] or has_own_methods(locals_[index]):
                 warn_of_lost_methods(param.fqn, self.label)
 
