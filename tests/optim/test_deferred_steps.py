@@ -1,4 +1,4 @@
-"""Is a step that waits for the norm of all gradients the ordinary one, clipped by that norm?"""
+"""Steps that wait for the norm of all gradients, against ordinary clipped steps."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Does a flat optimizer notice whatever users do to it between two steps?"""
+"""Flat optimizers: edits by users between two steps."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Does an optimizer on flat shards do bit for bit what the ordinary one does?"""
+"""Flat optimizers against the ordinary ones, bit for bit."""
 
 import copy
 

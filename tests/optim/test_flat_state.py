@@ -1,4 +1,4 @@
-"""Is the state of a flat optimizer that of the ordinary one, wherever it goes?"""
+"""Flat optimizers: their state is that of the ordinary one, wherever it goes."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""How much memory does a step on flat shards take at once?"""
+"""Flat optimizers: the memory that a step takes at once."""
 
 import os
 from unittest import mock

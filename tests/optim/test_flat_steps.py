@@ -1,4 +1,4 @@
-"""Which steps does a flat optimizer take, and what does it keep from one to the next?"""
+"""Flat optimizers: which steps they take, and what they keep from one to the next."""
 
 import pytest
 import torch

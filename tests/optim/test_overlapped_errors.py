@@ -1,4 +1,4 @@
-"""What does an optimizer in backward say to those who scale, come late, or have let go of it?"""
+"""Optimizers in backward: errors about scaling, late gradients and dropped optimizers."""
 
 import gc
 import weakref

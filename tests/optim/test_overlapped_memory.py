@@ -1,4 +1,4 @@
-"""Are gradients freed as docs/optimizer-overlap.md says, byte for byte, with the right numbers?"""
+"""Optimizers in backward: gradients are freed as docs/optimizer-overlap.md says, to the byte."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Is a step in backward the ordinary one, where shards live in host memory?"""
+"""Optimizers in backward over shards in host memory."""
 
 import threading
 import time

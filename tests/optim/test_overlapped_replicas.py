@@ -1,4 +1,4 @@
-"""Is a step in backward the ordinary one where every rank keeps whole parameters?"""
+"""Optimizers in backward over replicated parameters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Is the state of an optimizer that steps in backward that of the ordinary one?"""
+"""Optimizers in backward: their state is that of the ordinary one."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Does an optimizer in backward do bit for bit what the ordinary one does after it?"""
+"""Optimizers in backward against the ordinary ones after it, bit for bit."""
 
 from itertools import product
 

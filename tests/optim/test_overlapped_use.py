@@ -1,4 +1,4 @@
-"""When may an optimizer step in backward, and who must keep off?"""
+"""Optimizers in backward: when they may step, and what is refused meanwhile."""
 
 import contextlib
 import gc

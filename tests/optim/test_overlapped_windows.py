@@ -1,4 +1,4 @@
-"""Is a unit stepped once per window, whatever way that goes?"""
+"""Optimizers in backward: one step of a unit per window."""
 
 import torch
 
