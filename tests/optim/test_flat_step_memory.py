@@ -4,6 +4,7 @@ import os
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +55,7 @@ def trained(*, is_flat, after_step=lambda: None):
     optimizer = flat_optimizer(model, make, **options) if is_flat else make(params, **options)
     for step in range(3):
         model(step + 1.0).backward()
+        dist.barrier()  # a rank keeps what another one has not read yet
         with Kernels() as kernels:
             optimizer.step()
         after_step()

@@ -281,6 +281,8 @@ class Lifecycle:
         assert group is not None
         step.awaits_gradients = True
         step.arrived.add(index)
+        if graph_task_id() != self._graph_task:
+            self._has_nested = True
         if step.has_all(group.num_trainable):
             # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
             self._on_complete_gradients(unit)
@@ -293,9 +295,8 @@ class Lifecycle:
         unit.step.awaits_gradients = True
 
     def _on_complete_gradients(self, unit: Unit) -> None:
-        # A reentrant checkpoint runs a backward of its own inside this one. Gradients that arrive
-        # since are parts: others come from around it.
-        self._has_nested |= graph_task_id() != self._graph_task
+        # A reentrant checkpoint runs a backward of its own inside this one. A gradient that arrives
+        # there is a part: other parts come from outside of the checkpoint, or from the next one.
         if not self._has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
