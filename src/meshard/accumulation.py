@@ -247,7 +247,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     """
     units = list(units_in(module))
     groups = [unit.group for unit in units if unit.group is not None]
-    if not groups or not all(isinstance(group.tensors, ReplicatedParams) for group in groups):
+    if not groups or not all(isinstance(group.storage, ReplicatedParams) for group in groups):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
             "units inside; where parameters are sharded, a rank that has no batch left must run an "

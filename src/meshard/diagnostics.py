@@ -106,7 +106,7 @@ def _row_of_unit(unit: Unit) -> _Row:
     if mesh_info.replicate_group is not None:
         mesh = f"replicate {mesh_info.replicate_count} x {mesh}"
     unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
-    per_rank = group.tensors.layout.shard_bytes
+    per_rank = group.storage.layout.shard_bytes
     padding = per_rank * mesh_info.shard_count - unsharded
     return _Row(
         label=unit.label,
@@ -147,7 +147,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     assert gradients is not None
     if settings.reshard_after_forward is not None:
         yield f"reshard_after_forward={settings.reshard_after_forward}"
-    pairs = zip(group.tensors.compute_dtypes, group.params, strict=True)
+    pairs = zip(group.storage.compute_dtypes, group.params, strict=True)
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
         yield f"param_dtype={'+'.join(computed)}"
@@ -161,7 +161,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
-    if isinstance(group.tensors, SubclassParams):
+    if isinstance(group.storage, SubclassParams):
         yield "tensor subclass"
     num_frozen = sum(not param.sharded.requires_grad for param in group.params)
     if num_frozen:

@@ -57,13 +57,13 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.reshard()
     group.finish_pending_step()
     group.finish_copies()
-    group.tensors.take_replacements()
+    group.storage.take_replacements()
     params = sharded_params(group)
     new = [param for param in params if local_of(param.sharded).is_meta]
     for param in new:
         _allocate(param, group)
     group.adopt_edits()  # moves them into one buffer
-    group.tensors.check_materialised()
+    group.storage.check_materialised()
     return new
 
 
@@ -220,7 +220,7 @@ class _Initialisation:
 
     def _summon(self, unit: Unit, fqn: str) -> None:
         group = unit.group
-        if group is None or isinstance(group.tensors, ReplicatedParams):
+        if group is None or isinstance(group.storage, ReplicatedParams):
             return
         check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
@@ -262,9 +262,9 @@ class _Initialisation:
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
-        before = [unit.group.tensors.version for unit in inside if unit.group is not None]
+        before = [unit.group.storage.version for unit in inside if unit.group is not None]
         init(module)
-        after = [unit.group.tensors.version for unit in inside if unit.group is not None]
+        after = [unit.group.storage.version for unit in inside if unit.group is not None]
         if before != after:
             raise RuntimeError(
                 f"init({fqn or '(root)'}) wrote to parameters of a unit inside it, which holds "

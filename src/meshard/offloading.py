@@ -118,10 +118,10 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         if group is None or gradients is None or group.spec.host is not None:
             continue
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
-        if group.tensors.is_offloaded is not to_host:
+        if group.storage.is_offloaded is not to_host:
             group.reshard()
             group.adopt_edits()
-            sources.append(group.tensors.move(location))
+            sources.append(group.storage.move(location))
             assert isinstance(gradients.sharded, ShardedGrads)
             sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:
@@ -140,7 +140,7 @@ def _check_between_steps(unit: Unit, what: str) -> None:
     if unit.group is not None:
         unit.group.finish_pending_step()
         unit.group.adopt_edits()
-        check_not_subclass(unit.group.tensors, f"meshard.{what}")
+        check_not_subclass(unit.group.storage, f"meshard.{what}")
         unit.group.check_may_step()
 
 

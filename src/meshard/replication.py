@@ -205,10 +205,10 @@ class Buckets:
         order = self._agreed_order()
         for unit in self.units:
             if unit.group is not None and unit.gradients is not None:
-                assert isinstance(unit.group.tensors, ReplicatedParams)
+                assert isinstance(unit.group.storage, ReplicatedParams)
                 assert isinstance(unit.gradients.sharded, ReplicatedGrads)
                 unit.gradients.sharded.give_away()
-                unit.group.tensors.unhook()
+                unit.group.storage.unhook()
         self._fill(order)
         return True
 
@@ -328,8 +328,8 @@ class ReplicateModule(GradientSetters):
             if unit.group is None or unit.gradients is None:
                 continue
             unit.group.reshard()
-            unit.group.tensors.take_replacements()
-            unit.group.tensors.rebuild()
+            unit.group.storage.take_replacements()
+            unit.group.storage.rebuild()
             if isinstance(unit.gradients.sharded, ReplicatedGrads):
                 unit.gradients.sharded.leave()  # torch has cast or moved .grad too
         return result

@@ -135,7 +135,7 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     """
     if unit.group is None:
         return False
-    if isinstance(unit.group.tensors, ReplicatedParams):
+    if isinstance(unit.group.storage, ReplicatedParams):
         if options.rank0_only:
             raise ValueError(
                 f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits "
@@ -148,8 +148,8 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
     unit.group.adopt_edits()
-    check_not_subclass(unit.group.tensors, "meshard.unsharded_params")
-    unit.group.tensors.check_materialised()
+    check_not_subclass(unit.group.storage, "meshard.unsharded_params")
+    unit.group.storage.check_materialised()
     return True
 
 
@@ -343,8 +343,8 @@ def _send_to_replicas(unit: Unit) -> None:
 
 def _storage_of(unit: Unit) -> FlatShard:
     assert unit.group is not None
-    assert isinstance(unit.group.tensors, FlatParams)  # see _needs_summon
-    return unit.group.tensors.storage
+    assert isinstance(unit.group.storage, FlatParams)  # see _needs_summon
+    return unit.group.storage.flat_shard
 
 
 def _pairs(

@@ -439,14 +439,14 @@ def casts_of(policy: MixedPrecisionPolicy) -> Casts:
     )
 
 
-def give_params(unit: Unit, tensors: UnitParams, policy: MixedPrecisionPolicy) -> None:
-    """Make ``tensors`` the parameters of ``unit``, without gradients."""
+def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
+    """Make ``storage`` the parameters of ``unit``, without gradients."""
     gradients = GradientAccumulator(
-        tensors,
+        storage,
         reduce_dtype=policy.reduce_dtype,
         accumulate_dtype=policy.accumulate_dtype,
     )
-    unit.group = ParamGroup(tensors, gradients)
+    unit.group = ParamGroup(storage, gradients)
 
 
 def _allocate_params(

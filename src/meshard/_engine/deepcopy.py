@@ -107,7 +107,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     if unit.group is None or unit.gradients is None:
         return copied
     unit.group.adopt_edits()
-    tensors = unit.group.tensors
+    tensors = unit.group.storage
     if tensors.is_partly_meta:
         raise RuntimeError(
             f"copy.deepcopy was called while some parameters of unit {unit.label!r} are on the "

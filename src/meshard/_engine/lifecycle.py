@@ -105,7 +105,7 @@ class Lifecycle:
             unit.number = number
             unit.lifecycle = self
             if unit.group is not None:
-                unit.group.tensors.label = unit.label
+                unit.group.storage.label = unit.label
         self.use(self.comm)
 
     def use(self, comm: Communicator) -> None:
@@ -423,7 +423,7 @@ class Lifecycle:
         for unit in self.units():
             group = unit.group
             # A pending optimizer step waits by itself.
-            if group is not None and group.tensors.host_copies and group.pending_step is None:
+            if group is not None and group.storage.host_copies and group.pending_step is None:
                 group.gradients.settle()
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:

@@ -40,7 +40,7 @@ class PendingStep(Protocol):
         """Drop the step if it was not taken: its window is void."""
 
 
-class ParamState(enum.Enum):
+class ParamState(enum.IntEnum):  # hashed as an int, which is fast
     """Where the values of a parameter group are."""
 
     SHARDED = enum.auto()
@@ -51,11 +51,11 @@ class ParamState(enum.Enum):
 
 
 _ALLOWED = {
-    ParamState.SHARDED: {ParamState.GATHERING, ParamState.SUMMONED},
-    ParamState.GATHERING: {ParamState.UNSHARDED, ParamState.SHARDED},
-    ParamState.UNSHARDED: {ParamState.INSTALLED, ParamState.SHARDED},
-    ParamState.INSTALLED: {ParamState.UNSHARDED},
-    ParamState.SUMMONED: {ParamState.SHARDED},
+    ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
+    ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
+    ParamState.UNSHARDED: (ParamState.INSTALLED, ParamState.SHARDED),
+    ParamState.INSTALLED: (ParamState.UNSHARDED,),
+    ParamState.SUMMONED: (ParamState.SHARDED,),
 }
 
 
@@ -83,7 +83,7 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
     except RuntimeError:
         raise RuntimeError(
             f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {label!r}, whose "
-            "parameters are gathered and given back; call it inside "
+            "parameters are gathered and freed; call it inside "
             "meshard.unsharded_params(module), where the module is an ordinary one."
         ) from error
 
@@ -97,7 +97,7 @@ class ParamGroup:
     """
 
     def __init__(self, storage: UnitParams, gradients: GradientAccumulator) -> None:
-        self.tensors = storage
+        self.storage = storage
         self.params = storage.params
         self.spec = storage.spec
         self.gradients = gradients
@@ -116,16 +116,16 @@ class ParamGroup:
     @property
     def comm(self) -> Communicator:
         """The communicator, shared by all units of a root."""
-        return self.tensors.comm
+        return self.storage.comm
 
     @comm.setter
     def comm(self, comm: Communicator) -> None:
-        self.tensors.comm = comm
+        self.storage.comm = comm
 
     @property
     def label(self) -> str:
         """The name of the unit, known once its root is sharded."""
-        return self.tensors.label
+        return self.storage.label
 
     @property
     def state(self) -> ParamState:
@@ -177,19 +177,19 @@ class ParamGroup:
         Raises:
             RuntimeError: A parameter was replaced by something that is not its shard.
         """
-        version = self.tensors.version_unless_replaced()
+        version = self.storage.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
-        if self.tensors.take_replacements():
+        if self.storage.take_replacements():
             self.reshard()
-            self.tensors.rebuild()
+            self.storage.rebuild()
             self._begin_watching()
         return self.version
 
     @property
     def version(self) -> int:
         """A number that grows with every edit of a shard and every step of an optimizer."""
-        return self.num_steps + self.tensors.version
+        return self.num_steps + self.storage.version
 
     @property
     def is_stale(self) -> bool:
@@ -236,13 +236,13 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if self.tensors.host_copies is not None and self.pending_step is None:
+        if self.storage.host_copies is not None and self.pending_step is None:
             self.gradients.settle()
 
     def finish_copies(self) -> None:
         """Wait for copies between host memory and the device, if shards live in host memory."""
-        if self.tensors.host_copies is not None and self.pending_step is None:
-            self.tensors.host_copies.wait()
+        if self.storage.host_copies is not None and self.pending_step is None:
+            self.storage.host_copies.wait()
 
     def finish_pending_step(self) -> None:
         """Order what the caller does next after the pending optimizer step, if there is one."""
@@ -287,7 +287,7 @@ class ParamGroup:
         if self.pending_step is not None:
             self.pending_step.before_gather()
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
-        self.tensors.check_materialised()
+        self.storage.check_materialised()
         shard = self._post_forward_shard
         if shard is not None:
             in_flight = self._gather_post_forward_shard(shard)
@@ -295,7 +295,7 @@ class ParamGroup:
         else:
             self._unsharded_version = version
             try:
-                in_flight = self.tensors.start_gather(self.comm)
+                in_flight = self.storage.start_gather(self.comm)
             except RuntimeError as error:
                 refuse_transforms(self.label, error)
                 raise
@@ -329,7 +329,7 @@ class ParamGroup:
         if gather.is_post_forward and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
-        self.tensors.fill_unsharded(gathered, comes_again=post_forward_group is not None)
+        self.storage.fill_unsharded(gathered, comes_again=post_forward_group is not None)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
             first = post_forward_group.rank() * count
@@ -375,7 +375,7 @@ class ParamGroup:
             self._post_forward_shard = None
         if self._state in (ParamState.GATHERING, ParamState.UNSHARDED):
             self._move(ParamState.SHARDED)
-            self.tensors.free_unsharded()
+            self.storage.free_unsharded()
 
     # --- what modules hold ------------------------------------------------------------
 
@@ -429,10 +429,11 @@ class ParamGroup:
         Raises:
             RuntimeError: ``refuse``, and a parameter was cast, moved or given other data.
         """
+        if self.manual_unshard is None:
+            return
         manual, self.manual_unshard = self.manual_unshard, None
-        if manual is not None:
-            release_pending(self)
-        wrong = "" if manual is None else manual.end(self.version)
+        release_pending(self)
+        wrong = manual.end(self.version)
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)

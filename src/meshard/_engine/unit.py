@@ -298,7 +298,7 @@ def link_siblings(units: list[Unit]) -> Unit:
     for unit in units[1:]:
         assert unit.group is not None
         unit.mesh_name = _name(unit.group.spec.mesh_info)
-        if isinstance(unit.group.tensors, SubclassParams):
+        if isinstance(unit.group.storage, SubclassParams):
             unit.mesh_name += " (extended)"
     return nest(units)
 

@@ -78,22 +78,22 @@ class FlatParams(UnitParams):
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
         self._make_storage(shards, layout)
-        for param, local, flag in zip(params, self.storage.locals, requires_grad, strict=True):
+        for param, local, flag in zip(params, self.flat_shard.locals, requires_grad, strict=True):
             param.make_sharded(local, spec.mesh_info, requires_grad=flag)
         self._make_unsharded()
 
     def _make_storage(self, shards: Sequence[torch.Tensor], layout: FlatLayout) -> None:
         location = META if any(shard.is_meta for shard in shards) else self._location
         self.layout = layout
-        self.storage = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
-        self.storage.fill(shards)
+        self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
+        self.flat_shard.fill(shards)
 
     def _make_unsharded(self) -> None:
         num_methods = self._count_methods()
         if num_methods:
             custom = CustomGather(
                 self.params,
-                self.storage.locals,
+                self.flat_shard.locals,
                 spec=self.spec,
                 mp_policy=self._mp_policy,
                 gradient_hook=self._gradient_hook,
@@ -103,14 +103,14 @@ class FlatParams(UnitParams):
             return
         self._set_custom(None, 0)
         self._take_dtypes(
-            [compute_dtype(self._mp_policy, own.dtype) for own in self.storage.locals]
+            [compute_dtype(self._mp_policy, own.dtype) for own in self.flat_shard.locals]
         )
         on_wire = FlatLayout.build(self.layout.params, self.compute_dtypes, self.layout.order)
         self.plan = GatherPlan(self.layout, on_wire)
         flags = [param.sharded.requires_grad for param in self.params]
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():
-            device = META.device if self.storage.buffer.is_meta else self.spec.device
+            device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
             unsharded_params = self.unsharded.as_parameters(flags)
         self.plan.bind(self.unsharded.views, self.unsharded.allocate)
@@ -128,7 +128,7 @@ class FlatParams(UnitParams):
     def start_gather(self, comm: Communicator) -> GatherInFlight:
         if self._custom is not None:
             return self._custom.start(comm, self.label)
-        buffer, segments = self.storage.buffer, self.storage.segments
+        buffer, segments = self.flat_shard.buffer, self.flat_shard.segments
         if self.host_copies is not None:
             buffer = self.host_copies.fetch(buffer, comm)
             segments = self.layout.split(buffer)
@@ -159,17 +159,19 @@ class FlatParams(UnitParams):
     def version_unless_replaced(self) -> int | None:
         if self._count_methods() != self._num_methods:
             return None
-        return version_unless_replaced(self.params, self.storage.locals)
+        return version_unless_replaced(self.params, self.flat_shard.locals)
 
     def take_replacements(self) -> bool:
-        replaced = take_replaced_shards(self.params, self.storage.locals, self.label, nn.Parameter)
+        replaced = take_replaced_shards(
+            self.params, self.flat_shard.locals, self.label, nn.Parameter
+        )
         return replaced or self._count_methods() != self._num_methods
 
     def _count_methods(self) -> int:
         """Return on how many local tensors users have set ``fsdp_pre_all_gather``."""
-        if not any(self.storage.attributes):
+        if not any(self.flat_shard.attributes):
             return 0
-        return sum(map(has_own_methods, self.storage.locals))
+        return sum(map(has_own_methods, self.flat_shard.locals))
 
     def rebuild(self) -> None:
         locals_ = [local_of(param.sharded) for param in self.params]
@@ -183,7 +185,7 @@ class FlatParams(UnitParams):
         self.is_partly_meta = len({local.is_meta for local in locals_}) > 1
         if self.is_partly_meta:
             return
-        if any(map(operator.is_not, locals_, self.storage.locals)):
+        if any(map(operator.is_not, locals_, self.flat_shard.locals)):
             self._move_into_storage(locals_)
         self._make_unsharded()
         for param in self.params:
@@ -193,10 +195,10 @@ class FlatParams(UnitParams):
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
         if self.host_copies is not None:
             self.host_copies.wait()  # the old buffer may still be read
-        had_methods = [*map(has_own_methods, self.storage.locals)]
+        had_methods = [*map(has_own_methods, self.flat_shard.locals)]
         layouts = [param.layout for param in self.params]
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
-        for index, (param, own) in enumerate(zip(self.params, self.storage.locals, strict=True)):
+        for index, (param, own) in enumerate(zip(self.params, self.flat_shard.locals, strict=True)):
             set_local(param.sharded, own)
             if had_methods[index] or has_own_methods(locals_[index]):
                 warn_of_lost_methods(param.fqn, self.label)
@@ -221,13 +223,13 @@ class FlatParams(UnitParams):
         return f"its mesh is on {kind!r} (meshard.offload moves a whole model to the host and back)"
 
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        old, self._location = self.storage, self._own_location if location is None else location
+        old, self._location = self.flat_shard, self._own_location if location is None else location
         self.is_offloaded = self._location is not self._own_location
         if old.buffer.is_meta:
             return old.buffer
-        self.storage = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)
-        self.storage.buffer.copy_(old.buffer, non_blocking=True)
-        for param, own in zip(self.params, self.storage.locals, strict=True):
+        self.flat_shard = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)
+        self.flat_shard.buffer.copy_(old.buffer, non_blocking=True)
+        for param, own in zip(self.params, self.flat_shard.locals, strict=True):
             move_local(param.sharded, own)
         return old.buffer
 
@@ -237,5 +239,5 @@ class FlatParams(UnitParams):
                 f"unit {self.label!r} is on the host since meshard.offload(module); call "
                 "meshard.onload(module) before the next forward or unshard."
             )
-        if self.is_partly_meta or self.storage.buffer.is_meta:
+        if self.is_partly_meta or self.flat_shard.buffer.is_meta:
             check_not_meta(self.params, self.label, self._location.device)

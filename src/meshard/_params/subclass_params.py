@@ -567,10 +567,10 @@ class SubclassParams(UnitParams):
         check_not_meta(self.params, self.label, self.spec.device)
 
 
-def check_not_subclass(tensors: UnitParams, what: str) -> None:
+def check_not_subclass(storage: UnitParams, what: str) -> None:
     """Raise a NotImplementedError if shards have a custom all-gather, so that ``what`` fails."""
-    if tensors.has_custom_gather:
+    if storage.has_custom_gather:
         raise NotImplementedError(
-            f"{what} is not built yet for parameter {tensors.params[0].fqn!r} of unit "
-            f"{tensors.label!r}, because it has {PRE}."
+            f"{what} is not built yet for parameter {storage.params[0].fqn!r} of unit "
+            f"{storage.label!r}, because it has {PRE}."
         )

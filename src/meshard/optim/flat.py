@@ -156,15 +156,15 @@ class FlatStepper:
         for number, group in enumerate(optim_groups):
             for param in group["params"]:
                 owner = owner_of(param) if self._is_pointwise else None
-                if isinstance(owner, ParamGroup) and isinstance(owner.tensors, FlatParams):
+                if isinstance(owner, ParamGroup) and isinstance(owner.storage, FlatParams):
                     owner.adopt_edits()
                     index = next(i for i, p in enumerate(owner.params) if p.sharded is param)
                     found.setdefault(owner, {})[index] = number
                 else:
                     self._loose.append((number, param))
         for owner, numbers in found.items():
-            assert isinstance(owner.tensors, FlatParams)
-            self.slices += _slices_of(owner.tensors, numbers)
+            assert isinstance(owner.storage, FlatParams)
+            self.slices += _slices_of(owner.storage, numbers)
 
     def _make_inner(self, optim_groups: OptimGroups, state: States) -> Optimizer:
         self.slices = [
@@ -236,15 +236,15 @@ def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
         numbers: The optim group of each parameter that has one, by its index in the unit.
     """
     slices: list[FlatSlice] = []
-    storage = tensors.storage
-    for segment, flat in zip(storage.layout.segments, storage.segments, strict=True):
+    shard = tensors.flat_shard
+    for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
         members: list[Member] = []
         for position, param_range in enumerate(segment.ranges):
             number = numbers.get(param_range.index)
             if number is None:
                 continue
             sharded = tensors.params[param_range.index].sharded
-            numel = storage.locals[param_range.index].numel()
+            numel = shard.locals[param_range.index].numel()
             members.append(Member(sharded, param_range.offset, numel))
             following = segment.ranges[position + 1 : position + 2]
             if not following or numbers.get(following[0].index) != number:

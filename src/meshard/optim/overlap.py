@@ -433,7 +433,7 @@ def _check_deferred(clip: str | None, max_norm: float | None, units: Iterable[Un
             "to clip each unit by its own norm, pass max_unit_norm."
         )
     if clip is not None and any(
-        unit.group is not None and isinstance(unit.group.tensors, ReplicatedParams)
+        unit.group is not None and isinstance(unit.group.storage, ReplicatedParams)
         for unit in units
     ):
         raise ValueError(

@@ -42,7 +42,7 @@ class HostWorker:
         """Run ``step`` once the gradients of ``group`` have arrived in host memory."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
-        host_copies = group.tensors.host_copies
+        host_copies = group.storage.host_copies
         assert host_copies is not None
 
         def wait_and_step() -> None:
@@ -100,7 +100,7 @@ class PendingStep:
         group = self._group()
         if group is None:
             return
-        if group.tensors.host_copies is not None:
+        if group.storage.host_copies is not None:
             self.finish()
         else:
             group.comm.enter_after(CommStream.GATHER, self._begun())
@@ -197,7 +197,7 @@ class UnitStepper:
         if unit is None or unit.group is None:
             return False
         # Gradients on their way from the device are not in .grad yet.
-        return self._has_gradients() or unit.group.tensors.host_copies is not None
+        return self._has_gradients() or unit.group.storage.host_copies is not None
 
     def step(self, groups: OptimGroups, state: States) -> None:
         """Step by ``.grad``, if there is any, and drop it.
@@ -209,7 +209,7 @@ class UnitStepper:
         group = self._take(groups, state, is_deferred=False)
         if group is None:
             return
-        if group.tensors.host_copies is None:
+        if group.storage.host_copies is None:
             work = self.run()
             if self._is_beside(group):
                 group.pending_step = PendingStep(group, work)
@@ -220,7 +220,7 @@ class UnitStepper:
                 group, self._worker.submit(group, lambda: flat.run(taken, state))
             )
         else:
-            group.tensors.host_copies.wait()
+            group.storage.host_copies.wait()
             self.run()
 
     def defer(
@@ -326,7 +326,7 @@ class UnitStepper:
         """
         return (
             not group.comm.waits_block_host
-            and group.tensors.host_copies is None
+            and group.storage.host_copies is None
             and isinstance(self.params[0], DTensor)
         )
 
