@@ -296,9 +296,9 @@ class Communicator:
         """
 
     def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        """Whether ``all_reduce`` sums what ``allocate(is_sent=True)`` returned into ``output``.
+        """Whether ``all_reduce`` should write its sum to a separate ``output``.
 
-        In place it would have to copy first.
+        In place it would cost another copy. Its input is memory of ``allocate(is_sent=True)``.
         """
         return False
 

@@ -3,8 +3,8 @@
 Every rank must issue the same collectives in the same order, also when ranks use different
 parameters of a unit. Gathers follow the order of the modules. A unit is reduced once its gradients
 are complete, and at the latest when an earlier unit begins its backward; a unit that contains
-others is reduced after them, whenever its own gradients were complete. So the order depends on
-which units ran, never on which of their parameters got a gradient.
+others is reduced after them, even if its own gradients were complete before. So the order depends
+on which units ran, never on which of their parameters got a gradient.
 
 The host waits for copies between its memory and the device at the end of a backward, unless more
 backwards of the same window follow; at the end of an evaluation; when reductions are finished by

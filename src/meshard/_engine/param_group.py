@@ -27,8 +27,8 @@ from meshard._torch.patches import release_pending
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
 
-class PendingStep(Protocol):
-    """An optimizer step of a unit that is not visible yet. The unit's next gather waits for it."""
+class AwaitedStep(Protocol):
+    """What the engine needs of ``optim.unit_step.PendingStep``, which it may not import."""
 
     def before_gather(self) -> None:
         """Order the next use of the gather stream after the step."""
@@ -106,7 +106,7 @@ class ParamGroup:
         self.saves_memory = False  # it was resharded between forward and backward of this step
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
-        self.pending_step: PendingStep | None = None  # until the next gather
+        self.pending_step: AwaitedStep | None = None  # until the next gather
         self._state = ParamState.SHARDED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None

@@ -65,7 +65,7 @@ class UnitStep:
 
     arrived: set[int] = field(default_factory=set)  # parameters whose gradient is complete
     awaits_gradients: bool = False  # a forward ran whose gradients are not taken yet
-    may_run_again: bool = False  # a forward made no graph: a reentrant checkpoint runs it again
+    may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward has begun and is not over
     is_ready: bool = False  # its gradients are complete, and wait for the units inside it
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
@@ -165,8 +165,8 @@ class Unit:
         self.siblings: list[Unit] = []  # further units of the same modules: see link_siblings
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # tells siblings apart
-        # Called once per window, in the same order on all ranks, when its gradient is in .grad or
-        # on its way there (``GradientAccumulator.settle``).
+        # Called once per window, after the last reduction of the window, in the same order on all
+        # ranks. The gradient is in .grad; in host memory only after ``GradientAccumulator.settle``.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward in which they were called
         self.group: ParamGroup | None = None  # None: no parameters of its own

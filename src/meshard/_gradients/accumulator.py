@@ -58,7 +58,7 @@ class Window:
     """The microbatches whose gradients are added up before an optimizer step, for one unit.
 
     Attributes:
-        is_open: A backward was not FULL, and none since was.
+        is_open: Some backward was not FULL, and no FULL one has followed.
     """
 
     is_open: bool = False
@@ -122,8 +122,8 @@ class GradientAccumulator:
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
-        # Parameters whose gradient is not yet the tensor to reduce: see ``own_part_of``.
-        converted = (i for i, param in enumerate(storage.params) if param.is_given_otherwise)
+        # Parameters whose gradient must be converted to the tensor to reduce, by ``own_part_of``.
+        converted = (i for i, param in enumerate(storage.params) if param.needs_conversion)
         self._converted = tuple(converted)
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight

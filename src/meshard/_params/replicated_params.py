@@ -49,7 +49,7 @@ class ReplicatedParam(UnitParam):
         super().__init__(fqn, owners, ParamLayout(torch.Size((param.numel(),)), 0, 1))
         self.shard_rank = 0
         self.sharded = self.unsharded = param
-        self.is_given_otherwise = True
+        self.needs_conversion = True
 
     def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
         return unsharded.detach()

@@ -60,7 +60,7 @@ class UnitParam(abc.ABC):
         shard_rank: This rank's position on the shard axis.
         sharded: The parameter outside of the unit's own forward and backward.
         unsharded: The parameter inside of them.
-        is_given_otherwise: Whether its gradient must go through ``own_part_of``.
+        needs_conversion: Whether its gradient must go through ``own_part_of``.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class UnitParam(abc.ABC):
         "_owner_dicts",
         "_owners",
         "fqn",
-        "is_given_otherwise",
+        "needs_conversion",
         "layout",
         "shard_rank",
         "sharded",
@@ -81,7 +81,7 @@ class UnitParam(abc.ABC):
     ) -> None:
         self.fqn = fqn
         self.layout = layout
-        self.is_given_otherwise = False
+        self.needs_conversion = False
         self.shard_rank: int
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
@@ -193,7 +193,7 @@ class ShardedParam(UnitParam):
     ) -> None:
         super().__init__(fqn, owners, layout)
         self.dtensor_placement = dtensor_placement
-        self.is_given_otherwise = dtensor_placement is not None
+        self.needs_conversion = dtensor_placement is not None
 
     def make_sharded(
         self, local: torch.Tensor, mesh_info: MeshInfo, *, requires_grad: bool
