@@ -312,8 +312,11 @@ def _destroy_group(ours: dist.ProcessGroup | None) -> None:
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer of several modules stays one tensor
     for each in modules:
         for inner in each.modules():
             for name, buffer in inner._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu":
-                    inner._buffers[name] = buffer.to(device)
+                    if buffer not in moved:
+                        moved[buffer] = buffer.to(device)
+                    inner._buffers[name] = moved[buffer]

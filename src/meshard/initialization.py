@@ -322,7 +322,7 @@ def _check_owners(root: nn.Module) -> None:
 
 
 def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
-    """Return the data-parallel mesh, and a mesh for each axis of other parallelisms."""
+    """Return the data-parallel meshes, largest first, and one for each axis of other kinds."""
     meshes = {
         param.dtensor_placement.in_use.mesh: None
         for group in groups
@@ -330,7 +330,8 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
         if isinstance(param, ShardedParam) and param.dtensor_placement is not None
     }
     axes = [MeshInfo.of(mesh[name]) for mesh in meshes for name in mesh.mesh_dim_names or ()]
-    return [groups[0].spec.mesh_info, *axes]
+    own = {group.spec.mesh_info.mesh: group.spec.mesh_info for group in groups}
+    return [*sorted(own.values(), key=lambda info: -info.mesh.size()), *axes]
 
 
 @contextlib.contextmanager

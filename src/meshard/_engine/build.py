@@ -551,17 +551,21 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
     """Name the units inside after their modules, and give all of them one lifecycle."""
     units = with_siblings(unit)
     innermost = units[-1]
+    before: dict[Lifecycle, None] = {}
     for position, root in enumerate(modules):
         for fqn, module in root.named_modules():
             for inner in units_of(module):
                 if inner in units:
                     continue
                 units.append(inner)
+                before[inner.lifecycle] = None
                 inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
                 inner.step.reset()  # it may have run by itself
                 if inner.parent is None:
                     inner.parent = weakref.ref(innermost)
                     innermost.children.append(weakref.ref(inner))
+    for lifecycle in before:
+        lifecycle.finish_reductions()
     comm = make_communicator(device)
     mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
     comm.number_root([group for mesh_info in mesh_infos for group in mesh_info.groups])

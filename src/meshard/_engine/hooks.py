@@ -71,21 +71,22 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: after an exception in forward, the unit is resharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
-        module.register_state_dict_pre_hook(_check_no_pending_gradients)
+        if unit.sibling_of is None:
+            module.register_state_dict_pre_hook(_before_state_dict)
 
 
-def _check_no_pending_gradients(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise if a checkpoint is saved while gradients are pending, which it would not contain.
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise if gradients are pending, which a checkpoint would not contain; finish pending steps.
 
     After a backward that failed it is allowed, because the parameters have not changed.
 
     Raises:
         RuntimeError: Gradients are pending.
     """
-    unit = module.__dict__.get("_meshard_unit")
-    if unit is not None and unit.group is not None:
-        unit.group.check_nothing_is_pending()
-        unit.group.finish_pending_step()
+    for unit in units_of(module):
+        if unit.group is not None:
+            unit.group.check_nothing_is_pending()
+            unit.group.finish_pending_step()
 
 
 class ModuleHooks:
@@ -139,8 +140,7 @@ class ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
-        # When forward raises, torch calls this inside its except block, without an output.
-        failed = output is None and sys.exc_info()[0] is not None
+        failed = output is None and is_handling_error()
         if failed:
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.summoned is not None:
@@ -251,8 +251,7 @@ def watch_outputs(
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             hook_gradient(tensor, hook)
-            if base_of(tensor) is not None:
-                _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
+            _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
 
 
 def record_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -264,7 +263,7 @@ def record_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         call.began_at = next_node()
 
 
-def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> None:
+def _watch_base(view: torch.Tensor, hook: Callable[[int, tuple[Any, ...]], Any]) -> None:
     """Register ``hook`` so that it is called even if ``view`` is changed in place.
 
     A linear layer returns a view. If the caller adds to it in place (``x = layer(x); x += y``),
@@ -273,18 +272,25 @@ def _watch_base(view: torch.Tensor, hook: Callable[[tuple[Any, ...]], Any]) -> N
     """
     base = base_of(view)
     if base is not None and base.grad_fn is not None:
-        base.grad_fn.register_prehook(hook)
+        base.grad_fn.register_prehook(partial(hook, base.output_nr))
 
 
 @skip_dynamo
 def _base_hook(
-    unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradients: tuple[Any, ...]
+    unit_ref: weakref.ref[Unit],
+    of: ForwardPass,
+    call: ForwardCall,
+    index: int,
+    gradients: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
     unit = unit_ref()
     if unit is None or call.begun_in == unit.lifecycle.backward_number:
         return None
-    used = unit.lifecycle.pre_backward(unit, of, call, gradients[0])
-    return None if used is None else (used, *gradients[1:])
+    gradient = gradients[index]
+    if gradient is None:
+        return None
+    used = unit.lifecycle.pre_backward(unit, of, call, gradient)
+    return None if used is None else (*gradients[:index], used, *gradients[index + 1 :])
 
 
 def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -294,6 +300,16 @@ def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, 
     if unit.group.num_trainable:
         return True
     return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+
+def is_handling_error() -> bool:
+    """Whether the caller of this hook is handling an exception of the forward that it called.
+
+    Torch calls a hook in its except block when a forward raises. The exception of an except block
+    further out, in which the user has called the module, was caught in another frame.
+    """
+    trace = sys.exc_info()[2]
+    return trace is not None and trace.tb_frame is sys._getframe(2)
 
 
 def _is_inside_itself(module: nn.Module) -> bool:

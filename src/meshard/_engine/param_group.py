@@ -180,6 +180,7 @@ class ParamGroup:
         version = self.storage.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
+        self.check_not_summoned("stepped, moved or gathered")
         if self.storage.take_replacements():
             self.reshard()
             self.storage.rebuild()

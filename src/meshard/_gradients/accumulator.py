@@ -451,6 +451,7 @@ class GradientAccumulator:
             if kept is None:
                 if not self.is_pending:
                     self.close_window()
+                self._release_if_settled()
                 return None
             result = kept
         if not in_flight.is_full:
