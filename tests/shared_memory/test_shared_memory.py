@@ -221,6 +221,7 @@ def test_a_message_that_is_never_heard_is_told_and_not_waited_for(run_ranks):
 
 def one_cannot_reach_the_others(how):
     mesh = init_device_mesh("cpu", (2,))
+    before = descriptors()  # a test before this one may have left a model
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1 and how == "env":
             patch.setenv("MESHARD_SHARED_MEMORY", "0")
@@ -236,7 +237,7 @@ def one_cannot_reach_the_others(how):
             assert open_channel(dist.group.WORLD) is None
         model = meshard.fully_shard(seeded(MlpStack()), mesh)
         model(torch.ones(2, 6)).sum().backward()
-        assert not descriptors()
+        assert descriptors() == before
     plain = seeded(MlpStack())
     plain(torch.ones(2, 6)).sum().backward()
     assert_same(full_grads(model), full_grads(plain))
