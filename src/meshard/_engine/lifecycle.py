@@ -34,6 +34,7 @@ from meshard._engine.schedule import (
 from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import graph_task_id, skip_dynamo
 from meshard.policies import GradientSync
 
@@ -232,6 +233,7 @@ class Lifecycle:
         self._backward_id = next(_backward_ids)
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
+        patch_new_optimizers()
         self._queue_callback(EndOfBackward(self))
         for unit, grads in self._replicated():
             grads.hide(early[1] if early is not None and early[0] is unit else None)

@@ -79,9 +79,12 @@ class _Mark:
         return bool, (True,)  # neither pickled nor copied with the gradient
 
 
+_PLAIN = _Mark(None)
+
+
 def mark_as_ours(gradient: torch.Tensor, wide: torch.Tensor | None = None) -> None:
     """Mark a ``.grad`` as set by meshard, a copy of ``wide`` unless it is a view of the sums."""
-    setattr(gradient, _OURS, _Mark(wide))
+    setattr(gradient, _OURS, _PLAIN if wide is None else _Mark(wide))
 
 
 def is_marked(gradient: torch.Tensor) -> bool:

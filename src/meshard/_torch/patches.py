@@ -33,7 +33,7 @@ def patch_zero_grad(clear: Callable[[list[torch.Tensor]], None]) -> None:
     if not _replaced:
         _replace(Optimizer, _params_of)
         _replace(nn.Module, nn.Module.parameters)
-        _replace_in_subclasses()
+        patch_new_optimizers()
 
 
 def unpatch_zero_grad() -> None:
@@ -46,8 +46,6 @@ def unpatch_zero_grad() -> None:
 
 def hold_pending(holder: object) -> None:
     """Note that ``holder`` has pending gradients, or may have."""
-    if not _holders and _replaced:
-        _replace_in_subclasses()
     _holders.add(holder)
 
 
@@ -61,8 +59,13 @@ def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _replace_in_subclasses() -> None:
-    """Replace the ``zero_grad`` of each class of optimizers that has one of its own."""
+def patch_new_optimizers() -> None:
+    """Replace the ``zero_grad`` of each class of optimizers that has one of its own.
+
+    Called at the beginning of each backward, after which gradients may be pending.
+    """
+    if not _replaced:
+        return  # unpatched
     classes = [Optimizer]
     for each in classes:
         classes += each.__subclasses__()
