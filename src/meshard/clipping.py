@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from meshard._comm.blocking import gather_values
 from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
 from meshard._mesh.mesh_info import device_of
-from meshard._torch.dtensor import local_of
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
@@ -64,7 +64,7 @@ def get_total_norm(
         return torch.tensor(0.0)
     norms = []
     for members in groups.values():
-        local = [local_of(t) if isinstance(t, DTensor) else t for t in members]
+        local = [plain_of(t) for t in members]
         norm = _local_norm(local, norm_type, foreach)
         first = members[0]
         if isinstance(first, DTensor) and norm.device.type != first.device_mesh.device_type:
@@ -142,7 +142,7 @@ def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) ->
     """Multiply gradients by a number, in place."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
-        local = local_of(grad) if isinstance(grad, DTensor) else grad
+        local = plain_of(grad)
         by_device.setdefault(local.device, []).append(local)
     with torch.no_grad():
         for device, locals_ in by_device.items():
@@ -239,9 +239,7 @@ def unit_clip(
     def clip(grads: Sequence[torch.Tensor]) -> None:
         if clip_value is not None:
             for grad in grads:
-                (local_of(grad) if isinstance(grad, DTensor) else grad).clamp_(
-                    -clip_value, clip_value
-                )
+                plain_of(grad).clamp_(-clip_value, clip_value)
         if max_unit_norm is not None:
             scale_gradients(grads, clip_coefficient(get_total_norm(grads), max_unit_norm))
 

@@ -50,7 +50,7 @@ from meshard._params.subclass_params import (
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.dtensor import is_plain, local_of
+from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import queue_backward_callback
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
@@ -179,15 +179,11 @@ class ShardSpec:
 
     def own_part(self, param: nn.Parameter) -> torch.Tensor:
         """Return what this rank will own of ``param``: a view, of a tensor subclass a copy."""
-        local = _local_part(param).detach()
+        local = plain_of(param).detach()
         if self.is_subclass:
             return _own_copy(local, self.mesh_info)
         rows = self.layout.owned_rows(self.mesh_info.shard_rank)
         return local.narrow(self.layout.shard_dim, rows.start, len(rows))
-
-
-def _local_part(param: torch.Tensor) -> torch.Tensor:
-    return local_of(param) if isinstance(param, DTensor) else param
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
@@ -338,7 +334,7 @@ class _ShardSpecResolver:
                 self._replicating[id(mesh_info)] = mesh_info.replicating_all()
             mesh_info, chosen = self._replicating[id(mesh_info)], None
         shard_dim = _shard_dim(fqn, param, chosen)
-        local = _local_part(param)
+        local = plain_of(param)
         is_subclass = _check_gather_methods(fqn, local)
         if is_subclass:
             check_subclass_placement(fqn, local, mesh_info, shard_dim)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._params.sharded_param import UnitParam
-from meshard._torch.dtensor import local_of, place_like, set_local
+from meshard._torch.dtensor import place_like, plain_of, set_local
 from meshard._torch.private import version_of
 
 
@@ -72,7 +72,7 @@ class ManualUnshard:
             unsharded = param.unsharded
             if unsharded.requires_grad is not before.requires_grad:
                 param.sharded.requires_grad_(unsharded.requires_grad)
-            local = local_memory(unsharded)
+            local = plain_of(unsharded)
             if local.data_ptr() != before.address or local.dtype != before.dtype:
                 _restore(unsharded, before)
                 cast.append(param.fqn)
@@ -101,13 +101,8 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def local_memory(unsharded: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that holds the values of an unsharded parameter on this rank."""
-    return local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
-
-
 def _installed(unsharded: torch.Tensor) -> _Installed:
-    local = local_memory(unsharded).detach()
+    local = plain_of(unsharded).detach()
     return _Installed(
         unsharded.requires_grad, version_of(unsharded), local, local.data_ptr(), local.dtype
     )

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, StepPhase
-from meshard._engine.manual_unshard import ManualUnshard, local_memory
+from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import OwnerDicts, ShardedParam
 from meshard._params.unit_params import UnitParams
+from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
@@ -454,7 +455,7 @@ class ParamGroup:
 
     def _void_graphs(self) -> None:
         """Let autograd raise in a backward that would read freed unsharded parameters."""
-        locals_: Sequence[torch.Tensor] = [local_memory(param.unsharded) for param in self.params]
+        locals_: Sequence[torch.Tensor] = [plain_of(param.unsharded) for param in self.params]
         increment_version([local for local in locals_ if type(local) is not DTensor])
 
 

@@ -47,6 +47,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 own_local: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Iterate over the local tensor of each, in a loop in C."""
     return map(own_local, tensors)

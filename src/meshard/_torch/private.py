@@ -84,11 +84,6 @@ def graph_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def is_in_backward() -> bool:
-    """Whether the present thread is running a backward."""
-    return graph_task_id() != -1
-
-
 def keeps_graph() -> bool:
     """Whether the backward that is running has ``retain_graph`` or ``create_graph``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -23,7 +23,7 @@ from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
-from meshard._torch.dtensor import local_of
+from meshard._torch.dtensor import local_of, plain_of
 from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
 
 POINTWISE: tuple[type[Optimizer], ...] = (
@@ -225,7 +225,7 @@ def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
     for state in states:
         for value in state.values():
             if isinstance(value, torch.Tensor):
-                yield local_of(value) if isinstance(value, DTensor) else value
+                yield plain_of(value)
 
 
 def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, locals_of, own_local, set_local, wrap_like
+from meshard._torch.dtensor import local_of, locals_of, own_local, plain_of, set_local, wrap_like
 from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
@@ -130,7 +130,7 @@ class FlatSlice:
             elif value.dim() == 0:
                 state[key] = value.clone()
             else:
-                state[key] = self._joined([_plain(each[key]) for each in states])
+                state[key] = self._joined([plain_of(each[key]) for each in states])
         self.show(state, {})
         return state
 
@@ -188,10 +188,6 @@ def _history(state: State) -> tuple[object, ...]:
         else (key, value)
         for key, value in sorted(state.items())
     )
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class Counters:

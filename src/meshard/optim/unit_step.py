@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import CommStream, InFlight, profiled
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit
-from meshard._torch.dtensor import local_of
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import without_torch_function
 from meshard.clipping import scale_gradients
 from meshard.optim.deferred_clip import DeferredWindow
@@ -186,11 +186,6 @@ class UnitStepper:
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # taken, and not stepped yet
 
     @property
-    def unit(self) -> Unit | None:
-        """The unit, while its model lives."""
-        return self._unit()
-
-    @property
     def may_have_gradients(self) -> bool:
         """Whether ``step`` may have anything to do: rarely, once backward has stepped."""
         unit = self._unit()
@@ -349,4 +344,4 @@ def _hold(ref: weakref.ref[ParamGroup], tensors: Sequence[torch.Tensor]) -> None
 
 
 def _locals(grads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    return [local_of(grad) if isinstance(grad, DTensor) else grad for _, grad in grads]
+    return [plain_of(grad) for _, grad in grads]
