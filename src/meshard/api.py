@@ -170,7 +170,7 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard was applied to a {name} that is replicated; apply one of fully_shard "
                 "and replicate to each module."
             )
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(each):
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not has_forward(each):
             raise ValueError(
                 f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "
                 "apply it to the modules inside, one by one, and to the module around it."
@@ -188,7 +188,8 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: a ``ModuleList`` cannot."""
     return type(module).forward is not nn.Module.forward
 
 

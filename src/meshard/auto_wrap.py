@@ -26,7 +26,7 @@ from meshard._engine.build import (
 )
 from meshard._engine.unit import own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
-from meshard.api import check_mesh, default_mesh, fully_shard
+from meshard.api import check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
 from meshard.initialization import take_values_of_first_rank
 
@@ -106,11 +106,6 @@ def _paths_to_modules(fqn: str, modules: tuple[nn.Module, ...]) -> Iterator[Modu
 
 
 # --- choice of modules ---------------------------------------------------------------------
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called: a ``ModuleList`` cannot."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _choose(paths: list[ModulePath], units: Any) -> set[nn.Module]:

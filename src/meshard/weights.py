@@ -27,7 +27,7 @@ from meshard._comm.blocking import (
 )
 from meshard._comm.buffers import matching_parts
 from meshard._engine.param_group import ParamGroup, sharded_params
-from meshard._engine.unit import SummonOptions, Unit, units_in, units_of
+from meshard._engine.unit import SummonOptions, Unit, require_units
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -87,7 +87,8 @@ def unsharded_params(
     values: list[list[torch.Tensor]] = []
     has_failed = False
     try:
-        for unit in [each for each in _units_of(module, recurse) if _needs_summon(each, options)]:
+        units = require_units(module, recurse=recurse)
+        for unit in [each for each in units if _needs_summon(each, options)]:
             summoned.append(SummonedUnit(unit, options, _gather(unit, options)))
         try:
             yield
@@ -113,16 +114,6 @@ def unsharded_params(
                 each.write(edited)
                 _send_to_replicas(each.unit)
             edited.clear()
-
-
-def _units_of(module: nn.Module, recurse: bool) -> list[Unit]:
-    units = list(units_in(module)) if recurse else units_of(module)
-    if not units:
-        raise ValueError(
-            f"there is no unit in this {type(module).__name__}; pass a module that fully_shard was "
-            "applied to, or one around it (with recurse=True)."
-        )
-    return units
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
