@@ -228,22 +228,20 @@ def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
                 yield plain_of(value)
 
 
-def _slices_of(tensors: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
+def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
     """Return the longest slices of a unit whose members are in one optim group each.
 
-    Args:
-        tensors: Of the unit.
-        numbers: The optim group of each parameter that has one, by its index in the unit.
+    ``numbers`` has the optim group of each parameter that is in one, by its index in the unit.
     """
     slices: list[FlatSlice] = []
-    shard = tensors.flat_shard
+    shard = storage.flat_shard
     for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
         members: list[Member] = []
         for position, param_range in enumerate(segment.ranges):
             number = numbers.get(param_range.index)
             if number is None:
                 continue
-            sharded = tensors.params[param_range.index].sharded
+            sharded = storage.params[param_range.index].sharded
             numel = shard.locals[param_range.index].numel()
             members.append(Member(sharded, param_range.offset, numel))
             following = segment.ranges[position + 1 : position + 2]
