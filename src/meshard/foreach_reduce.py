@@ -281,8 +281,8 @@ class ReduceRequest:
         accumulate_dtype: dtype of the result.
         marks: Which parameters this rank has used; kept right through the reduction.
         label: Name of the unit.
-        output: ``[shard_numel]`` in the wider of the two dtypes, where the result should be; may be
-            a row of ``buffer``. None: anywhere.
+        output: ``[shard_numel]`` in the wider of the two dtypes, where the result should be. None:
+            anywhere.
         sums_apart: ``buffer`` is one row, allocated to be sent by the all-reduce, which sums into
             ``output``.
         reusable: The owner of ``buffer``, freed once it is sent.

@@ -1,4 +1,4 @@
-"""Methods of sharded modules."""
+"""Methods of sharded modules, and the setters that replicated modules share with them."""
 
 from __future__ import annotations
 

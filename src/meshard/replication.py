@@ -158,17 +158,17 @@ class Buckets:
             unit.group = None
 
     def _fill_unit(self, unit: Unit, params: list[ReplicatedParam]) -> None:
-        tensors = ReplicatedParams(
+        storage = ReplicatedParams(
             params,
             spec=self._spec,
             param_dtype=self._policy.param_dtype,
             gradient_hook=gradient_hook_maker(unit),
         )
-        give_params(unit, tensors, self._policy)
+        give_params(unit, storage, self._policy)
         self._configure_gradients(unit)
         lifecycle = getattr(unit, "lifecycle", None)  # not the first time
         if lifecycle is not None and unit.group is not None:
-            tensors.label = unit.label
+            storage.label = unit.label
             unit.group.comm = lifecycle.comm.with_custom(unit.settings.comm)
 
     def _configure_gradients(self, unit: Unit) -> None:

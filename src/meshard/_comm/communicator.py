@@ -32,7 +32,7 @@ class StepPhase(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    STEP = "step"  # of an optimizer; then all of it again
+    STEP = "step"  # of an optimizer
 
 
 # One tensor [ranks, n], or a list of tensors [n].
@@ -172,8 +172,8 @@ class Communicator:
 
     Attributes:
         waits_block_host: Whether ``InFlight.wait`` blocks the calling thread (and not a stream).
-        may_keep_buffers: Whether the caller may pass ``all_gather`` an output that it keeps and
-            resizes, because only the host uses it.
+        may_keep_buffers: Whether the caller may keep and resize the buffers of its collectives,
+            because only the host uses them.
         identity: What observers are given to tell communicators apart. Communicators that share
             streams and memory have the same.
     """

@@ -1,8 +1,8 @@
 """Construction of units, in four steps.
 
 ``collect`` lists parameters, ``plan`` decides what goes where, ``allocate`` makes the units, and
-``commit`` changes the modules. Only ``commit`` changes anything of the user's, by steps that do not
-fail.
+``commit`` changes the modules, by steps that do not fail. Before it nothing of the user's changes
+but the device of buffers.
 """
 
 from __future__ import annotations

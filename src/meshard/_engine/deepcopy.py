@@ -107,15 +107,15 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     if unit.group is None or unit.gradients is None:
         return copied
     unit.group.adopt_edits()
-    tensors = unit.group.storage
-    if tensors.is_partly_meta:
+    source = unit.group.storage
+    if source.is_partly_meta:
         raise RuntimeError(
             f"copy.deepcopy was called while some parameters of unit {unit.label!r} are on the "
             "meta device and others are not; load or initialise all of them first."
         )
-    params = [param.for_copy(memo) for param in tensors.params]
+    params = [param.for_copy(memo) for param in source.params]
     with torch.no_grad():
-        storage = tensors.for_copy(params, gradient_hook_maker(copied))
+        storage = source.for_copy(params, gradient_hook_maker(copied))
     copied.group = ParamGroup(storage, unit.group.gradients.for_copy(storage))
     return copied
 

@@ -52,7 +52,7 @@ class ReduceQueue:
         self._comm.release_cached_memory(keep_for=StepPhase.FORWARD)
 
     def begin_backward(self) -> None:
-        """Resolve divide factors anew: once per backward, not once per unit."""
+        """Release cached memory that only a forward needs; resolve divide factors anew."""
         self._factors.clear()
         self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
 
