@@ -31,6 +31,7 @@ from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientAccumulator
+from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import (
@@ -437,12 +438,8 @@ def casts_of(policy: MixedPrecisionPolicy) -> Casts:
 
 def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
     """Make ``storage`` the parameters of ``unit``, without gradients."""
-    gradients = GradientAccumulator(
-        storage,
-        reduce_dtype=policy.reduce_dtype,
-        accumulate_dtype=policy.accumulate_dtype,
-    )
-    unit.group = ParamGroup(storage, gradients)
+    rules = GradientRules(storage, policy.reduce_dtype, policy.accumulate_dtype)
+    unit.group = ParamGroup(storage, GradientAccumulator(storage, rules))
 
 
 def _allocate_params(

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
-        failed = output is None and is_handling_error()
+        failed = output is None and has_raised(module)
         if failed:
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.summoned is not None:
@@ -302,25 +303,27 @@ def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, 
     return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
-def is_handling_error() -> bool:
-    """Whether the caller of this hook is handling an exception of the forward that it called.
+def has_raised(module: nn.Module) -> bool:
+    """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    Torch calls a hook in its except block when a forward raises. The exception of an except block
-    further out, in which the user has called the module, was caught in another frame.
+    Not so for the exception of an except block in which the user has called the module.
     """
     trace = sys.exc_info()[2]
-    return trace is not None and trace.tb_frame is sys._getframe(2)
+    return trace is not None and _is_call_of(module, trace.tb_frame)
+
+
+def _is_call_of(module: nn.Module, frame: FrameType) -> bool:
+    if frame.f_code is module_call_code:
+        return frame.f_locals.get("self") is module
+    return frame.f_code is ModuleHooks.run.__code__ and frame.f_locals.get("module") is module
 
 
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether the present call of ``module`` was made inside another call of it."""
-    # The functions that call a forward, with the name of the module in each.
-    callers = {module_call_code: "self", ModuleHooks.run.__code__: "module"}
-    num_calls, frame = 0, sys._getframe()
+    num_calls, frame = 0, sys._getframe().f_back
     while frame is not None:
-        name = callers.get(frame.f_code)
-        num_calls += name is not None and frame.f_locals.get(name) is module
-        frame = frame.f_back  # type: ignore[assignment]
+        num_calls += _is_call_of(module, frame)
+        frame = frame.f_back
     return num_calls > 1
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._engine.hooks import is_handling_error, is_hidden, watch_outputs
+from meshard._engine.hooks import has_raised, is_hidden, watch_outputs
 from meshard._engine.schedule import Phase
 from meshard._engine.unit import Unit, unit_of
 from meshard._torch.private import skip_dynamo
@@ -97,7 +97,7 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
     if reader is None:
         return
     lifecycle = reader.lifecycle
-    failed = output is None and is_handling_error()
+    failed = output is None and has_raised(module)
     while (running := lifecycle.running()) and running[-1] in _read_units:
         unit = running[-1]
         _read_units.discard(unit)

@@ -106,19 +106,12 @@ class GradientAccumulator:
 
     Args:
         storage: The parameters.
-        reduce_dtype: dtype on the wire; None: the widest dtype of the unsharded gradients.
-        accumulate_dtype: dtype of the accumulators; None: the wider of float32 and the parameters'.
+        rules: Layouts and dtypes of their gradients.
     """
 
-    def __init__(
-        self,
-        storage: UnitParams,
-        *,
-        reduce_dtype: torch.dtype | None,
-        accumulate_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, storage: UnitParams, rules: GradientRules) -> None:
         self._storage = storage
-        self.rules = GradientRules(storage, reduce_dtype, accumulate_dtype)
+        self.rules = rules
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
@@ -132,11 +125,8 @@ class GradientAccumulator:
 
     def for_copy(self, storage: UnitParams) -> GradientAccumulator:
         """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
-        copied = GradientAccumulator(
-            storage,
-            reduce_dtype=self.rules.reduce_dtype,
-            accumulate_dtype=self.rules.chosen_dtype,
-        )
+        rules = GradientRules(storage, self.rules.reduce_dtype, self.rules.chosen_dtype)
+        copied = GradientAccumulator(storage, rules)
         copied._window = dataclasses.replace(self._window)
         if isinstance(copied.sharded, ReplicatedGrads) and isinstance(
             self.sharded, ReplicatedGrads
