@@ -82,7 +82,7 @@ def noted():
     run = UnitStepper.run
 
     def note(self, *args):
-        stepped.append(self.unit.label)
+        stepped.append(self._unit().label)
         return run(self, *args)
 
     UnitStepper.run = note
