@@ -6,6 +6,7 @@ One script as text is run as it is with torch's library and with ours, on the sa
 import warnings
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,6 +141,7 @@ def compare(mesh_and_sends, reshard, dtypes, recompute):
         assert mine.counts["gather"] > 6
 
 
+@pytest.mark.default_rows(2)
 @covering(
     "mesh_and_sends, reshard, dtypes, recompute",
     product(MESHES, [True, False, 2], [{}, BF16], [False, True]),

@@ -85,6 +85,7 @@ def test_every_way_of_resharding_gives_the_same_bits(
         assert_same_run(run, expected, bitwise=True)
 
 
+@pytest.mark.default_rows(4)
 @pytest.mark.parametrize("mesh_shape", MESHES)
 @pytest.mark.parametrize("case_name", [name for name in CASES if name != "integer"])
 def test_float_training_agrees_to_rounding(run_ranks, case_name, mesh_shape):

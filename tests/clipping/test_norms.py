@@ -131,6 +131,7 @@ def clip(norm_type, max_norm):
     assert_same(full_grads(model), full_grads(plain))
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
 def test_clipping_scales_every_shard_alike(norm_type, max_norm):

@@ -137,11 +137,13 @@ def train_both(way, model_class=MlpStack, **kwargs):
     return whole_units(model)
 
 
+@pytest.mark.default_rows(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_gradients_agree_with_one_process(run_ranks, way):
     assert run_ranks(train_both, 2, way) == [[], []]
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gradients_of_gradients_whenever_units_reshard(run_ranks, way, reshard):

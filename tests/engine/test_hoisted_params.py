@@ -121,6 +121,7 @@ def test_gradients_of_hoisted_parameters_agree_bit_for_bit(run_ranks, recompute)
     check(run_ranks, (2,), recompute, (Trunk, IntegerBlock))
 
 
+@pytest.mark.default_rows(2)
 @covering(
     "units, mesh_shape, reshard_after_forward, recompute",
     itertools.product(

@@ -76,6 +76,7 @@ def test_one_model_in_processes(run_ranks):
 CASE_NAMES = ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"]
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("case_name", CASE_NAMES)
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_offloaded_training_equals_the_ordinary_one(run_ranks, case_name, mesh_shape):
@@ -104,7 +105,7 @@ def drop_some(model):
         param.grad = None
 
 
-@pytest.mark.default_rows(4)
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize(
     ("how", "kwargs"),
     [

@@ -63,6 +63,7 @@ def compare(shape, name, dtype, schedule, wait, grouped=False):
 NAMES = ("adamw", "momentum", "another class")
 
 
+@pytest.mark.default_rows(2)
 @covering(
     "shape, name, schedule, wait", product([(2,), (2, 2)], NAMES, SCHEDULES, ("step", "gather"))
 )

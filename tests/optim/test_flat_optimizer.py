@@ -116,6 +116,7 @@ def compare(shape, name, *, schedule=(GradientSync.FULL,), rests=False, grouped=
     assert_same_state(plain_state(flat), plain_state(plain))
 
 
+@pytest.mark.default_rows(4)
 @pytest.mark.parametrize("name", MANY)
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_as_the_ordinary_one(run_ranks, shape, name):

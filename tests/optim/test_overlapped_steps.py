@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -108,6 +109,7 @@ def compare(shape, name, dtype, schedule):
     train_both(lambda: make(shape, DTYPES[dtype]), cls, options, schedule=schedule)
 
 
+@pytest.mark.default_rows(4)
 @covering("shape, name, dtype, schedule", product([(2,), (2, 2)], MANY, DTYPES, SCHEDULES))
 def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
     run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)

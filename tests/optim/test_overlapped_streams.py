@@ -88,6 +88,7 @@ def sgd_run(monkeypatch):
         yield Run(monkeypatch, cls=cls, options=GATHER)
 
 
+@pytest.mark.default_rows(2)
 @covering(
     "run_on, is_mixed, cls, options",
     product(
@@ -157,6 +158,7 @@ WAITING = ("state_dict", "loading", "unsharded_params", "the state", "its state_
 WAITING += ("loading the state",)
 
 
+@pytest.mark.default_rows(3)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("options", [{}, DEFERRED], ids=str)
 def test_steps_are_over_when_step_returns(monkeypatch, read, options):
@@ -165,6 +167,7 @@ def test_steps_are_over_when_step_returns(monkeypatch, read, options):
         check_read(run, run.optimizer.step, READS[read])
 
 
+@pytest.mark.default_rows(3)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("options", [GATHER, LATE], ids=str)
 def test_steps_are_over_when_wait_returns(monkeypatch, read, options):

@@ -109,6 +109,7 @@ def test_training_is_that_of_one_process(run_ranks, kind, shape, schedule):
     assert_same_records(runs, expected)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
 def test_ways_of_resharding(run_ranks, kind, reshard_after_forward):

@@ -180,6 +180,7 @@ def in_a_way(name, as_views):
         pair.assert_views()
 
 
+@pytest.mark.default_rows(4)
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("name", WAYS)
 def test_ways_to_run_a_step(run_ranks, name, as_views):

@@ -79,6 +79,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.default_rows(3)
 @covering("mesh_shape, policy, schedule", product([(2,), (3,), (2, 2)], POLICIES, ["F", "NRF"]))
 def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, schedule):
     ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)

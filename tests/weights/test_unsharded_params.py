@@ -80,6 +80,7 @@ def read_edit_and_train(name, mesh_shape, **kwargs):
     assert_same(full_state(model), full_state(plain), dtype)
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("rank0_only", [False, True])
 @pytest.mark.parametrize(
     "name", ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"]
