@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshard._comm.buffers import ReusableBuffer
 from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.reduce_plan import GradientRules, ReduceOptions, ReducePlan, TensorHook
+from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
-from meshard.foreach_reduce import ReduceRequest, Reduction
+from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -91,6 +91,14 @@ class _Arrived(NamedTuple):
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
     used: frozenset[int]  # the indices of those that are not None
+
+
+class _Packed(NamedTuple):
+    """Unsharded gradients in memory from which they can be sent."""
+
+    rows: Rows
+    used: frozenset[int]  # the indices of parameters that have a gradient
+    reusable: ReusableBuffer | None  # the owner of ``rows``
 
 
 class ReductionInFlight(NamedTuple):
@@ -292,7 +300,9 @@ class GradientAccumulator:
     # --- REDUCE_SCATTER and FULL ------------------------------------------------------
 
     @unrecorded
-    def start_reduce(self, options: ReduceOptions) -> ReductionInFlight | None:
+    def start_reduce(
+        self, settings: ReduceSettings, *, over_replicas: bool, divide_factor: float | None
+    ) -> ReductionInFlight | None:
         """Start reducing ``U`` and the arrived gradients.
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
@@ -304,117 +314,90 @@ class GradientAccumulator:
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self._window.divide(options.divide_factor, self._storage.label)
+        self._window.divide(divide_factor, self._storage.label)
         self._open_window()
-        if options.over_replicas:
+        if over_replicas:
             self.close_window()
-        plan = self._plan(layout, options)
-        buffer, used = self._pack(plan, arrived, options)
-        partial = None if self._partial is None else self._partial.laid_out(plan.layout)
-        self._unreduced = self._partial = None
-        mesh_info = self._storage.spec.mesh_info
-        request = ReduceRequest(
-            buffer=buffer,
-            wire_dtype=plan.wire_dtype,
-            output=plan.output,
-            sums_apart=plan.sums_apart,
-            reusable=plan.reusable,
-            partial=partial,
-            shard_group=options.shard_group or mesh_info.shard_group,
-            replicate_group=mesh_info.replicate_group if options.over_replicas else None,
+        mesh_info, hooks = self._storage.spec.mesh_info, settings.reduce_hooks
+        chosen = next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None)
+        plan = ReducePlan(
+            wire_dtype=chosen or self.rules.wire_dtype(layout),
+            accumulate_dtype=self.rules.accumulate_dtype,
+            shard_group=settings.scatter_group or mesh_info.shard_group,
+            replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,
-            divide_factor=options.divide_factor,
-            accumulate_dtype=plan.accumulate_dtype,
-            marks=plan.layout.marks_for(used),
+            divide_factor=divide_factor,
             label=self._storage.label,
         )
-        reduction = Reduction(request, self._storage.comm)
+        packed = self._pack(layout, plan, arrived, settings)
+        partial = None if self._partial is None else self._partial.laid_out(layout)
+        self._unreduced = self._partial = None
+        marks, comm = layout.marks_for(packed.used), self._storage.comm
+        reduction = Reduction(plan, packed.rows, marks, partial, comm, packed.reusable)
         self.num_in_flight += 1
-        is_full = options.over_replicas or mesh_info.replicate_group is None
-        return ReductionInFlight(reduction, plan.layout, is_full)
+        is_full = over_replicas or mesh_info.replicate_group is None
+        return ReductionInFlight(reduction, layout, is_full)
 
-    def _plan(self, layout: GradientLayout, options: ReduceOptions) -> ReducePlan:
-        """Decide dtypes and memory."""
-        wire = options.wire_dtype or self.rules.wire_dtype(layout)
-        total = self.rules.accumulate_dtype
-        mesh_info, comm = self._storage.spec.mesh_info, self._storage.comm
-        is_idle = not (self.num_in_flight or self.is_pending)
-        sees_one_tensor = bool(options.arrived or options.before)  # hooks do
-        bucket = self.sharded.free_bucket(layout, wire) if is_idle else None
-        across = mesh_info.replicate_group if options.over_replicas else None
-        if (
-            isinstance(self.sharded, ReplicatedGrads)
-            and across is not None
-            and comm.sums_apart(across)
-            and self._unreduced is None
-            and not sees_one_tensor
-            and wire == total
-            and layout.numel
-        ):
-            return self._plan_sum_apart(layout, wire, bucket, across)
-        if bucket is not None:
-            return ReducePlan(layout, wire, total, bucket)
+    def _pack(
+        self,
+        layout: GradientLayout,
+        plan: ReducePlan,
+        arrived: _Arrived,
+        settings: ReduceSettings,
+    ) -> _Packed:
+        """Return ``U`` and the arrived gradients, in memory from which they can be sent."""
+        on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
+        before = [hook.before for hook in settings.reduce_hooks if hook.before]
+        rows: Rows
         if self._unreduced is not None:
-            return ReducePlan(layout, wire, total, None)
-        shard_group = options.shard_group or mesh_info.shard_group
-        if not sees_one_tensor:
-            rows = comm.allocate_rows(layout.shard_numel, wire, group=shard_group)
+            rows, used = self._add_to_unreduced(layout, arrived, on_arrived)
+            reusable = None
+        else:
+            used = arrived.used
+            if is_narrowed_late(arrived.gradients, plan.wire_dtype):
+                rows, reusable = layout.allocate(plan.accumulate_dtype), None
+            else:
+                rows, reusable = self._allocate(layout, plan, as_one=bool(on_arrived or before))
+            layout.pack(rows, arrived.gradients)
+            if on_arrived:
+                assert isinstance(rows, torch.Tensor)
+                layout.run_hooks(on_arrived, rows, used)
+        if settings.zero_unused:
+            used = frozenset(layout.indices)
+        if before:
+            assert isinstance(rows, torch.Tensor)
+            layout.run_hooks(before, rows, used)
+        return _Packed(rows, used, reusable)
+
+    def _allocate(
+        self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool
+    ) -> tuple[Rows, ReusableBuffer | None]:
+        """Return uninitialised memory to send from, and the buffer that it belongs to.
+
+        Args:
+            layout: Of the gradients.
+            plan: How they are reduced.
+            as_one: In one tensor, because hooks see it.
+        """
+        comm, wire, group = self._storage.comm, plan.wire_dtype, plan.shard_group
+        if not self.num_in_flight and self._partial is None:
+            bucket = self.sharded.free_bucket(layout, wire)
+            if bucket is not None:
+                return bucket, None
+        if not as_one:
+            rows = comm.allocate_rows(layout.shard_numel, wire, group=group)
             if rows is not None:
-                return ReducePlan(layout, wire, total, rows)
+                return rows, None
             # Where there is one shard, the sum is in the buffer that is sent.
             may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
             if may_keep and not self.num_in_flight:
                 reusable = layout.reusable_buffer(wire)
                 reusable.take()
-                return ReducePlan(layout, wire, total, reusable.rows, reusable=reusable)
+                return reusable.rows, reusable
         flat = comm.allocate(
-            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=shard_group
+            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=group
         )
-        return ReducePlan(layout, wire, total, flat.view(layout.shard_count, -1))
-
-    def _plan_sum_apart(
-        self,
-        layout: GradientLayout,
-        dtype: torch.dtype,
-        bucket: torch.Tensor | None,
-        across: dist.ProcessGroup,
-    ) -> ReducePlan:
-        """Send from memory of the communicator, and sum into the bucket, or memory like it."""
-        output = layout.allocate(dtype) if bucket is None else bucket
-        sent = self._storage.comm.allocate(
-            layout.numel,
-            CommStream.ALL_REDUCE,
-            dtype=dtype,
-            device=layout.device,
-            group=across,
-            is_sent=True,
-        )
-        return ReducePlan(layout, dtype, dtype, [sent], output.view(-1), sums_apart=True)
-
-    def _pack(
-        self, plan: ReducePlan, arrived: _Arrived, options: ReduceOptions
-    ) -> tuple[Rows, frozenset[int]]:
-        """Return the buffer to reduce, filled, and the parameters with a gradient in it."""
-        layout, buffer, used = plan.layout, plan.buffer, arrived.used
-        if buffer is None:
-            buffer, used = self._add_to_unreduced(layout, arrived, options.arrived)
-        else:
-            # float16 is divided before the cast, or sums would overflow that need not.
-            if plan.wire_dtype == torch.float16 and any(
-                gradient is not None and gradient.dtype != plan.wire_dtype
-                for gradient in arrived.gradients
-            ):
-                buffer = layout.allocate(plan.accumulate_dtype)
-            layout.pack(buffer, arrived.gradients)
-            if options.arrived:
-                assert isinstance(buffer, torch.Tensor)
-                layout.run_hooks(options.arrived, buffer, used)
-        if options.zero_unused:
-            used = frozenset(layout.indices)
-        if options.before:
-            assert isinstance(buffer, torch.Tensor)
-            layout.run_hooks(options.before, buffer, used)
-        return buffer, used
+        return flat.view(layout.shard_count, -1), None
 
     @unrecorded
     def finish_reduce(

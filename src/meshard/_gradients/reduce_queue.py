@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshard._comm.communicator import Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceHook, ReduceOptions, ReduceSettings
+from meshard._gradients.reduce_plan import ReduceHook, ReduceSettings
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo
 
@@ -98,23 +98,13 @@ class ReduceQueue:
         if self._is_checked:
             _check_agreement(gradients.label, mesh_info, over_replicas, divide_factor)
         hooks = tuple(settings.reduce_hooks)
-        options = ReduceOptions(
-            over_replicas=over_replicas,
-            divide_factor=divide_factor,
-            zero_unused=settings.zero_unused,
-            shard_group=settings.scatter_group,
-        )
-        if hooks:
-            options = options._replace(
-                arrived=[hook.arrived for hook in hooks if hook.arrived],
-                before=[hook.before for hook in hooks if hook.before],
-                wire_dtype=next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None),
-            )
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
             # and the memory that they free is needed now.
             self._advance()
-        in_flight = gradients.start_reduce(options)
+        in_flight = gradients.start_reduce(
+            settings, over_replicas=over_replicas, divide_factor=divide_factor
+        )
         if in_flight is None:
             return
         self._queue.append(_Queued(gradients, in_flight, hooks, on_reduced))
