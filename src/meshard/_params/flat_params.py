@@ -7,26 +7,16 @@ use detects that by identity and moves the values into a flat buffer again.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import nn
 
 from meshard._comm.all_gather import GatherInFlight, GatherPlan
 from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
-from meshard._params.sharded_param import (
-    ShardedParam,
-    TensorTag,
-    UnitParam,
-    tag_tensor,
-    version_of_shards,
-    version_unless_replaced,
-)
+from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
 from meshard._params.subclass_params import (
     CustomGather,
@@ -37,16 +27,14 @@ from meshard._params.subclass_params import (
 from meshard._params.unit_params import (
     GradientHookMaker,
     GroupSpec,
-    UnitParams,
-    check_not_meta,
+    ShardedUnitParams,
     register_gradient_hook,
-    take_replaced_shards,
 )
-from meshard._torch.dtensor import local_of, move_local, set_local
+from meshard._torch.dtensor import move_local
 from meshard.policies import MixedPrecisionPolicy
 
 
-class FlatParams(UnitParams):
+class FlatParams(ShardedUnitParams):
     """Parameters whose shards are views of one flat buffer.
 
     Args:
@@ -70,15 +58,14 @@ class FlatParams(UnitParams):
         mp_policy: MixedPrecisionPolicy,
         gradient_hook: GradientHookMaker,
     ) -> None:
-        self.params: list[ShardedParam] = params
+        self.params = params
         self.spec = spec
-        self._set_custom(None, 0)
         self.host_copies = HostCopies(spec.device) if spec.host is not None else None
         self._own_location = self._location = spec.location
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
         self._make_storage(shards, layout)
-        for param, local, flag in zip(params, self.flat_shard.locals, requires_grad, strict=True):
+        for param, local, flag in zip(params, self.locals, requires_grad, strict=True):
             param.make_sharded(local, spec.mesh_info, requires_grad=flag)
         self._make_unsharded()
 
@@ -87,25 +74,23 @@ class FlatParams(UnitParams):
         self.layout = layout
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.flat_shard.fill(shards)
+        self.locals = self.flat_shard.locals
 
     def _make_unsharded(self) -> None:
-        num_methods = self._count_methods()
-        if num_methods:
-            custom = CustomGather(
-                self.params,
-                self.flat_shard.locals,
-                spec=self.spec,
-                mp_policy=self._mp_policy,
-                gradient_hook=self._gradient_hook,
+        self._num_methods = self._count_methods()
+        self.has_custom_gather = self._num_methods > 0
+        self._custom: CustomGather | None = None
+        if self.has_custom_gather:
+            self._custom = CustomGather(
+                self.params, self.locals, self.spec, self._mp_policy, self._gradient_hook
             )
-            self._set_custom(custom, num_methods)
-            self._take_dtypes(custom.compute_dtypes)
-            return
-        self._set_custom(None, 0)
-        self._take_dtypes(
-            [compute_dtype(self._mp_policy, own.dtype) for own in self.flat_shard.locals]
-        )
-        on_wire = FlatLayout.build(self.layout.params, self.compute_dtypes, self.layout.order)
+        else:
+            self._make_pool()
+        self._read_dtypes()
+
+    def _make_pool(self) -> None:
+        dtypes = [compute_dtype(self._mp_policy, own.dtype) for own in self.locals]
+        on_wire = FlatLayout.build(self.layout.params, dtypes, self.layout.order)
         self.plan = GatherPlan(self.layout, on_wire)
         flags = [param.sharded.requires_grad for param in self.params]
         # A module first run under inference_mode must be able to train later.
@@ -118,10 +103,6 @@ class FlatParams(UnitParams):
             param.unsharded = param.as_used(plain)
             tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)
             register_gradient_hook(param.unsharded, self._gradient_hook(index))
-
-    def _set_custom(self, custom: CustomGather | None, num_methods: int) -> None:
-        self._custom, self._num_methods = custom, num_methods
-        self.has_custom_gather = custom is not None
 
     # --- gather ----------------------------------------------------------------------------
 
@@ -136,10 +117,10 @@ class FlatParams(UnitParams):
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+    def fill_unsharded(self, gathered: Rows) -> None:
         if self._custom is not None:
-            self._custom.fill(gathered, comes_again=comes_again, label=self.label)
-            self._take_dtypes(self._custom.compute_dtypes)
+            self._custom.fill(gathered, self.label)
+            self._read_dtypes()
             return
         self.unsharded.allocate()
         self.plan.copy_out(gathered)
@@ -152,64 +133,40 @@ class FlatParams(UnitParams):
 
     # --- edits by users --------------------------------------------------------------------
 
-    @property
-    def version(self) -> int:
-        return version_of_shards(self.params)
-
     def version_unless_replaced(self) -> int | None:
         if self._count_methods() != self._num_methods:
             return None
-        return version_unless_replaced(self.params, self.flat_shard.locals)
+        return super().version_unless_replaced()
 
     def take_replacements(self) -> bool:
-        replaced = take_replaced_shards(
-            self.params, self.flat_shard.locals, self.label, nn.Parameter
-        )
-        return replaced or self._count_methods() != self._num_methods
+        return super().take_replacements() or self._count_methods() != self._num_methods
 
     def _count_methods(self) -> int:
         """Return on how many local tensors users have set ``fsdp_pre_all_gather``."""
         if not any(self.flat_shard.attributes):
             return 0
-        return sum(map(has_own_methods, self.flat_shard.locals))
+        return sum(map(has_own_methods, self.locals))
 
     def rebuild(self) -> None:
-        locals_ = [local_of(param.sharded) for param in self.params]
-        for param, local in zip(self.params, locals_, strict=True):
-            if local.device.type not in ("meta", self._location.device.type):
-                raise RuntimeError(
-                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
-                    f"but {self._why_at_location}; move it back before use."
-                )
+        locals_ = self._adopted_locals(self._location.device, self._why_at_location)
         # Shards with values must not be dropped because others are on the meta device.
-        self.is_partly_meta = len({local.is_meta for local in locals_}) > 1
         if self.is_partly_meta:
             return
-        if any(map(operator.is_not, locals_, self.flat_shard.locals)):
+        if any(map(operator.is_not, locals_, self.locals)):
             self._move_into_storage(locals_)
         self._make_unsharded()
-        for param in self.params:
-            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
-            param.install(param.sharded)
+        self._install_adopted()
 
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
         if self.host_copies is not None:
             self.host_copies.wait()  # the old buffer may still be read
-        had_methods = [*map(has_own_methods, self.flat_shard.locals)]
+            self.host_copies = HostCopies(self.spec.device)  # of its own, if this is a copy
+        lost = [any(map(has_own_methods, pair)) for pair in zip(self.locals, locals_, strict=True)]
         layouts = [param.layout for param in self.params]
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
-        for index, (param, own) in enumerate(zip(self.params, self.flat_shard.locals, strict=True)):
-            set_local(param.sharded, own)
-            if had_methods[index] or has_own_methods(locals_[index]):
+        for param, has_lost in zip(self.params, lost, strict=True):
+            if has_lost:
                 warn_of_lost_methods(param.fqn, self.label)
-
-    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
-        copied = copy.copy(self)
-        copied.params = cast("list[ShardedParam]", params)
-        copied._gradient_hook = gradient_hook
-        copied.host_copies = None if self.host_copies is None else HostCopies(self.spec.device)
-        copied.rebuild()
-        return copied
 
     # --- location --------------------------------------------------------------------------
 
@@ -229,7 +186,8 @@ class FlatParams(UnitParams):
             return old.buffer
         self.flat_shard = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)
         self.flat_shard.buffer.copy_(old.buffer, non_blocking=True)
-        for param, own in zip(self.params, self.flat_shard.locals, strict=True):
+        self.locals = self.flat_shard.locals
+        for param, own in zip(self.params, self.locals, strict=True):
             move_local(param.sharded, own)
         return old.buffer
 
@@ -240,4 +198,4 @@ class FlatParams(UnitParams):
                 "meshard.onload(module) before the next forward or unshard."
             )
         if self.is_partly_meta or self.flat_shard.buffer.is_meta:
-            check_not_meta(self.params, self.label, self._location.device)
+            self._check_not_meta(self._location.device)

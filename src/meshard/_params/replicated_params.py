@@ -192,7 +192,7 @@ class ReplicatedParams(UnitParams):
         return GatherInFlight(_NOTHING, _NOTHING, DONE)
 
     @torch.no_grad()
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+    def fill_unsharded(self, gathered: Rows) -> None:
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import DTensorPlacement
-from meshard._torch.dtensor import copy_dtensor, make_dtensor, own_local, place_like, set_local
-from meshard._torch.private import version_of, without_torch_function
+from meshard._torch.dtensor import copy_dtensor, make_dtensor, place_like, set_local
+from meshard._torch.private import without_torch_function
 
 
 class TensorTag(enum.Enum):
@@ -61,16 +61,16 @@ class UnitParam(abc.ABC):
         sharded: The parameter outside of the unit's own forward and backward.
         unsharded: The parameter inside of them.
         needs_conversion: Whether its gradient must go through ``own_part_of``.
+        owner_dicts: The dict of parameters of each owner; read several times in each step.
     """
 
     __slots__ = (
         "__weakref__",
-        "_listed",
-        "_owner_dicts",
         "_owners",
         "fqn",
         "layout",
         "needs_conversion",
+        "owner_dicts",
         "shard_rank",
         "sharded",
         "unsharded",
@@ -86,9 +86,7 @@ class UnitParam(abc.ABC):
         self.sharded: nn.Parameter
         self.unsharded: nn.Parameter
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
-        # The dict of parameters of each owner: read several times in each step.
-        self._owner_dicts: list[tuple[ParamDict, str]] = []
-        self._listed: weakref.ref[OwnerDicts] | None = None
+        self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
 
@@ -116,18 +114,11 @@ class UnitParam(abc.ABC):
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Record that ``module`` holds the parameter as its attribute ``name``."""
         self._owners.append((weakref.ref(module), name))
-        self._owner_dicts.append((module._parameters, name))
-        self._forget_list()
+        self.owner_dicts.append((module._parameters, name))
 
     def find_owner_dicts(self) -> None:
         """Read the owners' dicts of parameters again, after an owner has got another one."""
-        self._owner_dicts = [(module._parameters, name) for module, name in self.owners]
-        self._forget_list()
-
-    def _forget_list(self) -> None:
-        listed = None if self._listed is None else self._listed()
-        if listed is not None:
-            listed.forget()
+        self.owner_dicts = [(module._parameters, name) for module, name in self.owners]
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -137,7 +128,7 @@ class UnitParam(abc.ABC):
 
     def install(self, param: nn.Parameter) -> None:
         """Make every owner hold ``param``, without the cost of ``Module.__setattr__``."""
-        for parameters, name in self._owner_dicts:
+        for parameters, name in self.owner_dicts:
             parameters[name] = param
 
     def installed(self) -> list[nn.Parameter | None]:
@@ -146,7 +137,7 @@ class UnitParam(abc.ABC):
 
     def is_installed(self) -> bool:
         """Whether every owner holds the sharded or the unsharded parameter."""
-        for parameters, name in self._owner_dicts:
+        for parameters, name in self.owner_dicts:
             installed = parameters.get(name)
             if installed is not self.sharded and installed is not self.unsharded:
                 return False
@@ -279,87 +270,35 @@ class ShardedParam(UnitParam):
 # A step does the following to all parameters of a unit, several times: one loop, no calls inside.
 
 
-class OwnerDicts:
-    """The owners of several parameters, as one list.
-
-    Args:
-        params: Of one unit; each is in one such list at most.
-    """
-
-    def __init__(self, params: Sequence[UnitParam]) -> None:
-        self._params = params
-        self._found: list[tuple[UnitParam, ParamDict, str]] = []
+def take_flags(params: Sequence[UnitParam]) -> int:
+    """Copy ``requires_grad`` from sharded to unsharded parameters; return how many have it."""
+    count, others = 0, []
+    with without_torch_function():
         for param in params:
-            param._listed = weakref.ref(self)
+            flag = param.sharded.requires_grad
+            if param.unsharded.requires_grad is not flag:
+                others.append(param)
+            count += flag
+    for param in others:
+        param.unsharded.requires_grad_(param.sharded.requires_grad)
+    return count
 
-    def forget(self) -> None:
-        """Build the list again at the next use: an owner was added, or has got another dict."""
-        self._found = []
 
-    def _all(self) -> list[tuple[UnitParam, ParamDict, str]]:
-        if not self._found:
-            self._found = [
-                (param, *owner_dict) for param in self._params for owner_dict in param._owner_dicts
-            ]
-        return self._found
-
-    def take_flags(self) -> int:
-        """Copy ``requires_grad`` from sharded to unsharded parameters; return how many have it."""
-        count, others = 0, []
-        with without_torch_function():
-            for param in self._params:
-                flag = param.sharded.requires_grad
-                if param.unsharded.requires_grad is not flag:
-                    others.append(param)
-                count += flag
-        for param in others:
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
-        return count
-
-    def install_sharded(self) -> None:
-        """Make every owner that holds the unsharded parameter hold the sharded one."""
-        for param, parameters, name in self._all():
+def install_sharded(params: Sequence[UnitParam]) -> None:
+    """Make every owner that holds the unsharded parameter hold the sharded one."""
+    for param in params:
+        for parameters, name in param.owner_dicts:
             if parameters.get(name) is param.unsharded:
                 parameters[name] = param.sharded
 
-    def install_unsharded(self) -> None:
-        """Make every owner that holds the sharded parameter hold the unsharded one.
 
-        A replacement by the user between forward and backward stays: backward does not need it,
-        and the next forward adopts it.
-        """
-        for param, parameters, name in self._all():
+def install_unsharded(params: Sequence[UnitParam]) -> None:
+    """Make every owner that holds the sharded parameter hold the unsharded one.
+
+    A replacement by the user between forward and backward stays: backward does not need it, and the
+    next forward adopts it.
+    """
+    for param in params:
+        for parameters, name in param.owner_dicts:
             if parameters.get(name) is param.sharded:
                 parameters[name] = param.unsharded
-
-
-def version_unless_replaced(
-    params: Sequence[UnitParam], locals_: Sequence[torch.Tensor]
-) -> int | None:
-    """Return a number that grows with every edit of a shard, direct or through its local tensor.
-
-    Args:
-        params: Of a unit.
-        locals_: The local tensor that each was made over.
-
-    Returns:
-        None: An owner holds another parameter, or a parameter another local tensor.
-    """
-    version = 0
-    with without_torch_function():
-        for param, own in zip(params, locals_, strict=True):
-            sharded = param.sharded
-            for parameters, name in param._owner_dicts:
-                installed = parameters.get(name)
-                if installed is not sharded and installed is not param.unsharded:
-                    return None
-            if own_local(sharded) is not own:
-                return None
-            version += version_of(sharded) + version_of(own)
-    return version
-
-
-def version_of_shards(params: Sequence[UnitParam]) -> int:
-    """Return the same number without looking for replacements."""
-    shards = [param.sharded for param in params]
-    return sum(version_of(shard) + version_of(own_local(shard)) for shard in shards)

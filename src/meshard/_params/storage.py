@@ -52,18 +52,10 @@ META = MemoryLocation(torch.device("meta"))
 _has_warned_of_pinning = False
 
 
-def host_location(
-    policy: TorchOffloadPolicy, device: torch.device, subclass_fqns: Sequence[str] = ()
-) -> MemoryLocation | None:
-    """Return the host memory where a policy puts shards; None: they are on ``device``.
-
-    Args:
-        policy: meshard's or torch's.
-        device: The device of the mesh.
-        subclass_fqns: Names of parameters with ``fsdp_pre_all_gather``.
+def host_location(policy: TorchOffloadPolicy, device: torch.device) -> MemoryLocation | None:
+    """Return the host memory where a policy puts shards; None: they are on ``device``, the mesh's.
 
     Raises:
-        NotImplementedError: There are such parameters.
         TypeError: ``pin_memory`` is not a bool.
     """
     global _has_warned_of_pinning
@@ -71,11 +63,6 @@ def host_location(
         return None
     if not isinstance(policy.pin_memory, bool):
         raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
-    if subclass_fqns:
-        raise NotImplementedError(
-            f"CPUOffloadPolicy for parameter {subclass_fqns[0]!r} is not built yet, because it has "
-            "fsdp_pre_all_gather; leave offload_policy out for its module."
-        )
     host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
     if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
         _has_warned_of_pinning = True

@@ -15,11 +15,10 @@ gathered in the same way, by methods of ours.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,24 +28,16 @@ from meshard._comm.all_gather import Form, GatherInFlight, PackedGather, agree_o
 from meshard._comm.communicator import CommStream, Communicator, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
-from meshard._params.sharded_param import (
-    ShardedParam,
-    TensorTag,
-    UnitParam,
-    tag_tensor,
-    version_of_shards,
-    version_unless_replaced,
-)
+from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import (
     GradientHookMaker,
     GroupSpec,
+    ShardedUnitParams,
     UnitParams,
-    check_not_meta,
     register_gradient_hook,
-    take_replaced_shards,
 )
-from meshard._torch.dtensor import is_plain, local_of, set_local
+from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
 from meshard.policies import MixedPrecisionPolicy
 
@@ -126,37 +117,8 @@ def compute_dtype(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.
     return chosen if chosen and dtype.is_floating_point else dtype
 
 
-def _check_inputs(name: str, returned: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return the tensors and the metadata that ``fsdp_pre_all_gather`` returned.
-
-    Raises:
-        TypeError: It returned something else.
-    """
-    if isinstance(returned, tuple) and len(returned) == 2:
-        tensors, metadata = returned
-        if isinstance(tensors, (tuple, list)) and tensors and all(map(is_plain, tensors)):
-            return tuple(tensors), metadata
-    raise TypeError(
-        f"{PRE} of {name} must return (a tuple of plain tensors to gather, metadata), got "
-        f"{_described(returned)}."
-    )
-
-
-def _check_result(name: str, returned: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return the unsharded tensor and its memory, which ``fsdp_post_all_gather`` returned first.
-
-    Raises:
-        TypeError: It returned something else.
-    """
-    if isinstance(returned, tuple) and len(returned) == 2:
-        unsharded, inner = returned
-        is_inner = isinstance(inner, (tuple, list)) and all(map(is_plain, inner))
-        if isinstance(unsharded, torch.Tensor) and is_inner:
-            return unsharded, tuple(inner)
-    raise TypeError(
-        f"{POST} of {name} must return (unsharded tensor, tuple of the plain tensors that hold "
-        f"its memory) where out is None, got {_described(returned)}."
-    )
+def _are_plain(values: object) -> bool:
+    return isinstance(values, (tuple, list)) and all(map(is_plain, values))
 
 
 def _described(value: object) -> str:
@@ -166,18 +128,12 @@ def _described(value: object) -> str:
 
 
 class _OrdinaryGather:
-    """The two methods for an ordinary parameter of a unit that is gathered by them.
-
-    Args:
-        param: How it is sharded.
-        shard: Its local tensor.
-        dtype: Of the unsharded parameter.
-    """
+    """The two methods for an ordinary parameter of a unit that is gathered by them."""
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor, dtype: torch.dtype) -> None:
         self._layout = param.layout
         self._shard = shard
-        self._dtype = dtype
+        self._dtype = dtype  # of the unsharded parameter
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], None]:
         rows_first = self._shard.detach().movedim(self._layout.shard_dim, 0)
@@ -199,8 +155,7 @@ class _OrdinaryGather:
         if out is None:
             unsharded = rows.contiguous()
             return unsharded, (unsharded,)
-        target = out if is_plain(out) else local_of(out)
-        target.detach().copy_(rows)
+        plain_of(out).detach().copy_(rows)
         return None
 
 
@@ -212,10 +167,6 @@ class CustomParam:
         shard: The local tensor.
         mesh: The shard axis.
         mp_policy: As the user gave it.
-
-    Attributes:
-        dtype: Of the unsharded parameter and its gradient; certain after the first gather.
-        num_inputs: How many tensors are gathered.
     """
 
     def __init__(
@@ -225,27 +176,23 @@ class CustomParam:
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
-        param_dtype = compute_dtype(mp_policy, shard.dtype)
-        self.dtype = param_dtype
-        self.num_inputs = 0
+        self.num_inputs = 0  # how many tensors are gathered
+        self.may_free_outputs = False  # nothing refers to them once the parameter is filled
         self._param = param
         self._shard = shard
         self._mesh = mesh
         self._mp_policy = mp_policy
         self._stride = torch.empty(param.layout.shape, device="meta").stride()
-        self._param_dtype = param_dtype
+        self._param_dtype = compute_dtype(mp_policy, shard.dtype)
         # The methods are looked up at each call, because users may replace them.
         self._methods: Any = shard
         if not has_gather_methods(param.fqn, shard):
-            self._methods = _OrdinaryGather(param, shard, param_dtype)
-        self._takes_mesh_only = _num_arguments(self._methods) == _SHORT
+            self._methods = _OrdinaryGather(param, shard, self._param_dtype)
         self._metadata: Any = None
         self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
-        self._has_own_memory = False
-        placeholder = torch.empty(0, dtype=param_dtype, device=shard.device)
-        flag = param.sharded.requires_grad
-        param.unsharded = nn.Parameter(placeholder, requires_grad=flag)
+        placeholder = torch.empty(0, dtype=self._param_dtype, device=shard.device)
+        param.unsharded = nn.Parameter(placeholder, requires_grad=param.sharded.requires_grad)
 
     def make_inputs(self, unit: str) -> tuple[torch.Tensor, ...]:
         """Return what is to be gathered now.
@@ -254,18 +201,24 @@ class CustomParam:
             RuntimeError: ``fsdp_pre_all_gather`` returned tensors on another device.
             TypeError: It did not return a tuple of plain tensors, and metadata.
         """
-        name, pre = self._name(unit), self._methods.fsdp_pre_all_gather
-        if self._takes_mesh_only:
+        pre = self._methods.fsdp_pre_all_gather
+        if _num_arguments(self._methods) == _SHORT:
             returned = pre(self._mesh)
         else:
             module = next((module for module, _ in self._param.owners), None)
             size = self._param.layout.shape
             returned = pre(self._mesh, size, self._stride, module, self._mp_policy)
-        inputs, self._metadata = _check_inputs(name, returned)
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not (is_pair and _are_plain(returned[0]) and returned[0]):
+            raise TypeError(
+                f"{PRE} of {self._name(unit)} must return (a tuple of plain tensors to gather, "
+                f"metadata), got {_described(returned)}."
+            )
+        inputs, self._metadata = tuple(returned[0]), returned[1]
         device = self._shard.device
         if any(tensor.device != device for tensor in inputs):
             raise RuntimeError(
-                f"{PRE} of {name} returned tensors on "
+                f"{PRE} of {self._name(unit)} returned tensors on "
                 f"{[str(tensor.device) for tensor in inputs]}; all must be on {device}."
             )
         self.num_inputs = len(inputs)
@@ -289,17 +242,22 @@ class CustomParam:
         for storage, num_bytes in self._inner:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
-        unsharded_param = self._param.unsharded
-        is_dtensor = self._param.dtensor_placement is not None
+        unsharded = self._param.unsharded
         # To autograd, filling a parameter again is no in-place change of what it has saved.
-        with keeping_version(unsharded_param, *([local_of(unsharded_param)] if is_dtensor else [])):
-            post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded_param)
-        if unsharded_param.shape != self._param.sharded.shape:
-            raise self._wrong_shape("left out", unsharded_param.shape, unit)
+        with keeping_version(unsharded, plain_of(unsharded)):
+            post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded)
+        if unsharded.shape != self._param.sharded.shape:
+            raise self._wrong_shape("left out", unsharded.shape, unit)
         return False
 
     def _create(self, returned: Any, outputs: Sequence[torch.Tensor], unit: str) -> None:
-        unsharded, inner = _check_result(self._name(unit), returned)
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        if not (is_pair and isinstance(returned[0], torch.Tensor) and _are_plain(returned[1])):
+            raise TypeError(
+                f"{POST} of {self._name(unit)} must return (unsharded tensor, tuple of the plain "
+                f"tensors that hold its memory) where out is None, got {_described(returned)}."
+            )
+        unsharded, inner = returned
         self._inner = _memory_of(inner)
         layout, flag = self._param.layout, self._param.sharded.requires_grad
         if unsharded.shape != layout.shape:
@@ -311,28 +269,17 @@ class CustomParam:
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if type(unsharded) is torch.Tensor:
             taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([unsharded]))}
-            self._has_own_memory = all(
+            self.may_free_outputs = all(
                 storage.data_ptr() not in taken for storage, _ in _memory_of(outputs)
             )
         unsharded_param = self._param.as_used(nn.Parameter(unsharded, requires_grad=flag))
         tag_tensor(unsharded_param, TensorTag.UNSHARDED, self._param.fqn)
         self._param.unsharded = unsharded_param
-        self.dtype = unsharded_param.dtype
         self._is_made = True
 
-    @property
-    def may_free_outputs(self) -> bool:
-        """Whether nothing refers to what was gathered once the unsharded parameter is filled."""
-        return self._has_own_memory
-
     def free(self) -> None:
-        """Free the memory of the unsharded parameter."""
         for storage, _ in self._inner:
             storage.resize_(0)
-
-    def forget_metadata(self) -> None:
-        """Drop the metadata of the last gather."""
-        self._metadata = None
 
     def _name(self, unit: str) -> str:
         return f"parameter {self._param.fqn!r} of unit {unit!r}"
@@ -371,7 +318,6 @@ class CustomGather:
         self,
         params: Sequence[ShardedParam],
         locals_: Sequence[torch.Tensor],
-        *,
         spec: GroupSpec,
         mp_policy: MixedPrecisionPolicy,
         gradient_hook: GradientHookMaker,
@@ -382,12 +328,11 @@ class CustomGather:
                 check_subclass_placement(param.fqn, local, spec.mesh_info, dim)
                 if spec.host is not None:
                     raise NotImplementedError(
-                        f"CPUOffloadPolicy is not built yet for parameter {param.fqn!r}, because "
-                        f"it has {PRE}."
+                        f"CPUOffloadPolicy for parameter {param.fqn!r} is not built yet, because "
+                        f"it has {PRE}; leave offload_policy out for its module."
                     )
         self._params = params
-        self._mesh_info = spec.mesh_info
-        self._device = spec.device
+        self._spec = spec
         self._gradient_hook = gradient_hook
         mesh = shard_mesh_of(spec.mesh_info)
         self._unsharded = [
@@ -397,19 +342,14 @@ class CustomGather:
         self._gather: PackedGather | None = None  # made by the first gather
         self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
 
-    @property
-    def compute_dtypes(self) -> list[torch.dtype]:
-        """dtypes of the unsharded parameters; certain after the first gather."""
-        return [each.dtype for each in self._unsharded]
-
     @torch.no_grad()
     def start(self, comm: Communicator, label: str) -> GatherInFlight:
-        """Start the gather: see ``UnitParams.start_gather``."""
         # What is made here may become part of an unsharded parameter, and be saved by autograd.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
             inputs = [tensor for each in self._unsharded for tensor in each.make_inputs(label)]
             gather = self._plan([Form.of(each) for each in inputs], label)
-            return gather.start(inputs, comm=comm, group=self._mesh_info.shard_group, label=label)
+            group = self._spec.mesh_info.shard_group
+            return gather.start(inputs, comm=comm, group=group, label=label)
 
     def _plan(self, forms: list[Form], label: str) -> PackedGather:
         if self._gather is not None:
@@ -420,16 +360,14 @@ class CustomGather:
                     "each time."
                 )
             return self._gather
-        count, device = self._mesh_info.shard_count, self._device
+        mesh_info, device = self._spec.mesh_info, self._spec.device
         self._own_forms = agreed = forms
-        if any(param.layout.rows % count for param in self._params):
-            group = self._mesh_info.shard_group
-            agreed = agree_on_forms(forms, group, device=device, label=label)
-        self._gather = PackedGather(agreed, count, device)
+        if any(param.layout.rows % mesh_info.shard_count for param in self._params):
+            agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=label)
+        self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
-    def fill(self, gathered: Rows, *, comes_again: bool, label: str) -> None:
-        """Fill the unsharded parameters: see ``UnitParams.fill_unsharded``."""
+    def fill(self, gathered: Rows, label: str) -> None:
         assert self._gather is not None and isinstance(gathered, torch.Tensor)
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
@@ -439,9 +377,6 @@ class CustomGather:
             except BaseException:
                 self.free()
                 raise
-        if not comes_again:
-            for each in self._unsharded:
-                each.forget_metadata()
 
     def _fill_each(self, gather: PackedGather, label: str) -> None:
         first = 0
@@ -454,14 +389,13 @@ class CustomGather:
                 gather.free(own)
 
     def free(self) -> None:
-        """Free the memory of the unsharded parameters."""
         if self._gather is not None:
             self._gather.free()
         for each in self._unsharded:
             each.free()
 
 
-class SubclassParams(UnitParams):
+class SubclassParams(ShardedUnitParams):
     """Parameters that are tensor subclasses; each shard has memory of its own.
 
     Args:
@@ -481,90 +415,48 @@ class SubclassParams(UnitParams):
         mp_policy: MixedPrecisionPolicy,
         gradient_hook: GradientHookMaker,
     ) -> None:
-        self.params: list[ShardedParam] = params
+        self.params = params
         self.spec = spec
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
         self._adopt_shards()
 
     def _adopt_shards(self) -> None:
-        self.locals = [local_of(param.sharded) for param in self.params]
+        device = self.spec.device
+        self.locals = self._adopted_locals(device, f"its mesh is on {device.type!r}")
         self._gather = CustomGather(
-            self.params,
-            self.locals,
-            spec=self.spec,
-            mp_policy=self._mp_policy,
-            gradient_hook=self._gradient_hook,
+            self.params, self.locals, self.spec, self._mp_policy, self._gradient_hook
         )
-        self._take_dtypes(self._gather.compute_dtypes)
-        self.is_partly_meta = len({local.is_meta for local in self.locals}) > 1
+        self._read_dtypes()
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
-
-    # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
         return self._gather.start(comm, self.label)
 
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
-        self._gather.fill(gathered, comes_again=comes_again, label=self.label)
-        self._take_dtypes(self._gather.compute_dtypes)
+    def fill_unsharded(self, gathered: Rows) -> None:
+        self._gather.fill(gathered, self.label)
+        self._read_dtypes()
 
     def free_unsharded(self) -> None:
         self._gather.free()
 
-    # --- edits by users --------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        return version_of_shards(self.params)
-
-    def version_unless_replaced(self) -> int | None:
-        return version_unless_replaced(self.params, self.locals)
-
-    def take_replacements(self) -> bool:
-        return take_replaced_shards(self.params, self.locals, self.label, None)
-
     def rebuild(self) -> None:
-        """Adopt the shards as they are now.
-
-        Raises:
-            RuntimeError: A shard has no methods, or is on another device.
-        """
-        device = self.spec.device
         for param in self.params:
-            local = local_of(param.sharded)
-            if not has_gather_methods(param.fqn, local):
+            if not has_gather_methods(param.fqn, plain_of(param.sharded)):
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} was replaced by one whose "
                     f"shard is a plain tensor, without the {PRE} that it had; assign a tensor of "
                     "the same class, or edit it in place."
                 )
-            if local.device.type not in ("meta", device.type):
-                raise RuntimeError(
-                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
-                    f"but its mesh is on {device.type!r}; move it back before use."
-                )
         self._adopt_shards()
-        for param, local in zip(self.params, self.locals, strict=True):
-            set_local(param.sharded, local)
-            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
-            param.install(param.sharded)
-
-    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
-        copied = copy.copy(self)
-        copied.params = cast("list[ShardedParam]", params)
-        copied._gradient_hook = gradient_hook
-        copied.rebuild()
-        return copied
-
-    # --- location --------------------------------------------------------------------------
+        self._install_adopted()
 
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
         raise AssertionError("meshard.offload has refused: see check_not_subclass")
 
     def check_materialised(self) -> None:
-        check_not_meta(self.params, self.label, self.spec.device)
+        self._check_not_meta(self.spec.device)
 
 
 def check_not_subclass(storage: UnitParams, what: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import ShardedParam, TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import MemoryLocation
-from meshard._torch.dtensor import is_placed_like, local_of
+from meshard._torch.dtensor import is_placed_like, is_plain, local_of, own_local, set_local
+from meshard._torch.private import version_of, without_torch_function
 
 GradientHook = Callable[[torch.Tensor], None]
 GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
@@ -65,9 +68,9 @@ class UnitParams(abc.ABC):
     is_offloaded: bool = False
     has_custom_gather: bool = False
 
-    def _take_dtypes(self, compute_dtypes: list[torch.dtype]) -> None:
-        self.compute_dtypes = compute_dtypes
-        self.is_one_dtype = len(set(compute_dtypes)) == 1
+    def _read_dtypes(self) -> None:
+        self.compute_dtypes = [param.unsharded.dtype for param in self.params]
+        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
 
     @abc.abstractmethod
     def start_gather(self, comm: Communicator) -> GatherInFlight:
@@ -78,13 +81,8 @@ class UnitParams(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
-        """Allocate the unsharded parameters and fill them.
-
-        Args:
-            gathered: ``[shard_count, ...]``, as a tensor or as a list of rows.
-            comes_again: Whether the same may be gathered again without ``start_gather``.
-        """
+    def fill_unsharded(self, gathered: Rows) -> None:
+        """Allocate the unsharded parameters and fill them from ``gathered [shard_count, ...]``."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:
@@ -134,78 +132,110 @@ class UnitParams(abc.ABC):
         """Raise a RuntimeError if shards are on the meta device, or not where they are gathered."""
 
 
-def take_replaced_shards(
-    params: Sequence[ShardedParam],
-    locals_: Sequence[torch.Tensor],
-    unit: str,
-    unsharded_type: type[torch.Tensor] | None,
-) -> bool:
-    """Adopt what owners hold instead of a sharded parameter as its shard.
+class ShardedUnitParams(UnitParams):
+    """What ``FlatParams`` and ``SubclassParams`` share: parameters that are DTensors while sharded.
 
-    Args:
-        params: Of one unit.
-        locals_: The local tensor that each was made over.
-        unit: Label of the unit, for errors.
-        unsharded_type: Class of the unsharded tensors to accept and shard; None: that of the shard.
-
-    Returns:
-        Whether a parameter or a local tensor was replaced.
-
-    Raises:
-        RuntimeError: A parameter was replaced by something that is not its shard.
+    Attributes:
+        locals: The local tensor that each sharded parameter was made over.
     """
-    replaced = False
-    for param, own in zip(params, locals_, strict=True):
-        replacements = param.replacements()
-        if replacements:
-            # Owners of a tied parameter may hold different ones: the first stands for all.
-            new = _as_shard(param, replacements[0], unit, unsharded_type or type(own))
-            for old in (param.sharded, *replacements):
-                if old is not new:
-                    tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
-            param.sharded = new
-            replaced = True
-        elif local_of(param.sharded) is not own:
-            replaced = True
-    return replaced
 
+    params: list[ShardedParam]
+    locals: list[torch.Tensor]
+    _gradient_hook: GradientHookMaker
 
-def _as_shard(
-    param: ShardedParam, new: nn.Parameter, unit: str, unsharded_type: type[torch.Tensor]
-) -> nn.Parameter:
-    """Return ``new`` itself, or its shard if it is an unsharded tensor."""
-    expected = param.sharded
-    if not isinstance(new, nn.Parameter):
-        raise RuntimeError(
-            f"parameter {param.fqn!r} of unit {unit!r} was replaced by a "
-            f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
-            "for one call; a sharded module would not compute with it. Make that call inside "
-            "meshard.unsharded_params(module), where the module is an ordinary one."
-        )
-    if new.shape == expected.shape:
-        if type(new) is unsharded_type:
-            shard = param.shard_of(new).clone()
-            return nn.Parameter(shard, requires_grad=new.requires_grad)
-        if is_placed_like(new, expected):
-            return new
-    raise RuntimeError(
-        f"parameter {param.fqn!r} of unit {unit!r} was replaced after fully_shard by a "
-        f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
-        f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
-        "mesh and placements, or replace it before fully_shard."
-    )
+    @property
+    def version(self) -> int:
+        shards = [param.sharded for param in self.params]
+        return sum(version_of(shard) + version_of(own_local(shard)) for shard in shards)
 
+    def version_unless_replaced(self) -> int | None:
+        # Before each gather: one loop, no calls inside.
+        version = 0
+        with without_torch_function():
+            for param, own in zip(self.params, self.locals, strict=True):
+                sharded = param.sharded
+                for parameters, name in param.owner_dicts:
+                    installed = parameters.get(name)
+                    if installed is not sharded and installed is not param.unsharded:
+                        return None
+                if own_local(sharded) is not own:
+                    return None
+                version += version_of(sharded) + version_of(own)
+        return version
 
-def check_not_meta(params: Sequence[ShardedParam], unit: str, device: torch.device) -> None:
-    """Raise a RuntimeError if a shard, which should live on ``device``, is on the meta device."""
-    for param in params:
-        if local_of(param.sharded).is_meta:
+    def take_replacements(self) -> bool:
+        replaced = False
+        for param, own in zip(self.params, self.locals, strict=True):
+            replacements = param.replacements()
+            if replacements:
+                # Owners of a tied parameter may hold different ones: the first stands for all.
+                new = self._as_shard(param, replacements[0], own)
+                for old in (param.sharded, *replacements):
+                    if old is not new:
+                        tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
+                param.sharded = new
+                replaced = True
+            elif local_of(param.sharded) is not own:
+                replaced = True
+        return replaced
+
+    def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:
+        """Return ``new`` itself, or its shard if it is an unsharded tensor."""
+        expected = param.sharded
+        if not isinstance(new, nn.Parameter):
             raise RuntimeError(
-                f"parameter {param.fqn!r} of unit {unit!r} is still on the meta device; "
-                f"call to_empty(device={device.type!r}) on the root module (shards "
-                f"live on {device.type!r}) and initialise its parameters "
-                "(reset_parameters, or load_state_dict) before the first forward."
+                f"parameter {param.fqn!r} of unit {self.label!r} was replaced by a "
+                f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
+                "for one call; a sharded module would not compute with it. Make that call inside "
+                "meshard.unsharded_params(module), where the module is an ordinary one."
             )
+        if new.shape == expected.shape:
+            if type(new) is (nn.Parameter if is_plain(own) else type(own)):
+                shard = param.shard_of(new).clone()
+                return nn.Parameter(shard, requires_grad=new.requires_grad)
+            if is_placed_like(new, expected):
+                return new
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
+            f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
+            f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
+            "mesh and placements, or replace it before fully_shard."
+        )
+
+    def _adopted_locals(self, device: torch.device, why: str) -> list[torch.Tensor]:
+        """Return the present local tensors, which must be on ``device`` or meta."""
+        locals_ = [local_of(param.sharded) for param in self.params]
+        for param, local in zip(self.params, locals_, strict=True):
+            if local.device.type not in ("meta", device.type):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
+                    f"but {why}; move it back before use."
+                )
+        self.is_partly_meta = len({local.is_meta for local in locals_}) > 1
+        return locals_
+
+    def _install_adopted(self) -> None:
+        for param, own in zip(self.params, self.locals, strict=True):
+            set_local(param.sharded, own)
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+            param.install(param.sharded)
+
+    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
+        copied = copy.copy(self)
+        copied.params = cast("list[ShardedParam]", params)
+        copied._gradient_hook = gradient_hook
+        copied.rebuild()
+        return copied
+
+    def _check_not_meta(self, device: torch.device) -> None:
+        for param in self.params:
+            if local_of(param.sharded).is_meta:
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
+                    f"call to_empty(device={device.type!r}) on the root module (shards "
+                    f"live on {device.type!r}) and initialise its parameters "
+                    "(reset_parameters, or load_state_dict) before the first forward."
+                )
 
 
 def register_gradient_hook(unsharded_param: torch.Tensor, hook: GradientHook) -> None:
