@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.sharded_grads import is_clear, is_marked, mark_as_ours, relaid, take_edit
+from meshard._gradients.sharded_grads import Mark, is_clear, mark, mark_of, relaid, take_edit
 from meshard._params.replicated_params import ReplicatedParam
 from meshard._params.unit_params import UnitParams
 
@@ -26,16 +26,15 @@ class ReplacedCount:
 
 
 class ReplicatedGrads:
-    """The ``.grad`` of the parameters of one bucket.
+    """The ``.grad`` of the parameters of one bucket."""
 
-    Args:
-        storage: The parameters.
-    """
+    are_shown = False  # some may wait for ``settle``
 
     def __init__(self, storage: UnitParams) -> None:
         self._storage = storage
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
+        self._mark = Mark()
         self._published: FlatGradients | None = None
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
@@ -213,7 +212,7 @@ class ReplicatedGrads:
         elif not self.are_views:
             shaped = shaped.clone()
         param.sharded.grad = shaped
-        mark_as_ours(shaped)
+        mark(shaped, self._mark)
         return shaped.data_ptr()
 
     # --- gradients that are in .grad --------------------------------------------------
@@ -223,11 +222,6 @@ class ReplicatedGrads:
         if self._is_hidden and not self._is_settled:
             self.show()
             self._is_hidden = self._is_settled = True  # autograd has no more gradients for these
-
-    def show_early(self) -> bool:
-        """Put everything into ``.grad``, where its values may still be on their way."""
-        self.settle()
-        return True
 
     def release_cleared(self) -> None:
         """Forget the published gradients once the user has cleared every ``.grad``."""
@@ -251,7 +245,7 @@ class ReplicatedGrads:
         gradient = self._storage.params[index].sharded.grad
         if self._published is None or gradient is None or gradient.is_sparse:
             return False
-        if is_marked(gradient) and gradient.data_ptr() == self._addresses.get(index, -1):
+        if mark_of(gradient) is self._mark and gradient.data_ptr() == self._addresses.get(index, -1):
             return True
         own = self._view_of(index)
         # The same memory under another name: grad.detach(), or a view.

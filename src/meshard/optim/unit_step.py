@@ -283,7 +283,7 @@ class UnitStepper:
             return None
         group, sharded = unit.group, unit.gradients.sharded
         # The worker waits for copies from the device by itself; clipping reads the values here.
-        if is_deferred or self._change is not None or not sharded.show_early():
+        if is_deferred or self._change is not None or not sharded.are_shown:
             unit.gradients.settle()
         if not self._has_gradients():
             return None
