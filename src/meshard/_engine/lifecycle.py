@@ -361,7 +361,6 @@ class Lifecycle:
         self._queue.start(
             group.gradients,
             unit.settings,
-            group.spec.mesh_info,
             over_replicas=over_replicas,
             on_reduced=on_reduced,
         )
@@ -406,7 +405,7 @@ class Lifecycle:
             self._queue.finish_partials_of(gradients)
             if gradients.is_pending:
                 self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
-            gradients.close_window()
+            gradients.window.close()
 
     def end_window(self, unit: Unit) -> None:
         """End a unit's window by hand: its gradient is in ``.grad``."""
@@ -466,7 +465,7 @@ class Lifecycle:
         self.schedule.forget()
         self.retained.release()
         groups = [unit.group for unit in self.units() if unit.group is not None]
-        is_void = is_void or any(group.gradients.is_window_open for group in groups)
+        is_void = is_void or any(group.gradients.window.is_open for group in groups)
         self._queue.abandon()
         for unit in self.units():
             unit.step.reset()

@@ -263,7 +263,7 @@ class ParamGroup:
         """Record that an optimizer stepped."""
         self.num_steps += 1
         self.saves_memory = False
-        self.gradients.close_window()
+        self.gradients.window.close()
 
     def clear_pending(self, ids: set[int]) -> None:
         """Drop pending gradients of the sharded parameters with these ids."""

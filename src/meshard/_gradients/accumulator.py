@@ -118,34 +118,26 @@ class GradientAccumulator:
     """
 
     def __init__(self, storage: UnitParams, rules: GradientRules) -> None:
-        self._storage = storage
+        self.storage = storage
         self.rules = rules
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
+        self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
         # Parameters whose gradient must be converted to the tensor to reduce, by ``own_part_of``.
         converted = (i for i, param in enumerate(storage.params) if param.needs_conversion)
         self._converted = tuple(converted)
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
-        self._window = Window()
+        self.window = Window()
 
     def for_copy(self, storage: UnitParams) -> GradientAccumulator:
         """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
         rules = GradientRules(storage, self.rules.reduce_dtype, self.rules.chosen_dtype)
         copied = GradientAccumulator(storage, rules)
-        copied._window = dataclasses.replace(self._window)
-        if isinstance(copied.sharded, ReplicatedGrads) and isinstance(
-            self.sharded, ReplicatedGrads
-        ):
-            copied.sharded.are_views = self.sharded.are_views
+        copied.window = dataclasses.replace(self.window)
         return copied
-
-    @property
-    def label(self) -> str:
-        """The name of the unit."""
-        return self._storage.label
 
     # --- pending gradients ------------------------------------------------------------
 
@@ -165,32 +157,29 @@ class GradientAccumulator:
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None for unreduced gradients."""
-        mesh_info, found = self._storage.spec.mesh_info, dict[int, DTensor | None]()
+        mesh_info, found = self.storage.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
-                found[index] = self._storage.params[index].partial_of(local, mesh_info)
+                found[index] = self.storage.params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
 
     def clear(self, indices: frozenset[int] | None = None) -> None:
         """Drop pending gradients of all parameters, or of some."""
-        gone = frozenset(range(len(self._storage.params))) if indices is None else indices
-        for grads in (self._unreduced, self._partial):
-            if grads is not None:
-                grads.erase(gone)
+        gone = frozenset(range(len(self.storage.params))) if indices is None else indices
         # Several optimizers may each clear a part. What counts must be the same on all ranks: the
         # cleared parameters, not those of them that this rank used.
         self._cleared |= gone
         if self._unreduced is not None:
-            self._unreduced = self._unreduced.unless_all(self._cleared)
+            self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
-            self._partial = self._partial.unless_all(self._cleared)
+            self._partial = self._partial.without(self._cleared)
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:
-            self.close_window()
-        self.sharded.forget(gone)
+            self.window.close()
+        self.sharded.release_cleared(gone)
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
@@ -202,17 +191,8 @@ class GradientAccumulator:
         self.sharded.settle()
         self._release_if_settled()
 
-    @property
-    def is_window_open(self) -> bool:
-        """Whether a backward was not FULL, and none since was."""
-        return self._window.is_open
-
-    def close_window(self) -> None:
-        """Begin a new window with the next gradients."""
-        self._window.close()
-
     def _open_window(self) -> None:
-        self._window.is_open = True
+        self.window.is_open = True
         self._cleared = frozenset()
         hold_pending(self)
 
@@ -229,15 +209,20 @@ class GradientAccumulator:
 
     # --- arrived gradients ------------------------------------------------------------
 
+    @property
+    def _has_arrivals(self) -> bool:
+        # Outside of a backward, .grad of replicated parameters are those that were published.
+        return self.bucket is None or self.bucket.is_hidden
+
     def drop_arrived(self) -> None:
         """Drop unsharded gradients that arrived and were not taken."""
-        if self.sharded.has_arrivals:
-            for param in self._storage.params:
+        if self._has_arrivals:
+            for param in self.storage.params:
                 param.unsharded.grad = None
 
     def _take(self) -> _Arrived:
-        params = self._storage.params
-        if not self.sharded.has_arrivals:
+        params = self.storage.params
+        if not self._has_arrivals:
             return _Arrived([None] * len(params), frozenset())
         gradients: list[torch.Tensor | None] = []
         missing = []
@@ -273,8 +258,7 @@ class GradientAccumulator:
         self._open_window()
         if self._unreduced is None:
             dtype = self.rules.accumulate_dtype
-            is_idle = not (self.num_in_flight or self.is_pending)
-            flat = self.sharded.free_bucket(layout, dtype) if is_idle else None
+            flat = self._free_bucket(layout, dtype)
             flat = layout.allocate(dtype) if flat is None else flat
             layout.pack(flat, arrived.gradients)
             layout.run_hooks(hooks, flat, arrived.used)
@@ -282,6 +266,11 @@ class GradientAccumulator:
         else:
             flat, used = self._add_to_unreduced(layout, arrived, hooks)
             self._unreduced = FlatGradients(layout, flat, used)
+
+    def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        if self.bucket is None or self.num_in_flight or self.is_pending:
+            return None
+        return self.bucket.free_bucket(layout, dtype)
 
     def _add_to_unreduced(
         self, layout: GradientLayout, arrived: _Arrived, hooks: Sequence[TensorHook]
@@ -314,11 +303,11 @@ class GradientAccumulator:
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self._window.divide(divide_factor, self._storage.label)
+        self.window.divide(divide_factor, self.storage.label)
         self._open_window()
         if over_replicas:
-            self.close_window()
-        mesh_info, hooks = self._storage.spec.mesh_info, settings.reduce_hooks
+            self.window.close()
+        mesh_info, hooks = self.storage.spec.mesh_info, settings.reduce_hooks
         chosen = next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None)
         plan = ReducePlan(
             wire_dtype=chosen or self.rules.wire_dtype(layout),
@@ -327,12 +316,12 @@ class GradientAccumulator:
             replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
-            label=self._storage.label,
+            label=self.storage.label,
         )
         packed = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
-        marks, comm = layout.marks_for(packed.used), self._storage.comm
+        marks, comm = layout.marks_for(packed.used), self.storage.comm
         reduction = Reduction(plan, packed.rows, marks, partial, comm, packed.reusable)
         self.num_in_flight += 1
         is_full = over_replicas or mesh_info.replicate_group is None
@@ -379,11 +368,10 @@ class GradientAccumulator:
             plan: How they are reduced.
             as_one: In one tensor, because hooks see it.
         """
-        comm, wire, group = self._storage.comm, plan.wire_dtype, plan.shard_group
-        if not self.num_in_flight and self._partial is None:
-            bucket = self.sharded.free_bucket(layout, wire)
-            if bucket is not None:
-                return bucket, None
+        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
+        bucket = self._free_bucket(layout, wire)
+        if bucket is not None:
+            return bucket, None
         if not as_one:
             rows = comm.allocate_rows(layout.shard_numel, wire, group=group)
             if rows is not None:
@@ -413,17 +401,16 @@ class GradientAccumulator:
             The copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.is_full and self._storage.host_copies is None:  # else not in .grad yet
+        if in_flight.is_full and self.storage.host_copies is None:  # else not in .grad yet
             self._release_if_settled()
         reduced = in_flight.reduction.finish()
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self._dropped:
             dropped, self._dropped = self._dropped, frozenset()
-            result.erase(dropped)
-            kept = result.unless_all(dropped)
+            kept = result.without(dropped)
             if kept is None:
                 if not self.is_pending:
-                    self.close_window()
+                    self.window.close()
                 self._release_if_settled()
                 return None
             result = kept

@@ -6,8 +6,6 @@ once where that reads no values; these are there after ``settle``, which waits f
 
 from __future__ import annotations
 
-import torch
-
 from meshard._comm.communicator import RecordedWork
 from meshard._comm.gradient_buffer import FlatGradients
 from meshard._comm.host_copies import HostCopies
@@ -67,17 +65,16 @@ class HostGrads:
             arrived, self._arriving = self._arriving, None
             self._in_host_memory.publish(arrived)
 
-    def forget(self, indices: frozenset[int]) -> None:
-        """Drop copies in flight of parameters whose ``.grad`` was cleared."""
-        self._host_copies.wait()
-        if self._arriving is not None and self._arriving.used & indices:
-            self._arriving.erase(indices)
-            left = self._arriving.used - indices
-            self._arriving = self._arriving._replace(used=left) if left else None
-        self.release_cleared()
+    def release_cleared(self, cleared: frozenset[int] = frozenset()) -> None:
+        """Drop the flat sums once the user has cleared every ``.grad``.
 
-    def release_cleared(self) -> None:
-        """Drop the flat sums once the user has cleared every ``.grad``."""
+        Args:
+            cleared: Parameters whose gradients in flight are dropped too; the host waits for them.
+        """
+        if cleared:
+            self._host_copies.wait()
+            if self._arriving is not None:
+                self._arriving = self._arriving.without(cleared)
         self._in_host_memory.release_cleared()
 
     def clear(self) -> None:

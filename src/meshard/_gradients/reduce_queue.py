@@ -16,8 +16,7 @@ from meshard._comm.communicator import Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceHook, ReduceSettings
-from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._mesh.mesh_info import MeshInfo
+from meshard._params.unit_params import UnitParams
 
 
 class _Queued(NamedTuple):
@@ -70,7 +69,6 @@ class ReduceQueue:
         self,
         gradients: GradientAccumulator,
         settings: ReduceSettings,
-        mesh_info: MeshInfo,
         *,
         over_replicas: bool,
         on_reduced: Callable[[], None] | None,
@@ -82,11 +80,10 @@ class ReduceQueue:
         Args:
             gradients: The accumulator of the unit.
             settings: The settings of the unit.
-            mesh_info: The mesh of the unit.
             over_replicas: Also reduce across the replicas.
             on_reduced: Called once the result is published; None: the window goes on.
         """
-        if not over_replicas and isinstance(gradients.sharded, ReplicatedGrads):
+        if not over_replicas and gradients.bucket is not None:
             # There is one shard and nothing to send: adding up in the bucket takes no memory.
             self.accumulate(gradients, settings)
             return
@@ -96,7 +93,7 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings)
         if self._is_checked:
-            _check_agreement(gradients.label, mesh_info, over_replicas, divide_factor)
+            _check_agreement(gradients.storage, over_replicas, divide_factor)
         hooks = tuple(settings.reduce_hooks)
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
@@ -163,10 +160,9 @@ class ReduceQueue:
             self._queue.popleft().in_flight.reduction.abandon()
 
 
-def _check_agreement(
-    label: str, mesh_info: MeshInfo, over_replicas: bool, divide_factor: float | None
-) -> None:
+def _check_agreement(storage: UnitParams, over_replicas: bool, divide_factor: float | None) -> None:
     """Raise unless all ranks reduce a unit alike: a wrong factor shows in no collective."""
+    label, mesh_info = storage.label, storage.spec.mesh_info
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how_far = ""

@@ -148,11 +148,10 @@ class ShardedGrads:
         if published is not None:
             self._take_edits(published)
             gone = frozenset(index for index in published.used if not self._is_ours(index))
-            published = published._replace(used=published.used - gone)
             if gone:
                 # In a copy: the user may still hold a tensor that is not in .grad any more.
-                published = published._replace(flat=published.flat.clone())
-                published._replace(used=gone).erase(gone)
+                published = published._replace(flat=published.flat.clone()).without(gone)
+        if published is not None:
             indices = tuple(sorted({*published.layout.indices, *new.layout.indices}))
             new, published = relaid(new, indices), relaid(published, indices)
             new.flat.add_(published.flat)
@@ -189,14 +188,10 @@ class ShardedGrads:
     def settle(self) -> None:
         """Put everything that was added into ``.grad``."""
 
-    def release_cleared(self) -> None:
+    def release_cleared(self, _: frozenset[int] = frozenset()) -> None:
         """Drop the flat sums once the user has cleared every ``.grad``."""
         if self._published is not None and is_clear(self._storage.params):
             self._shown = _nothing
-
-    def forget(self, indices: frozenset[int]) -> None:
-        """Drop what is kept for parameters whose ``.grad`` was cleared."""
-        self.release_cleared()
 
     def clear(self) -> None:
         """Clear every ``.grad``."""
