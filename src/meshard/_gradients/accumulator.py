@@ -12,10 +12,9 @@ and ``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients o
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,26 +30,6 @@ from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
 from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
-
-def unrecorded(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Return ``function`` as ``torch.no_grad()`` would, at no cost inside a backward.
-
-    A backward records nothing but under ``create_graph``, and entering ``torch.no_grad`` takes a
-    dozen calls.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return call
 
 
 @dataclass(slots=True)
@@ -244,7 +223,6 @@ class GradientAccumulator:
 
     # --- NONE -------------------------------------------------------------------------
 
-    @unrecorded
     def accumulate(self, hooks: Sequence[TensorHook] = ()) -> None:
         """Add the arrived gradients to ``U``.
 
@@ -256,27 +234,29 @@ class GradientAccumulator:
         if not layout.indices:
             return
         self._open_window()
-        if self._unreduced is None:
-            dtype = self.rules.accumulate_dtype
-            flat = self._free_bucket(layout, dtype)
-            flat = layout.allocate(dtype) if flat is None else flat
-            layout.pack(flat, arrived.gradients)
-            layout.run_hooks(hooks, flat, arrived.used)
-            self._unreduced = FlatGradients(layout, flat, arrived.used)
-        else:
-            flat, used = self._add_to_unreduced(layout, arrived, hooks)
-            self._unreduced = FlatGradients(layout, flat, used)
+        if self._unreduced is not None:
+            self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
+            return
+        dtype = self.rules.accumulate_dtype
+        flat = self._free_bucket(layout, dtype)
+        flat = layout.allocate(dtype) if flat is None else flat
+        layout.pack(flat, arrived.gradients)
+        layout.run_hooks(hooks, flat, arrived.used)
+        self._unreduced = FlatGradients(layout, flat, arrived.used)
 
     def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         if self.bucket is None or self.num_in_flight or self.is_pending:
             return None
         return self.bucket.free_bucket(layout, dtype)
 
-    def _add_to_unreduced(
-        self, layout: GradientLayout, arrived: _Arrived, hooks: Sequence[TensorHook]
-    ) -> tuple[torch.Tensor, frozenset[int]]:
-        assert self._unreduced is not None
-        flat = self._unreduced.laid_out(layout)
+    @staticmethod
+    def _add_to(
+        unreduced: FlatGradients,
+        layout: GradientLayout,
+        arrived: _Arrived,
+        hooks: Sequence[TensorHook],
+    ) -> FlatGradients:
+        flat = unreduced.laid_out(layout)
         if hooks:
             new = layout.allocate(flat.dtype)
             layout.pack(new, arrived.gradients)
@@ -284,11 +264,10 @@ class GradientAccumulator:
             flat.add_(new)
         else:
             layout.add(flat, arrived.gradients)
-        return flat, arrived.used | self._unreduced.used
+        return FlatGradients(layout, flat, arrived.used | unreduced.used)
 
     # --- REDUCE_SCATTER and FULL ------------------------------------------------------
 
-    @unrecorded
     def start_reduce(
         self, settings: ReduceSettings, *, over_replicas: bool, divide_factor: float | None
     ) -> ReductionInFlight | None:
@@ -338,13 +317,13 @@ class GradientAccumulator:
         on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
         rows: Rows
+        reusable = None
         if self._unreduced is not None:
-            rows, used = self._add_to_unreduced(layout, arrived, on_arrived)
-            reusable = None
+            _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
         else:
             used = arrived.used
             if is_narrowed_late(arrived.gradients, plan.wire_dtype):
-                rows, reusable = layout.allocate(plan.accumulate_dtype), None
+                rows = layout.allocate(plan.accumulate_dtype)
             else:
                 rows, reusable = self._allocate(layout, plan, as_one=bool(on_arrived or before))
             layout.pack(rows, arrived.gradients)
@@ -387,7 +366,6 @@ class GradientAccumulator:
         )
         return flat.view(layout.shard_count, -1), None
 
-    @unrecorded
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
     ) -> InFlight | None:

@@ -51,7 +51,7 @@ class HostGrads:
             return self._host_copies.add(sums, new.flat, comm)
         # New memory each time: the user may still hold the last gradient. torch caches pinned
         # memory, so this costs no call of the driver in later steps.
-        host = self._location.empty(new.flat.numel(), new.flat.dtype)
+        host = self._location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm)
         arriving = new._replace(flat=host)
         if not self._in_host_memory.publish_unread(arriving):

@@ -8,9 +8,12 @@ same on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshard._comm.communicator import Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
@@ -18,12 +21,22 @@ from meshard._gradients.accumulator import GradientAccumulator, ReductionInFligh
 from meshard._gradients.reduce_plan import ReduceHook, ReduceSettings
 from meshard._params.unit_params import UnitParams
 
+_NO_CONTEXT = contextlib.nullcontext()
+
 
 class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
     hooks: tuple[ReduceHook, ...]  # those registered when the reduction started
     on_reduced: Callable[[], None] | None  # called when the gradient of the window is published
+
+
+def _unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Return ``torch.no_grad()``, at no cost inside a backward, which records nothing.
+
+    It does so under ``create_graph``, and entering ``torch.no_grad`` takes a dozen calls.
+    """
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
 class ReduceQueue:
@@ -63,7 +76,8 @@ class ReduceQueue:
 
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
         """Accumulate the arrived gradients without a collective."""
-        gradients.accumulate([hook.arrived for hook in settings.reduce_hooks if hook.arrived])
+        with _unrecorded():
+            gradients.accumulate([hook.arrived for hook in settings.reduce_hooks if hook.arrived])
 
     def start(
         self,
@@ -99,9 +113,10 @@ class ReduceQueue:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
             # and the memory that they free is needed now.
             self._advance()
-        in_flight = gradients.start_reduce(
-            settings, over_replicas=over_replicas, divide_factor=divide_factor
-        )
+        with _unrecorded():
+            in_flight = gradients.start_reduce(
+                settings, over_replicas=over_replicas, divide_factor=divide_factor
+            )
         if in_flight is None:
             return
         self._queue.append(_Queued(gradients, in_flight, hooks, on_reduced))
@@ -129,7 +144,8 @@ class ReduceQueue:
     def _finish_oldest(self) -> None:
         gradients, in_flight, hooks, on_reduced = self._queue.popleft()
         after = [hook.after for hook in reversed(hooks) if hook.after] if hooks else ()
-        leaving = gradients.finish_reduce(in_flight, after)
+        with _unrecorded():
+            leaving = gradients.finish_reduce(in_flight, after)
         if self._leaving is not None:
             # A copy to the host keeps the device's memory until compute has waited for it.
             self._leaving.wait()
@@ -144,9 +160,7 @@ class ReduceQueue:
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
         """Finish all reductions up to the last one of a unit that stops before the replicas."""
-        while any(
-            queued.gradients is gradients and not queued.in_flight.is_full for queued in self._queue
-        ):
+        while any(of is gradients and not in_flight.is_full for of, in_flight, *_ in self._queue):
             self._finish_oldest()
 
     def finish_all(self) -> None:

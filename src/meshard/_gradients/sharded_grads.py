@@ -25,30 +25,6 @@ from meshard._torch.dtensor import local_of, move_local, wrap_like
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, without_torch_function
 
 
-def run_tensor_hooks(sharded: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
-    """Run the hooks of ``register_hook`` on a copy of the gradient that is about to be added.
-
-    Returns:
-        The gradient that the hooks returned, as a DTensor; None if there is no such hook.
-    """
-    hooks = gradient_hooks_of(sharded)
-    if not hooks:
-        return None
-    # A copy: a hook may keep it.
-    grad: torch.Tensor = wrap_like(sharded, local.to(sharded.dtype, copy=True))
-    for hook in tuple(hooks.values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return grad
-
-
-def run_post_hooks(sharded: torch.Tensor) -> None:
-    """Run the hooks of ``register_post_accumulate_grad_hook``, after the gradient was added."""
-    hooks = accumulation_hooks_of(sharded)
-    for hook in tuple(hooks.values()) if hooks else ():
-        hook(sharded)
-
-
 class Mark:
     """What a ``.grad`` that was set here refers to; neither pickled nor copied with it."""
 
@@ -136,7 +112,9 @@ class ShardedGrads:
         else:
             self._set_all(self._sum_with_foreign(new))
         for index in hooked:
-            run_post_hooks(self._storage.params[index].sharded)
+            sharded = self._storage.params[index].sharded
+            for hook in tuple((accumulation_hooks_of(sharded) or {}).values()):
+                hook(sharded)
 
     def _sum_with_foreign(self, new: FlatGradients) -> FlatGradients:
         """Add ``.grad`` to ``new`` where the user replaced some, or froze parameters since."""
@@ -186,7 +164,7 @@ class ShardedGrads:
     # --- gradients that are in .grad --------------------------------------------------
 
     def settle(self) -> None:
-        """Put everything that was added into ``.grad``."""
+        """Do nothing: everything that was added is in ``.grad``."""
 
     def release_cleared(self, _: frozenset[int] = frozenset()) -> None:
         """Drop the flat sums once the user has cleared every ``.grad``."""
@@ -289,10 +267,15 @@ class ShardedGrads:
 
     def _run_tensor_hooks(self, new: FlatGradients, hooked: list[int]) -> None:
         for index, local in self._locals(new):
-            if index in hooked:
-                grad = run_tensor_hooks(self._storage.params[index].sharded, local)
-                if grad is not None:
-                    take_edit(local_of(grad), local)
+            sharded = self._storage.params[index].sharded
+            hooks = gradient_hooks_of(sharded) if index in hooked else None
+            if hooks:
+                # A copy: a hook may keep it.
+                grad: torch.Tensor = wrap_like(sharded, local.to(sharded.dtype, copy=True))
+                for hook in tuple(hooks.values()):
+                    changed = hook(grad)
+                    grad = grad if changed is None else changed
+                take_edit(local_of(grad), local)
 
     # --- gradients whose values are still on their way: see host_grads ----------------
 

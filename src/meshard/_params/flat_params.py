@@ -11,12 +11,13 @@ import operator
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from meshard._comm.all_gather import GatherInFlight, GatherPlan
 from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
+from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
 from meshard._params.subclass_params import (
     CustomGather,
@@ -28,7 +29,6 @@ from meshard._params.unit_params import (
     GradientHookMaker,
     GroupSpec,
     ShardedUnitParams,
-    register_gradient_hook,
 )
 from meshard._torch.dtensor import move_local
 from meshard.policies import MixedPrecisionPolicy
@@ -38,13 +38,13 @@ class FlatParams(ShardedUnitParams):
     """Parameters whose shards are views of one flat buffer.
 
     Args:
-        params: In the order of the module; their sharded and unsharded tensors are made here.
+        params: Their sharded and unsharded tensors are made here.
         shards: This rank's shard of each, on any device; copied.
         requires_grad: One flag per parameter.
         layout: How the shards lie in the flat buffer.
         spec: Mesh, device and memory.
         mp_policy: ``param_dtype`` is that of unsharded floating-point parameters.
-        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+        gradient_hook: Makes the hook for each gradient.
     """
 
     def __init__(
@@ -92,17 +92,17 @@ class FlatParams(ShardedUnitParams):
         dtypes = [compute_dtype(self._mp_policy, own.dtype) for own in self.locals]
         on_wire = FlatLayout.build(self.layout.params, dtypes, self.layout.order)
         self.plan = GatherPlan(self.layout, on_wire)
-        flags = [param.sharded.requires_grad for param in self.params]
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
-            unsharded_params = self.unsharded.as_parameters(flags)
-        self.plan.bind(self.unsharded.views, self.unsharded.allocate)
-        for index, (param, plain) in enumerate(zip(self.params, unsharded_params, strict=True)):
-            param.unsharded = param.as_used(plain)
-            tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)
-            register_gradient_hook(param.unsharded, self._gradient_hook(index))
+            self.plan.bind(self.unsharded.views, self.unsharded.allocate)
+            for index, (param, view) in enumerate(
+                zip(self.params, self.unsharded.views, strict=True)
+            ):
+                # `.data`, not `.detach()`: only the former starts a new version counter.
+                plain = nn.Parameter(view.data, requires_grad=param.sharded.requires_grad)
+                param.make_unsharded(plain, self._gradient_hook(index))
 
     # --- gather ----------------------------------------------------------------------------
 

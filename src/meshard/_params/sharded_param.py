@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     return None if name is None else TensorTag[name], fqn
 
 
+GradientHook = Callable[[torch.Tensor], None]
 ParamDict = dict[str, "nn.Parameter | None"]  # what a module keeps its parameters in
 
 
@@ -57,42 +58,25 @@ class UnitParam(abc.ABC):
         layout: How it is cut into shards.
 
     Attributes:
-        shard_rank: This rank's position on the shard axis.
         sharded: The parameter outside of the unit's own forward and backward.
         unsharded: The parameter inside of them.
         needs_conversion: Whether its gradient must go through ``own_part_of``.
         owner_dicts: The dict of parameters of each owner; read several times in each step.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_owners",
-        "fqn",
-        "layout",
-        "needs_conversion",
-        "owner_dicts",
-        "shard_rank",
-        "sharded",
-        "unsharded",
-    )
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+    needs_conversion: bool
 
     def __init__(
         self, fqn: str, owners: Sequence[tuple[nn.Module, str]], layout: ParamLayout
     ) -> None:
         self.fqn = fqn
         self.layout = layout
-        self.needs_conversion = False
-        self.shard_rank: int
-        self.sharded: nn.Parameter
-        self.unsharded: nn.Parameter
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
         self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
-
-    @abc.abstractmethod
-    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return a view of what this rank owns of ``unsharded``, a tensor of the global shape."""
 
     @abc.abstractmethod
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -164,16 +148,9 @@ class UnitParam(abc.ABC):
 class ShardedParam(UnitParam):
     """A parameter that is a DTensor shard while sharded.
 
-    Unsharded it is an ordinary tensor, or a DTensor over the axes of another parallelism.
-
-    Args:
-        fqn: Dotted name from the unit's module.
-        owners: Every ``(module, attribute)`` that holds the parameter; several if it is tied.
-        layout: How it is cut; of a DTensor, how this rank's local tensor is cut.
-        dtensor_placement: Where another parallelism has placed it; None: an ordinary tensor.
+    Unsharded it is an ordinary tensor; or a DTensor over the axes of another parallelism, with its
+    placement there in ``dtensor_placement``, of which ``layout`` cuts the local tensor.
     """
-
-    __slots__ = ("dtensor_placement",)
 
     def __init__(
         self,
@@ -190,30 +167,37 @@ class ShardedParam(UnitParam):
         self, local: torch.Tensor, mesh_info: MeshInfo, *, requires_grad: bool
     ) -> None:
         """Create the sharded parameter over ``local``, a view of the unit's flat shard."""
-        self.shard_rank = mesh_info.shard_rank
+        self._shard_rank = mesh_info.shard_rank
         dtensor = self._over_mesh(local, mesh_info, mesh_info.placements(self.layout.shard_dim))
         self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         # nn.Parameter wraps the local tensor anew; replacements are detected by identity.
         set_local(self.sharded, local)
         tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
+    def make_unsharded(self, plain: nn.Parameter, hook: GradientHook) -> None:
+        """Create the unsharded parameter; ``hook`` is called once its gradient is complete."""
+        self.unsharded = self.as_used(plain)
+        tag_tensor(self.unsharded, TensorTag.UNSHARDED, self.fqn)
+        if self.unsharded.is_floating_point():
+            flag = self.unsharded.requires_grad
+            self.unsharded.requires_grad_(True)  # torch accepts a hook on such tensors only
+            self.unsharded.register_post_accumulate_grad_hook(hook)
+            self.unsharded.requires_grad_(flag)
+
     def for_copy(self, memo: dict[int, Any]) -> ShardedParam:
         copied = ShardedParam(self.fqn, [], self.layout, self.dtensor_placement)
-        copied.shard_rank = self.shard_rank
+        copied._shard_rank = self._shard_rank
         copied.sharded = copy_dtensor(self.sharded, memo)
         memo[id(self.unsharded)] = copied.sharded
         return copied
 
-    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, unsharded: torch.Tensor) -> DTensor:
+        """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
         local = unsharded.detach()
         if self.dtensor_placement is not None:
             local = self.dtensor_placement.cut(local)
-        rows = self.layout.owned_rows(self.shard_rank)
-        return local.narrow(self.layout.shard_dim, rows.start, len(rows))
-
-    def shard_of(self, unsharded: torch.Tensor) -> DTensor:
-        """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
-        return place_like(self.sharded, self.own_part(unsharded))
+        rows = self.layout.owned_rows(self._shard_rank)
+        return place_like(self.sharded, local.narrow(self.layout.shard_dim, rows.start, len(rows)))
 
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         placements = mesh_info.partial_placements(self.layout.shard_dim)

@@ -35,10 +35,6 @@ class MemoryLocation:
         """Return the host memory beside ``device``; pinned only if a device can make use of it."""
         return cls(torch.device("cpu"), pin and device.type != "cpu")
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised flat tensor."""
-        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
-
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor of the same shape, strides and dtype."""
         return torch.empty_like(tensor, device=self.device, pin_memory=self.is_pinned)
@@ -156,14 +152,6 @@ class UnshardedMemoryPool:
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
         self._has_memory = True
         self.free()
-
-    def as_parameters(self, requires_grad: Sequence[bool]) -> list[torch.nn.Parameter]:
-        """Return one ``nn.Parameter`` per view, each with a version counter of its own."""
-        return [
-            # `.data`, not `.detach()`: only the former starts a new version counter.
-            torch.nn.Parameter(view.data, requires_grad=flag)
-            for view, flag in zip(self.views, requires_grad, strict=True)
-        ]
 
     def allocate(self) -> None:
         """Allocate the memory; its content is undefined."""

@@ -28,14 +28,13 @@ from meshard._comm.all_gather import Form, GatherInFlight, PackedGather, agree_o
 from meshard._comm.communicator import CommStream, Communicator, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
+from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import (
     GradientHookMaker,
     GroupSpec,
     ShardedUnitParams,
     UnitParams,
-    register_gradient_hook,
 )
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
@@ -160,21 +159,15 @@ class _OrdinaryGather:
 
 
 class CustomParam:
-    """The unsharded tensor of one parameter, and the memory under it.
-
-    Args:
-        param: Its sharded parameter exists.
-        shard: The local tensor.
-        mesh: The shard axis.
-        mp_policy: As the user gave it.
-    """
+    """The unsharded tensor of one parameter, and the memory under it."""
 
     def __init__(
         self,
         param: ShardedParam,
         shard: torch.Tensor,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh,  # of the shard axis
         mp_policy: MixedPrecisionPolicy,
+        hook: GradientHook,
     ) -> None:
         self.num_inputs = 0  # how many tensors are gathered
         self.may_free_outputs = False  # nothing refers to them once the parameter is filled
@@ -182,6 +175,7 @@ class CustomParam:
         self._shard = shard
         self._mesh = mesh
         self._mp_policy = mp_policy
+        self._hook = hook
         self._stride = torch.empty(param.layout.shape, device="meta").stride()
         self._param_dtype = compute_dtype(mp_policy, shard.dtype)
         # The methods are looked up at each call, because users may replace them.
@@ -224,11 +218,8 @@ class CustomParam:
         self.num_inputs = len(inputs)
         return inputs
 
-    def fill(self, outputs: Sequence[torch.Tensor], unit: str) -> bool:
+    def fill(self, outputs: Sequence[torch.Tensor], unit: str) -> None:
         """Fill the unsharded parameter from ``outputs``, what was gathered.
-
-        Returns:
-            Whether the unsharded parameter was created.
 
         Raises:
             RuntimeError: ``fsdp_post_all_gather`` returned, or left, a tensor of another shape.
@@ -238,7 +229,7 @@ class CustomParam:
         if not self._is_made:
             returned = post(tuple(outputs), self._metadata, self._param_dtype)
             self._create(returned, outputs, unit)
-            return True
+            return
         for storage, num_bytes in self._inner:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
@@ -248,7 +239,6 @@ class CustomParam:
             post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded)
         if unsharded.shape != self._param.sharded.shape:
             raise self._wrong_shape("left out", unsharded.shape, unit)
-        return False
 
     def _create(self, returned: Any, outputs: Sequence[torch.Tensor], unit: str) -> None:
         is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -259,7 +249,7 @@ class CustomParam:
             )
         unsharded, inner = returned
         self._inner = _memory_of(inner)
-        layout, flag = self._param.layout, self._param.sharded.requires_grad
+        layout = self._param.layout
         if unsharded.shape != layout.shape:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
@@ -272,9 +262,8 @@ class CustomParam:
             self.may_free_outputs = all(
                 storage.data_ptr() not in taken for storage, _ in _memory_of(outputs)
             )
-        unsharded_param = self._param.as_used(nn.Parameter(unsharded, requires_grad=flag))
-        tag_tensor(unsharded_param, TensorTag.UNSHARDED, self._param.fqn)
-        self._param.unsharded = unsharded_param
+        flag = self._param.sharded.requires_grad
+        self._param.make_unsharded(nn.Parameter(unsharded, requires_grad=flag), self._hook)
         self._is_made = True
 
     def free(self) -> None:
@@ -302,11 +291,11 @@ class CustomGather:
     """The gather of a unit in which shards have methods of their own.
 
     Args:
-        params: In the order of the module; their sharded parameters exist.
+        params: Their sharded parameters exist.
         locals_: The local tensor of each.
         spec: Mesh and device.
         mp_policy: As the user gave it; passed to the methods.
-        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+        gradient_hook: Makes the hook for each gradient.
 
     Raises:
         NotImplementedError: A shard with such methods is to live in host memory, or is sharded on
@@ -333,11 +322,10 @@ class CustomGather:
                     )
         self._params = params
         self._spec = spec
-        self._gradient_hook = gradient_hook
         mesh = shard_mesh_of(spec.mesh_info)
         self._unsharded = [
-            CustomParam(param, local, mesh, mp_policy)
-            for param, local in zip(params, locals_, strict=True)
+            CustomParam(param, local, mesh, mp_policy, gradient_hook(index))
+            for index, (param, local) in enumerate(zip(params, locals_, strict=True))
         ]
         self._gather: PackedGather | None = None  # made by the first gather
         self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
@@ -380,11 +368,10 @@ class CustomGather:
 
     def _fill_each(self, gather: PackedGather, label: str) -> None:
         first = 0
-        for index, each in enumerate(self._unsharded):
+        for each in self._unsharded:
             own = range(first, first + each.num_inputs)
             first = own.stop
-            if each.fill(gather.outputs[own.start : own.stop], label):
-                register_gradient_hook(self._params[index].unsharded, self._gradient_hook(index))
+            each.fill(gather.outputs[own.start : own.stop], label)
             if each.may_free_outputs:
                 gather.free(own)
 
@@ -398,11 +385,7 @@ class CustomGather:
 class SubclassParams(ShardedUnitParams):
     """Parameters that are tensor subclasses; each shard has memory of its own.
 
-    Args:
-        params: In the order of the module; their sharded parameters exist.
-        spec: Mesh and device.
-        mp_policy: As the user gave it.
-        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+    The sharded parameters exist already, unlike those of ``FlatParams``.
     """
 
     has_custom_gather = True

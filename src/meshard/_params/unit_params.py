@@ -16,12 +16,17 @@ from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import ShardedParam, TensorTag, UnitParam, tag_tensor
+from meshard._params.sharded_param import (
+    GradientHook,
+    ShardedParam,
+    TensorTag,
+    UnitParam,
+    tag_tensor,
+)
 from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import is_placed_like, is_plain, local_of, own_local, set_local
 from meshard._torch.private import version_of, without_torch_function
 
-GradientHook = Callable[[torch.Tensor], None]
 GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
 
 
@@ -40,33 +45,19 @@ class GroupSpec:
 
 
 class UnitParams(abc.ABC):
-    """Sharded and unsharded parameters of one unit, with the memory behind them.
+    """Sharded and unsharded parameters of one unit, with the memory behind them."""
 
-    Attributes:
-        params: In the order of the module.
-        spec: Mesh and device.
-        label: Name of the unit for errors; known once its root is sharded.
-        comm: Shared by all units of a root; known once that is sharded.
-        layout: How the shards lie, or would lie, in one buffer.
-        compute_dtypes: Of the unsharded parameters, and of their gradients.
-        is_one_dtype: Whether ``compute_dtypes`` are all the same.
-        host_copies: Copies between host and device; None unless shards live in host memory.
-        is_partly_meta: Whether some shards have memory and others are on the meta device.
-        is_offloaded: Whether ``meshard.offload`` has moved the shards away.
-        has_custom_gather: Whether some shards have ``fsdp_pre_all_gather``.
-    """
-
-    params: Sequence[UnitParam]
+    params: Sequence[UnitParam]  # in the order of the module
     spec: GroupSpec
-    label: str = ""
-    comm: Communicator
-    layout: FlatLayout
-    compute_dtypes: list[torch.dtype]
-    is_one_dtype: bool
-    host_copies: HostCopies | None = None
-    is_partly_meta: bool = False
-    is_offloaded: bool = False
-    has_custom_gather: bool = False
+    label: str = ""  # the name of the unit, for errors; known once its root is sharded
+    comm: Communicator  # shared by all units of a root; known once that is sharded
+    layout: FlatLayout  # how the shards lie, or would lie, in one buffer
+    compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
+    is_one_dtype: bool  # compute_dtypes are all the same
+    host_copies: HostCopies | None = None  # None unless shards live in host memory
+    is_partly_meta: bool = False  # some shards have memory, others are on the meta device
+    is_offloaded: bool = False  # meshard.offload has moved the shards away
+    has_custom_gather: bool = False  # some shards have fsdp_pre_all_gather
 
     def _read_dtypes(self) -> None:
         self.compute_dtypes = [param.unsharded.dtype for param in self.params]
@@ -133,14 +124,10 @@ class UnitParams(abc.ABC):
 
 
 class ShardedUnitParams(UnitParams):
-    """What ``FlatParams`` and ``SubclassParams`` share: parameters that are DTensors while sharded.
-
-    Attributes:
-        locals: The local tensor that each sharded parameter was made over.
-    """
+    """Parameters that are DTensors while sharded: what the two kinds of them share."""
 
     params: list[ShardedParam]
-    locals: list[torch.Tensor]
+    locals: list[torch.Tensor]  # that each sharded parameter was made over
     _gradient_hook: GradientHookMaker
 
     @property
@@ -236,12 +223,3 @@ class ShardedUnitParams(UnitParams):
                     f"live on {device.type!r}) and initialise its parameters "
                     "(reset_parameters, or load_state_dict) before the first forward."
                 )
-
-
-def register_gradient_hook(unsharded_param: torch.Tensor, hook: GradientHook) -> None:
-    """Call ``hook`` once the gradient of an unsharded parameter is complete."""
-    if unsharded_param.is_floating_point():
-        flag = unsharded_param.requires_grad
-        unsharded_param.requires_grad_(True)  # torch accepts a hook on such tensors only
-        unsharded_param.register_post_accumulate_grad_hook(hook)
-        unsharded_param.requires_grad_(flag)
