@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.sharded_grads import Mark, is_clear, mark, mark_of, relaid, take_edit
+from meshard._gradients.sharded_grads import Mark, in_one_layout, is_clear, mark, mark_of, take_edit
 from meshard._params.replicated_params import ReplicatedParams
 
 
@@ -82,7 +82,7 @@ class ReplicatedGrads:
         """
         if self.is_hidden:
             return
-        kept: set[int] = set()
+        kept = set[int]()
         for index, param in enumerate(self._params):
             gradient = param.sharded.grad
             if gradient is None:
@@ -107,18 +107,10 @@ class ReplicatedGrads:
         self.is_hidden = True
         foreign = frozenset(self._foreign)
         if self._published is not None:
-            self._keep_only(frozenset(kept))
+            cleared_or_replaced = self._published.used - kept
+            self._published = self._published.without(cleared_or_replaced) if kept else None
             self._replaced_ours |= foreign - self._restored
         self._replaced_ours &= foreign
-
-    def _keep_only(self, kept: frozenset[int]) -> None:
-        """Forget gradients that users cleared or replaced."""
-        assert self._published is not None
-        gone = self._published.used - kept
-        if gone == self._published.used:
-            self._published = None
-        elif gone:
-            self._published = self._published.without(gone)
 
     def _outside_bucket(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient that a user set, in memory that is not the bucket's."""
@@ -155,10 +147,7 @@ class ReplicatedGrads:
         self.hide()
         total, taken = new, frozenset(self._foreign) & new.used
         if self._published is not None:
-            old = self._published
-            if old.layout is not new.layout:
-                indices = tuple(sorted({*old.layout.indices, *new.layout.indices}))
-                old, new = relaid(old, indices), relaid(new, indices)
+            old, new = in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
                 old, new = new, old  # parameters were cast to more bits since
             old.flat.add_(new.flat)  # the range of a missing gradient is negative zero
@@ -190,19 +179,17 @@ class ReplicatedGrads:
 
     def _set_all(self, grads: FlatGradients) -> None:
         self._published = grads
-        self._addresses = {index: self._set(index, local) for index, local in grads.shards(0)}
-
-    def _set(self, index: int, local: torch.Tensor) -> int:
-        """Make ``local`` the ``.grad`` of a parameter; return its address."""
-        param = self._params[index]
-        shaped = param.shaped(local)
-        if shaped.dtype != param.sharded.dtype:
-            shaped = shaped.to(param.sharded.dtype)
-        elif not self.are_views:
-            shaped = shaped.clone()
-        param.sharded.grad = shaped
-        mark(shaped, self._mark)
-        return shaped.data_ptr()
+        self._addresses = {}
+        for index, local in grads.shards(0):
+            param = self._params[index]
+            shaped = param.shaped(local)
+            if shaped.dtype != param.sharded.dtype:
+                shaped = shaped.to(param.sharded.dtype)
+            elif not self.are_views:
+                shaped = shaped.clone()
+            param.sharded.grad = shaped
+            mark(shaped, self._mark)
+            self._addresses[index] = shaped.data_ptr()
 
     # --- gradients that are in .grad --------------------------------------------------
 

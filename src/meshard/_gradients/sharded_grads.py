@@ -59,12 +59,15 @@ def is_clear(params: Sequence[UnitParam]) -> bool:
         return all(param.sharded.grad is None for param in params)
 
 
-def relaid(grads: FlatGradients, indices: tuple[int, ...]) -> FlatGradients:
-    """Return ``grads`` in the layout of the parameters ``indices``."""
-    if grads.layout.indices == indices:
-        return grads
-    layout = GradientLayout(grads.layout.params, indices, grads.layout.device)
-    return FlatGradients(layout, grads.laid_out(layout), grads.used)
+def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradients, FlatGradients]:
+    """Return both in a layout that has the parameters of both."""
+    if one.layout is other.layout:
+        return one, other
+    indices = tuple(sorted({*one.layout.indices, *other.layout.indices}))
+    layouts = {each.layout.indices: each.layout for each in (one, other)}
+    layout = layouts.get(indices) or GradientLayout(one.layout.params, indices, one.layout.device)
+    one, other = (FlatGradients(layout, g.laid_out(layout), g.used) for g in (one, other))
+    return one, other
 
 
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
@@ -130,8 +133,7 @@ class ShardedGrads:
                 # In a copy: the user may still hold a tensor that is not in .grad any more.
                 published = published._replace(flat=published.flat.clone()).without(gone)
         if published is not None:
-            indices = tuple(sorted({*published.layout.indices, *new.layout.indices}))
-            new, published = relaid(new, indices), relaid(published, indices)
+            new, published = in_one_layout(new, published)
             new.flat.add_(published.flat)
             new = new._replace(used=new.used | published.used)
         return new

@@ -8,6 +8,7 @@ use detects that by identity and moves the values into a flat buffer again.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -19,17 +20,8 @@ from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
-from meshard._params.subclass_params import (
-    CustomGather,
-    compute_dtype,
-    has_own_methods,
-    warn_of_lost_methods,
-)
-from meshard._params.unit_params import (
-    GradientHookMaker,
-    GroupSpec,
-    ShardedUnitParams,
-)
+from meshard._params.subclass_params import PRE, CustomGather, compute_dtype, has_own_methods
+from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams
 from meshard._torch.dtensor import move_local
 from meshard.policies import MixedPrecisionPolicy
 
@@ -166,7 +158,12 @@ class FlatParams(ShardedUnitParams):
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
         for param, has_lost in zip(self.params, lost, strict=True):
             if has_lost:
-                warn_of_lost_methods(param.fqn, self.label)
+                warnings.warn(
+                    f"{PRE} was set on the local tensor of parameter {param.fqn!r} of unit "
+                    f"{self.label!r}, which has another local tensor now; set the methods again on "
+                    "the new one, or this parameter is gathered like any other.",
+                    stacklevel=2,
+                )
 
     # --- location --------------------------------------------------------------------------
 

@@ -7,16 +7,14 @@ subclasses have the two methods; users may also set them on the local tensor of 
 The first gather creates the unsharded parameter from what ``fsdp_post_all_gather`` returns; later
 ones fill it again. In between, the memory that the method named is freed by resizing its storage.
 
-Tensor subclasses form a sibling unit beside the ordinary parameters of their module, because they
-cannot lie in a flat buffer: their shards have memory of their own. Where users set the methods on
-local tensors, the shards stay in the flat buffer, and the ordinary parameters of the unit are
-gathered in the same way, by methods of ours.
+Shards of tensor subclasses have memory of their own, in a sibling unit. Where users set the methods
+on local tensors, the shards stay in the flat buffer of ``FlatParams``, and the ordinary parameters
+of the unit are gathered in the same way, by methods of ours.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +28,7 @@ from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
 from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._params.storage import MemoryLocation
-from meshard._params.unit_params import (
-    GradientHookMaker,
-    GroupSpec,
-    ShardedUnitParams,
-    UnitParams,
-)
+from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams, UnitParams
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
 from meshard.policies import MixedPrecisionPolicy
@@ -100,16 +93,6 @@ def check_subclass_placement(
         )
 
 
-def warn_of_lost_methods(fqn: str, unit: str) -> None:
-    """Warn that a parameter got another local tensor, without the methods set on the old one."""
-    warnings.warn(
-        f"{PRE} was set on the local tensor of parameter {fqn!r} of unit {unit!r}, which has "
-        "another local tensor now; set the methods again on the new one, or this parameter is "
-        "gathered like any other.",
-        stacklevel=2,
-    )
-
-
 def compute_dtype(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the unsharded parameter of a shard of ``dtype``."""
     chosen = mp_policy.param_dtype
@@ -146,13 +129,9 @@ class _OrdinaryGather:
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        (gathered,) = all_gather_outputs
-        dim = self._layout.shard_dim
-        if dim == 0:
-            return (gathered, (gathered,)) if out is None else None
-        rows = gathered[: self._layout.rows].movedim(0, dim)
+        rows = all_gather_outputs[0][: self._layout.rows].movedim(0, self._layout.shard_dim)
         if out is None:
-            unsharded = rows.contiguous()
+            unsharded = rows.clone(memory_format=torch.contiguous_format)
             return unsharded, (unsharded,)
         plain_of(out).detach().copy_(rows)
         return None
