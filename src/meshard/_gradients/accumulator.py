@@ -34,13 +34,9 @@ from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
 @dataclass(slots=True)
 class Window:
-    """The microbatches whose gradients are added up before an optimizer step, for one unit.
+    """The microbatches whose gradients are added up before an optimizer step, for one unit."""
 
-    Attributes:
-        is_open: Some backward was not FULL, and no FULL one has followed.
-    """
-
-    is_open: bool = False
+    is_open: bool = False  # some backward was not FULL, and no FULL one has followed
     _has_divided: bool = False
     _factor: float | None = None
 
@@ -89,12 +85,7 @@ class ReductionInFlight(NamedTuple):
 
 
 class GradientAccumulator:
-    """The accumulators of one unit, and the moves between them.
-
-    Args:
-        storage: The parameters.
-        rules: Layouts and dtypes of their gradients.
-    """
+    """The accumulators of one unit, and the moves between them."""
 
     def __init__(self, storage: UnitParams, rules: GradientRules) -> None:
         self.storage = storage
@@ -103,9 +94,7 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
         self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
-        # Parameters whose gradient must be converted to the tensor to reduce, by ``own_part_of``.
-        converted = (i for i, param in enumerate(storage.params) if param.needs_conversion)
-        self._converted = tuple(converted)
+        self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
@@ -224,11 +213,7 @@ class GradientAccumulator:
     # --- NONE -------------------------------------------------------------------------
 
     def accumulate(self, hooks: Sequence[TensorHook] = ()) -> None:
-        """Add the arrived gradients to ``U``.
-
-        Args:
-            hooks: See the arrived gradients, one after the other.
-        """
+        """Add the arrived gradients to ``U``, once ``hooks`` have seen them."""
         arrived = self._take()
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
@@ -369,11 +354,7 @@ class GradientAccumulator:
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
     ) -> InFlight | None:
-        """Publish the result of a reduction in ``.grad``, or add it to ``Q``.
-
-        Args:
-            in_flight: The reduction.
-            after: Hooks on the shard that is about to be added to ``.grad``.
+        """Publish a result in ``.grad``, once the hooks ``after`` have seen it; or add it to ``Q``.
 
         Returns:
             The copy of the gradients to the host, if they live there. The caller waits for it.

@@ -15,13 +15,7 @@ from meshard._params.unit_params import UnitParams
 
 
 class HostGrads:
-    """The ``.grad`` of the sharded parameters of one unit, in host memory.
-
-    Args:
-        storage: The parameters.
-        host_copies: Copies the gradients from the device.
-        location: The host memory.
-    """
+    """The ``.grad`` of the sharded parameters of one unit, in host memory."""
 
     def __init__(
         self, storage: UnitParams, host_copies: HostCopies, location: MemoryLocation

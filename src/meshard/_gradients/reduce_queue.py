@@ -18,7 +18,7 @@ import torch
 from meshard._comm.communicator import Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceHook, ReduceSettings
+from meshard._gradients.reduce_plan import ReduceSettings, TensorHook
 from meshard._params.unit_params import UnitParams
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -27,15 +27,12 @@ _NO_CONTEXT = contextlib.nullcontext()
 class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
-    hooks: tuple[ReduceHook, ...]  # those registered when the reduction started
+    after: list[TensorHook]  # those registered when the reduction started
     on_reduced: Callable[[], None] | None  # called when the gradient of the window is published
 
 
 def _unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Return ``torch.no_grad()``, at no cost inside a backward, which records nothing.
-
-    It does so under ``create_graph``, and entering ``torch.no_grad`` takes a dozen calls.
-    """
+    """Return ``torch.no_grad()``, which costs a dozen calls, only where autograd records."""
     return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
@@ -93,7 +90,7 @@ class ReduceQueue:
 
         Args:
             gradients: The accumulator of the unit.
-            settings: The settings of the unit.
+            settings: Those of the unit.
             over_replicas: Also reduce across the replicas.
             on_reduced: Called once the result is published; None: the window goes on.
         """
@@ -108,7 +105,7 @@ class ReduceQueue:
         divide_factor = self._divide_factor(settings)
         if self._is_checked:
             _check_agreement(gradients.storage, over_replicas, divide_factor)
-        hooks = tuple(settings.reduce_hooks)
+        after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
             # and the memory that they free is needed now.
@@ -119,7 +116,7 @@ class ReduceQueue:
             )
         if in_flight is None:
             return
-        self._queue.append(_Queued(gradients, in_flight, hooks, on_reduced))
+        self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
         # Skipped for small units: polling at every gradient costs more than the memory is worth.
         self.has_sent_input |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
@@ -142,8 +139,7 @@ class ReduceQueue:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        gradients, in_flight, hooks, on_reduced = self._queue.popleft()
-        after = [hook.after for hook in reversed(hooks) if hook.after] if hooks else ()
+        gradients, in_flight, after, on_reduced = self._queue.popleft()
         with _unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
         if self._leaving is not None:

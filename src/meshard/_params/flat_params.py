@@ -20,7 +20,7 @@ from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
-from meshard._params.subclass_params import PRE, CustomGather, compute_dtype, has_own_methods
+from meshard._params.subclass_params import PRE, SubclassParams, compute_dtype, has_own_methods
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams
 from meshard._torch.dtensor import move_local
 from meshard.policies import MixedPrecisionPolicy
@@ -71,10 +71,13 @@ class FlatParams(ShardedUnitParams):
     def _make_unsharded(self) -> None:
         self._num_methods = self._count_methods()
         self.has_custom_gather = self._num_methods > 0
-        self._custom: CustomGather | None = None
+        self._custom: SubclassParams | None = None
         if self.has_custom_gather:
-            self._custom = CustomGather(
-                self.params, self.locals, self.spec, self._mp_policy, self._gradient_hook
+            self._custom = SubclassParams(
+                self.params,
+                spec=self.spec,
+                mp_policy=self._mp_policy,
+                gradient_hook=self._gradient_hook,
             )
         else:
             self._make_pool()
@@ -100,7 +103,8 @@ class FlatParams(ShardedUnitParams):
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
         if self._custom is not None:
-            return self._custom.start(comm, self.label)
+            self._custom.label = self.label
+            return self._custom.start_gather(comm)
         buffer, segments = self.flat_shard.buffer, self.flat_shard.segments
         if self.host_copies is not None:
             buffer = self.host_copies.fetch(buffer, comm)
@@ -111,7 +115,7 @@ class FlatParams(ShardedUnitParams):
 
     def fill_unsharded(self, gathered: Rows) -> None:
         if self._custom is not None:
-            self._custom.fill(gathered, self.label)
+            self._custom.fill_unsharded(gathered)
             self._read_dtypes()
             return
         self.unsharded.allocate()
@@ -119,7 +123,7 @@ class FlatParams(ShardedUnitParams):
 
     def free_unsharded(self) -> None:
         if self._custom is not None:
-            self._custom.free()
+            self._custom.free_unsharded()
         else:
             self.unsharded.free()
 
@@ -140,7 +144,7 @@ class FlatParams(ShardedUnitParams):
         return sum(map(has_own_methods, self.locals))
 
     def rebuild(self) -> None:
-        locals_ = self._adopted_locals(self._location.device, self._why_at_location)
+        locals_ = self._adopted_locals(self._location.device.type, self._why_at_location)
         # Shards with values must not be dropped because others are on the meta device.
         if self.is_partly_meta:
             return
@@ -152,7 +156,6 @@ class FlatParams(ShardedUnitParams):
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
         if self.host_copies is not None:
             self.host_copies.wait()  # the old buffer may still be read
-            self.host_copies = HostCopies(self.spec.device)  # of its own, if this is a copy
         lost = [any(map(has_own_methods, pair)) for pair in zip(self.locals, locals_, strict=True)]
         layouts = [param.layout for param in self.params]
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))

@@ -84,28 +84,19 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 class FlatShard:
-    """This rank's flat shard of a unit, with a view for every parameter.
-
-    Args:
-        layout: The range of each parameter.
-        shard_rank: This rank's position on the shard axis.
-        location: Memory of the buffer; may be meta.
-
-    Attributes:
-        locals: One view per parameter.
-        attributes: Python attributes of each view; empty unless users set some.
-    """
+    """This rank's flat shard of a unit, with a view for every parameter."""
 
     def __init__(self, layout: FlatLayout, shard_rank: int, location: MemoryLocation) -> None:
         self.buffer = location.buffer_for(layout)
         self.layout = layout
         self.segments = layout.split(self.buffer)
-        self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
+        self.locals = [self.buffer] * len(layout.params)  # one view per parameter
         for segment, flat in zip(layout.segments, self.segments, strict=True):
             for param_range in segment.ranges:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
+        # Python attributes of each view; empty unless users set some.
         self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()

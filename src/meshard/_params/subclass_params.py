@@ -266,12 +266,11 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
     return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
-class CustomGather:
-    """The gather of a unit in which shards have methods of their own.
+class SubclassParams(ShardedUnitParams):
+    """Parameters whose shards have methods of their own, beside ordinary ones in ``FlatParams``.
 
     Args:
-        params: Their sharded parameters exist.
-        locals_: The local tensor of each.
+        params: Their sharded parameters exist, each over memory of its own.
         spec: Mesh and device.
         mp_policy: As the user gave it; passed to the methods.
         gradient_hook: Makes the hook for each gradient.
@@ -280,91 +279,6 @@ class CustomGather:
         NotImplementedError: A shard with such methods is to live in host memory, or is sharded on
             another dim than the first.
         ValueError: A shard has one of the methods only.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        locals_: Sequence[torch.Tensor],
-        spec: GroupSpec,
-        mp_policy: MixedPrecisionPolicy,
-        gradient_hook: GradientHookMaker,
-    ) -> None:
-        for param, local in zip(params, locals_, strict=True):
-            if has_gather_methods(param.fqn, local):
-                dim = param.layout.shard_dim
-                check_subclass_placement(param.fqn, local, spec.mesh_info, dim)
-                if spec.host is not None:
-                    raise NotImplementedError(
-                        f"CPUOffloadPolicy for parameter {param.fqn!r} is not built yet, because "
-                        f"it has {PRE}; leave offload_policy out for its module."
-                    )
-        self._params = params
-        self._spec = spec
-        mesh = shard_mesh_of(spec.mesh_info)
-        self._unsharded = [
-            CustomParam(param, local, mesh, mp_policy, gradient_hook(index))
-            for index, (param, local) in enumerate(zip(params, locals_, strict=True))
-        ]
-        self._gather: PackedGather | None = None  # made by the first gather
-        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
-
-    @torch.no_grad()
-    def start(self, comm: Communicator, label: str) -> GatherInFlight:
-        # What is made here may become part of an unsharded parameter, and be saved by autograd.
-        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
-            inputs = [tensor for each in self._unsharded for tensor in each.make_inputs(label)]
-            gather = self._plan([Form.of(each) for each in inputs], label)
-            group = self._spec.mesh_info.shard_group
-            return gather.start(inputs, comm=comm, group=group, label=label)
-
-    def _plan(self, forms: list[Form], label: str) -> PackedGather:
-        if self._gather is not None:
-            if forms != self._own_forms:
-                raise RuntimeError(
-                    f"{PRE} of unit {label!r} returned {forms} to gather, and "
-                    f"{self._own_forms} before; a parameter must send the same dtypes and shapes "
-                    "each time."
-                )
-            return self._gather
-        mesh_info, device = self._spec.mesh_info, self._spec.device
-        self._own_forms = agreed = forms
-        if any(param.layout.rows % mesh_info.shard_count for param in self._params):
-            agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=label)
-        self._gather = PackedGather(agreed, mesh_info.shard_count, device)
-        return self._gather
-
-    def fill(self, gathered: Rows, label: str) -> None:
-        assert self._gather is not None and isinstance(gathered, torch.Tensor)
-        with torch.inference_mode(False), torch.no_grad():
-            self._gather.allocate()
-            self._gather.copy_out(gathered)
-            try:
-                self._fill_each(self._gather, label)
-            except BaseException:
-                self.free()
-                raise
-
-    def _fill_each(self, gather: PackedGather, label: str) -> None:
-        first = 0
-        for each in self._unsharded:
-            own = range(first, first + each.num_inputs)
-            first = own.stop
-            each.fill(gather.outputs[own.start : own.stop], label)
-            if each.may_free_outputs:
-                gather.free(own)
-
-    def free(self) -> None:
-        if self._gather is not None:
-            self._gather.free()
-        for each in self._unsharded:
-            each.free()
-
-
-class SubclassParams(ShardedUnitParams):
-    """Parameters that are tensor subclasses; each shard has memory of its own.
-
-    The sharded parameters exist already, unlike those of ``FlatParams``.
     """
 
     has_custom_gather = True
@@ -384,24 +298,78 @@ class SubclassParams(ShardedUnitParams):
         self._adopt_shards()
 
     def _adopt_shards(self) -> None:
-        device = self.spec.device
-        self.locals = self._adopted_locals(device, f"its mesh is on {device.type!r}")
-        self._gather = CustomGather(
-            self.params, self.locals, self.spec, self._mp_policy, self._gradient_hook
-        )
+        mesh_info, kind = self.spec.mesh_info, self.spec.location.device.type
+        self.locals = self._adopted_locals(kind, f"its mesh is on {kind!r}")
+        for param, local in zip(self.params, self.locals, strict=True):
+            if has_gather_methods(param.fqn, local):
+                check_subclass_placement(param.fqn, local, mesh_info, param.layout.shard_dim)
+                if self.spec.host is not None:
+                    raise NotImplementedError(
+                        f"CPUOffloadPolicy for parameter {param.fqn!r} is not built yet, because "
+                        f"it has {PRE}; leave offload_policy out for its module."
+                    )
+        mesh = shard_mesh_of(mesh_info)
+        self._unsharded = [
+            CustomParam(param, local, mesh, self._mp_policy, self._gradient_hook(index))
+            for index, (param, local) in enumerate(zip(self.params, self.locals, strict=True))
+        ]
+        self._gather: PackedGather | None = None  # made by the first gather
+        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
         self._read_dtypes()
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
 
+    @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return self._gather.start(comm, self.label)
+        # What is made here may become part of an unsharded parameter, and be saved by autograd.
+        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
+            inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
+            gather = self._plan([Form.of(each) for each in inputs])
+            group = self.spec.mesh_info.shard_group
+            return gather.start(inputs, comm=comm, group=group, label=self.label)
+
+    def _plan(self, forms: list[Form]) -> PackedGather:
+        if self._gather is not None:
+            if forms != self._own_forms:
+                raise RuntimeError(
+                    f"{PRE} of unit {self.label!r} returned {forms} to gather, and "
+                    f"{self._own_forms} before; a parameter must send the same dtypes and shapes "
+                    "each time."
+                )
+            return self._gather
+        mesh_info, device = self.spec.mesh_info, self.spec.device
+        self._own_forms = agreed = forms
+        if any(param.layout.rows % mesh_info.shard_count for param in self.params):
+            agreed = agree_on_forms(forms, mesh_info.shard_group, device=device, label=self.label)
+        self._gather = PackedGather(agreed, mesh_info.shard_count, device)
+        return self._gather
 
     def fill_unsharded(self, gathered: Rows) -> None:
-        self._gather.fill(gathered, self.label)
+        assert self._gather is not None and isinstance(gathered, torch.Tensor)
+        with torch.inference_mode(False), torch.no_grad():
+            self._gather.allocate()
+            self._gather.copy_out(gathered)
+            try:
+                self._fill_each(self._gather)
+            except BaseException:
+                self.free_unsharded()
+                raise
         self._read_dtypes()
 
+    def _fill_each(self, gather: PackedGather) -> None:
+        first = 0
+        for each in self._unsharded:
+            own = range(first, first + each.num_inputs)
+            first = own.stop
+            each.fill(gather.outputs[own.start : own.stop], self.label)
+            if each.may_free_outputs:
+                gather.free(own)
+
     def free_unsharded(self) -> None:
-        self._gather.free()
+        if self._gather is not None:
+            self._gather.free()
+        for each in self._unsharded:
+            each.free()
 
     def rebuild(self) -> None:
         for param in self.params:

@@ -189,11 +189,11 @@ class ShardedUnitParams(UnitParams):
             "mesh and placements, or replace it before fully_shard."
         )
 
-    def _adopted_locals(self, device: torch.device, why: str) -> list[torch.Tensor]:
-        """Return the present local tensors, which must be on ``device`` or meta."""
+    def _adopted_locals(self, device_type: str, why: str) -> list[torch.Tensor]:
+        """Return the present local tensors, which must be on such a device or meta."""
         locals_ = [local_of(param.sharded) for param in self.params]
         for param, local in zip(self.params, locals_, strict=True):
-            if local.device.type not in ("meta", device.type):
+            if local.device.type not in ("meta", device_type):
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
                     f"but {why}; move it back before use."
@@ -211,6 +211,7 @@ class ShardedUnitParams(UnitParams):
         copied = copy.copy(self)
         copied.params = cast("list[ShardedParam]", params)
         copied._gradient_hook = gradient_hook
+        copied.host_copies = None if self.host_copies is None else HostCopies(self.spec.device)
         copied.rebuild()
         return copied
 
