@@ -474,10 +474,7 @@ class Lifecycle:
                 group.pending_step.abandon()
             group.reshard()
             group.has_failed = False
-            group.gradients.drop_arrived()
-            group.gradients.forget_in_flight()
-            if is_void:
-                group.gradients.clear_window()
+            group.gradients.abandon(is_void=is_void)
         for _, grads in self._replicated():
             grads.show()
         self._settle_host()

@@ -164,15 +164,16 @@ class GradientAccumulator:
         self._cleared = frozenset()
         hold_pending(self)
 
-    def clear_window(self) -> None:
-        """Drop everything, ``.grad`` included."""
-        self.clear()
-        self.sharded.clear()
-
-    def forget_in_flight(self) -> None:
-        """Forget reductions in flight: they were abandoned."""
+    def abandon(self, *, is_void: bool) -> None:
+        """Forget what arrived and what is in flight; if void, drop ``.grad`` and all else."""
+        if self._has_arrivals:
+            for param in self.storage.params:
+                param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
+        if is_void:
+            self.clear()
+            self.sharded.clear()
         self._release_if_settled()
 
     # --- arrived gradients ------------------------------------------------------------
@@ -181,12 +182,6 @@ class GradientAccumulator:
     def _has_arrivals(self) -> bool:
         # Outside of a backward, .grad of replicated parameters are those that were published.
         return self.bucket is None or self.bucket.is_hidden
-
-    def drop_arrived(self) -> None:
-        """Drop unsharded gradients that arrived and were not taken."""
-        if self._has_arrivals:
-            for param in self.storage.params:
-                param.unsharded.grad = None
 
     def _take(self) -> _Arrived:
         params = self.storage.params

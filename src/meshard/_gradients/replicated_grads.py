@@ -9,6 +9,7 @@ again.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 
@@ -17,11 +18,11 @@ from meshard._gradients.sharded_grads import Mark, in_one_layout, is_clear, mark
 from meshard._params.replicated_params import ReplicatedParams
 
 
+@dataclass
 class ReplacedCount:
     """The number of gradients that users replaced by other tensors, in a whole module."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
 
 class ReplicatedGrads:
@@ -47,10 +48,7 @@ class ReplicatedGrads:
     # --- the bucket -------------------------------------------------------------------
 
     def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bucket ``[1, n]``, the same memory in each step; None if ``.grad`` shows it.
-
-        The caller makes sure that no reduction and no window uses it.
-        """
+        """Return the bucket ``[1, n]``, the same memory each step; None if ``.grad`` shows it."""
         self.release_cleared()
         if self._published is not None:
             return None

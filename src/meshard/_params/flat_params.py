@@ -53,7 +53,7 @@ class FlatParams(ShardedUnitParams):
         self.params = params
         self.spec = spec
         self.host_copies = HostCopies(spec.device) if spec.host is not None else None
-        self._own_location = self._location = spec.location
+        self._location = spec.location
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
         self._make_storage(shards, layout)
@@ -180,8 +180,8 @@ class FlatParams(ShardedUnitParams):
         return f"its mesh is on {kind!r} (meshard.offload moves a whole model to the host and back)"
 
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        old, self._location = self.flat_shard, self._own_location if location is None else location
-        self.is_offloaded = self._location is not self._own_location
+        old, self._location = self.flat_shard, location or self.spec.location
+        self.is_offloaded = location is not None
         if old.buffer.is_meta:
             return old.buffer
         self.flat_shard = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)

@@ -161,6 +161,7 @@ class CustomParam:
         self._methods: Any = shard
         if not has_gather_methods(param.fqn, shard):
             self._methods = _OrdinaryGather(param, shard, self._param_dtype)
+        self._takes_mesh_only = _num_arguments(self._methods) == _SHORT
         self._metadata: Any = None
         self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -168,14 +169,9 @@ class CustomParam:
         param.unsharded = nn.Parameter(placeholder, requires_grad=param.sharded.requires_grad)
 
     def make_inputs(self, unit: str) -> tuple[torch.Tensor, ...]:
-        """Return what is to be gathered now.
-
-        Raises:
-            RuntimeError: ``fsdp_pre_all_gather`` returned tensors on another device.
-            TypeError: It did not return a tuple of plain tensors, and metadata.
-        """
+        """Return what is to be gathered now."""
         pre = self._methods.fsdp_pre_all_gather
-        if _num_arguments(self._methods) == _SHORT:
+        if self._takes_mesh_only:
             returned = pre(self._mesh)
         else:
             module = next((module for module, _ in self._param.owners), None)
@@ -198,12 +194,7 @@ class CustomParam:
         return inputs
 
     def fill(self, outputs: Sequence[torch.Tensor], unit: str) -> None:
-        """Fill the unsharded parameter from ``outputs``, what was gathered.
-
-        Raises:
-            RuntimeError: ``fsdp_post_all_gather`` returned, or left, a tensor of another shape.
-            TypeError: It did not return a tensor and its memory.
-        """
+        """Fill the unsharded parameter from ``outputs``, what was gathered."""
         post = self._methods.fsdp_post_all_gather
         if not self._is_made:
             returned = post(tuple(outputs), self._metadata, self._param_dtype)
