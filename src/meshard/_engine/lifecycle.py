@@ -140,7 +140,6 @@ class Lifecycle:
         group = unit.group
         if group is None:
             return
-        group.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
             group.forget_stale(
                 voids_graphs=unit.reshards_after_forward and not unit.step.awaits_gradients

@@ -147,7 +147,8 @@ class GradientAccumulator:
             self._dropped |= gone
         elif not self.is_pending:
             self.window.close()
-        self.sharded.release_cleared(gone)
+        if isinstance(self.sharded, HostGrads):
+            self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:

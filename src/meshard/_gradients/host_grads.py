@@ -59,17 +59,11 @@ class HostGrads:
             arrived, self._arriving = self._arriving, None
             self._in_host_memory.publish(arrived)
 
-    def release_cleared(self, cleared: frozenset[int] = frozenset()) -> None:
-        """Drop the flat sums once the user has cleared every ``.grad``.
-
-        Args:
-            cleared: Parameters whose gradients in flight are dropped too; the host waits for them.
-        """
-        if cleared:
-            self._host_copies.wait()
-            if self._arriving is not None:
-                self._arriving = self._arriving.without(cleared)
-        self._in_host_memory.release_cleared()
+    def drop_arriving(self, indices: frozenset[int]) -> None:
+        """Wait for copies in flight, and drop those of some parameters."""
+        self._host_copies.wait()
+        if self._arriving is not None:
+            self._arriving = self._arriving.without(indices)
 
     def clear(self) -> None:
         """Clear every ``.grad``, and drop what is in flight."""

@@ -49,9 +49,10 @@ class ReplicatedGrads:
 
     def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket ``[1, n]``, the same memory each step; None if ``.grad`` shows it."""
-        self.release_cleared()
-        if self._published is not None:
+        is_visible = not self.is_hidden or self._is_settled
+        if self._published is not None and not (is_visible and is_clear(self._params)):
             return None
+        self._published = None
         bucket, wanted = self._bucket, (1, layout.numel)
         if bucket is None or bucket.shape != wanted or bucket.dtype != dtype:
             bucket = self._bucket = torch.empty(wanted, dtype=dtype, device=layout.device)
@@ -196,12 +197,6 @@ class ReplicatedGrads:
         if self.is_hidden and not self._is_settled:
             self.show()
             self.is_hidden = self._is_settled = True  # autograd has no more gradients for these
-
-    def release_cleared(self, _: frozenset[int] = frozenset()) -> None:
-        """Forget the published gradients once the user has cleared every ``.grad``."""
-        is_visible = not self.is_hidden or self._is_settled
-        if is_visible and self._published is not None and is_clear(self._params):
-            self._published = None
 
     def clear(self) -> None:
         """Clear every ``.grad``."""

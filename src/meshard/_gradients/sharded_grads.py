@@ -104,7 +104,7 @@ class ShardedGrads:
             self._run_tensor_hooks(new, hooked)
             has_none = is_clear(self._storage.params)
         shown = self._shown()
-        if shown is None and has_none:
+        if has_none:
             self._set_all(new)
         elif shown is not None and self._is_as_set(shown, new):
             self._take_edits(shown.grads)
@@ -139,9 +139,8 @@ class ShardedGrads:
         return new
 
     def _set_all(self, grads: FlatGradients) -> None:
-        shown = Published(grads)
-        for index, local in self._locals(grads):
-            self._set(index, local, shown)
+        shown = Published(grads._replace(used=frozenset()))
+        self._set_more(shown, grads.used)
         self._shown = weakref.ref(shown)
 
     def _set_more(self, shown: Published, used: frozenset[int]) -> None:
@@ -151,33 +150,24 @@ class ShardedGrads:
             return
         shown.grads = shown.grads._replace(used=before | used)
         for index, local in self._locals(shown.grads):
-            if index not in before:
-                self._set(index, local, shown)
-
-    def _set(self, index: int, local: torch.Tensor, shown: Published) -> None:
-        """Make ``local`` the ``.grad`` of a parameter."""
-        sharded = self._storage.params[index].sharded
-        if local.dtype != sharded.dtype:
-            local = local.to(sharded.dtype)
-        sharded.grad = gradient = wrap_like(sharded, local)
-        mark(gradient, shown)
-        shown.addresses[index] = local.data_ptr()
+            if index in before:
+                continue
+            sharded = self._storage.params[index].sharded
+            if local.dtype != sharded.dtype:
+                local = local.to(sharded.dtype)
+            sharded.grad = gradient = wrap_like(sharded, local)
+            mark(gradient, shown)
+            shown.addresses[index] = local.data_ptr()
 
     # --- gradients that are in .grad --------------------------------------------------
 
     def settle(self) -> None:
         """Do nothing: everything that was added is in ``.grad``."""
 
-    def release_cleared(self, _: frozenset[int] = frozenset()) -> None:
-        """Drop the flat sums once the user has cleared every ``.grad``."""
-        if self._published is not None and is_clear(self._storage.params):
-            self._shown = _nothing
-
     def clear(self) -> None:
         """Clear every ``.grad``."""
         for param in self._storage.params:
             param.sharded.grad = None
-        self._shown = _nothing
 
     def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``location``. The ``.grad`` objects stay the same.

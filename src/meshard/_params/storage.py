@@ -131,15 +131,11 @@ class UnshardedMemoryPool:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         for segment in layout.segments:
             step = max(1, _ALIGNMENT // segment.dtype.itemsize)
-            offsets, numel = [], 0
-            for param_range in segment.ranges:
-                offsets.append(numel)
-                numel += -(-layout.params[param_range.index].numel // step) * step
-            flat = torch.empty(numel, dtype=segment.dtype, device=device)
-            for param_range, offset in zip(segment.ranges, offsets, strict=True):
-                param = layout.params[param_range.index]
-                view = flat.narrow(0, offset, param.numel).view(param.shape)
-                self.views[param_range.index] = view
+            params = {each.index: layout.params[each.index] for each in segment.ranges}
+            sizes = [-(-param.numel // step) * step for param in params.values()]
+            flat = torch.empty(sum(sizes), dtype=segment.dtype, device=device)
+            for (index, param), part in zip(params.items(), flat.split(sizes), strict=True):
+                self.views[index] = part[: param.numel].view(param.shape)
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
         self._has_memory = True
         self.free()

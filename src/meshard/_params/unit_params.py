@@ -90,14 +90,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def take_replacements(self) -> bool:
-        """Adopt parameters and local tensors that users have put in the place of ours.
-
-        Returns:
-            Whether ``rebuild`` must be called.
-
-        Raises:
-            RuntimeError: A parameter was replaced by something that cannot be its shard.
-        """
+        """Adopt what users have put in the place of ours; return whether to ``rebuild``."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
@@ -109,13 +102,9 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        """Start moving the shards, which are resharded; parameters stay the same objects.
+        """Start moving the shards to ``location``; None: back to where they are gathered from.
 
-        Args:
-            location: None: back to where they are gathered from.
-
-        Returns:
-            The old flat shard. **Lifetime:** keep it until the copy is over.
+        **Lifetime:** the caller keeps the result, the old flat shard, until the copy is over.
         """
 
     @abc.abstractmethod
