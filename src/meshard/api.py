@@ -115,8 +115,7 @@ def fully_shard(
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn)
     device = device_of(mesh_info.mesh)
-    subclass_fqns = [param.fqn for each in plans if each.is_subclass for param in each.params]
-    host = host_location(offload_policy, device, subclass_fqns)
+    host = host_location(offload_policy, device)
     if is_debugging():
         _check_values(modules, plans, device)
     settings = [_settings(reshard_after_forward, each.mesh_info) for each in plans]

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -54,26 +53,19 @@ def foreach_reduce(
 ) -> list[torch.Tensor | None]:
     """Reduce the unsharded gradients of one unit to this rank's shards, as training does.
 
-    Process groups are enough: no module has to be sharded. So the arithmetic of a training step can
-    be tested as a function. The formulas stand at the top of this module. They follow from one
-    requirement: calls with ``all_reduce=False`` for some microbatches of a window, and one without
-    it for the last, give what one call with the sum of all microbatches gives. In float16 each
-    division is split around its collective: see ``resolve_divisors``.
+    Process groups are enough: no module has to be sharded. The formulas stand at the top of this
+    module: calls with ``all_reduce=False`` for some microbatches of a window, and one without it
+    for the last, give what one call with the sum of all microbatches gives.
 
     **Collective:** all ranks of ``shard_group``; then, with ``all_reduce``, all ranks of
-    ``replicate_group``. Groups of one rank issue nothing. All ranks pass as many gradients, of the
-    same shapes, and the same options. All shard groups have one size, and so have all replicate
-    groups; the ranks of a replicate group have the same rank in their shard groups.
-    **Stream:** the result may be used on the current stream. On CPU tensors the call blocks until
-    the collectives are done; on a device they are queued on streams of their own.
-    **Lifetime:** the arguments are neither changed nor kept. The returned shards are views of one
-    new tensor.
+    ``replicate_group``; all with the same options, and gradients of the same shapes.
+    **Stream:** the result may be used on the current stream. On CPU tensors the call blocks.
+    **Lifetime:** the arguments are neither changed nor kept; the shards are views of a new tensor.
 
     Args:
-        gradients: Gradient ``[rows, ...]`` of each parameter, all on one device, of floating-point
-            dtypes. None: this rank has not used the parameter.
-        shard_group: Ranks that each own a shard: rank ``r`` owns chunk ``r`` of ``torch.chunk``
-            along dim 0, which is empty where there are fewer chunks than ranks.
+        gradients: Gradient ``[rows, ...]`` of each parameter, all on one device. None: this rank
+            has not used the parameter.
+        shard_group: Rank ``r`` owns chunk ``r`` of ``torch.chunk`` along dim 0, or nothing.
         replicate_group: Ranks that own the same shard, one per replica. None: one replica.
         shapes: Shape of each parameter; required where a gradient is None.
         partial: Result of an earlier call with ``all_reduce=False`` and the same divide factor.
@@ -108,29 +100,25 @@ def foreach_reduce(
     device = present[0].device if present else torch.get_default_device()
     params = [ParamLayout(torch.Size(size), 0, shard_group.size()) for size in sizes]
     layout = GradientLayout(params, tuple(range(len(params))), device)
-    # float16 is divided before it is narrowed to, or sums would overflow that need not.
-    is_narrowed_late = reduce_dtype == torch.float16 and any(
-        gradient is not None and gradient.dtype != reduce_dtype for gradient in gradients
-    )
-    buffer = layout.allocate(accumulate_dtype if is_narrowed_late else reduce_dtype)
-    layout.pack(buffer, list(gradients))
-    used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
-    request = ReduceRequest(
-        buffer=buffer,
+    plan = ReducePlan(
         wire_dtype=reduce_dtype,
-        partial=_laid_out(partial, layout, shard_group.rank(), accumulate_dtype),
+        accumulate_dtype=accumulate_dtype,
         shard_group=shard_group,
         replicate_group=replicate_group if all_reduce else None,
         replicate_count=1 if replicate_group is None else replicate_group.size(),
         divide_factor=divide_factor,
-        accumulate_dtype=accumulate_dtype,
-        marks=layout.marks_for(used),
         label="(foreach_reduce)",
     )
+    buffer = layout.allocate(
+        accumulate_dtype if is_narrowed_late(gradients, reduce_dtype) else reduce_dtype
+    )
+    layout.pack(buffer, list(gradients))
+    used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+    laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
     comm: Communicator = WorkCommunicator()
     if device.type != "cpu":
         comm = StreamCommunicator(torch.get_device_module(device))
-    reduced = Reduction(request, comm).finish()
+    reduced = Reduction(plan, buffer, layout.marks_for(used), laid_out, comm).finish()
     shards: list[torch.Tensor | None] = [None] * len(params)
     for index, shard in layout.shards(reduced.shard, shard_group.rank(), reduced.used):
         shards[index] = shard
@@ -251,56 +239,37 @@ def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -
         # The reciprocal is exact: a power of two, or a divisor such as 1 / 7.
         tensor.mul_(operands.as_operand(denominator / numerator, tensor))
     else:
-        # Multiplying by the reciprocal would round twice. CUDA kernels do that for a Python number,
-        # but not for a tensor.
+        # Multiplying by the reciprocal would round twice. Devices do that for a Python number, but
+        # not for a tensor. With a dim it is used as it is; 0-d, it would be cast to bfloat16 first.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(operands.as_operand(quotient, tensor))
         else:
-            tensor.div_(tensor.new_full((), quotient))
+            dtype = wider(tensor.dtype, torch.float32)
+            tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
 
 
 def _parts(rows: Rows) -> list[torch.Tensor]:
     return rows if isinstance(rows, list) else [rows]
 
 
-@dataclass(slots=True, kw_only=True)
-class ReduceRequest:
-    """What is to be reduced, over which groups, and how.
+class ReducePlan(NamedTuple):
+    """How one reduction goes, decided before it starts."""
 
-    Attributes:
-        buffer: ``[shard_count, shard_numel]``, or the rows of ``Communicator.allocate_rows`` in
-            ``wire_dtype``; consumed.
-        wire_dtype: dtype in which it is sent. A wider buffer is narrowed after the first division.
-        partial: ``[shard_numel]`` in ``accumulate_dtype``, or None: what was reduced over the shard
-            group earlier in the window. Added after the reduce-scatter, before the all-reduce.
-        shard_group: Ranks that each own a row of ``buffer``.
-        replicate_group: Ranks that own the same row; None: no all-reduce.
-        replicate_count: Replicas of the mesh, also where this reduction stops before them.
-        divide_factor: See ``resolve_divisors``.
-        accumulate_dtype: dtype of the result.
-        marks: Which parameters this rank has used; kept right through the reduction.
-        label: Name of the unit.
-        output: ``[shard_numel]`` in the wider of the two dtypes, where the result should be. None:
-            anywhere.
-        sums_apart: ``buffer`` is one row, allocated to be sent by the all-reduce, which sums into
-            ``output``.
-        reusable: The owner of ``buffer``, freed once it is sent.
-    """
+    wire_dtype: torch.dtype  # in which gradients are sent
+    accumulate_dtype: torch.dtype  # of the sums, the partial and the result
+    shard_group: dist.ProcessGroup  # ranks that each own a row of the buffer
+    replicate_group: dist.ProcessGroup | None  # ranks that own the same row; None: no all-reduce
+    replicate_count: int  # replicas of the mesh, also where this reduction stops before them
+    divide_factor: float | None  # see ``resolve_divisors``
+    label: str  # the name of the unit
 
-    buffer: Rows
-    wire_dtype: torch.dtype
-    partial: torch.Tensor | None
-    shard_group: dist.ProcessGroup
-    replicate_group: dist.ProcessGroup | None
-    replicate_count: int
-    divide_factor: float | None
-    accumulate_dtype: torch.dtype
-    marks: UnusedParamMarks
-    label: str
-    output: torch.Tensor | None = None
-    sums_apart: bool = False
-    reusable: ReusableBuffer | None = None
+
+def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
+    """Whether gradients are divided before they are cast to float16, lest their sums overflow."""
+    return wire_dtype == torch.float16 and any(
+        gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
+    )
 
 
 class Reduced(NamedTuple):
@@ -317,71 +286,87 @@ class Reduction:
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
     caller's stream after the last.
     **Lifetime:** holds all tensors that are in use until ``finish``.
+
+    Args:
+        plan: How it goes.
+        buffer: ``[shard_count, shard_numel]`` in the wire dtype, or wider if ``is_narrowed_late``;
+            or the rows of ``Communicator.allocate_rows``. Consumed.
+        marks: Which parameters this rank has used; kept right through the reduction.
+        partial: ``[shard_numel]`` in the accumulate dtype, or None: what was reduced over the shard
+            group earlier in the window. Added after the reduce-scatter, before the all-reduce.
+        comm: Runs the collectives.
+        reusable: The owner of ``buffer``, freed once that is sent.
     """
 
-    def __init__(self, request: ReduceRequest, comm: Communicator) -> None:
-        self._request = request
+    def __init__(
+        self,
+        plan: ReducePlan,
+        buffer: Rows,
+        marks: UnusedParamMarks,
+        partial: torch.Tensor | None,
+        comm: Communicator,
+        reusable: ReusableBuffer | None = None,
+    ) -> None:
+        self._plan = plan
+        self._buffer = buffer
+        self._marks = marks
+        self._partial = partial
         self._comm = comm
+        self._reusable = reusable
         self._stages_done = 0
-        self._shard_count = request.shard_group.size()
         self._divisors = resolve_divisors(
-            self._shard_count,
-            request.replicate_count,
-            request.divide_factor,
-            request.wire_dtype,
+            plan.shard_group.size(), plan.replicate_count, plan.divide_factor, plan.wire_dtype
         )
         # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
-        self._sum_dtype = wider(request.wire_dtype, request.accumulate_dtype)
-        self._unused: torch.Tensor | None = None
+        self._sum_dtype = wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # after the last work on each stream
         self._result: torch.Tensor
+        self._unused: torch.Tensor | None = None
         self._pending = self._start_scatter()
 
     def _start_scatter(self) -> InFlight:
-        request = self._request
-        if self._shard_count == 1 and self._comm.waits_block_host:
-            request.buffer = [_parts(request.buffer)[0].view(-1)]  # sum in place
+        plan, buffer, marks = self._plan, self._buffer, self._marks
+        if plan.shard_group.size() == 1 and self._comm.waits_block_host:
+            buffer = [_parts(buffer)[0].view(-1)]  # sum in place
         if self._divisors.before_scatter is not _ONE:
-            for part in _parts(request.buffer):
+            for part in _parts(buffer):
                 self._divide(part, self._divisors.before_scatter)
-        if isinstance(request.buffer, torch.Tensor) and request.buffer.dtype != request.wire_dtype:
-            narrow = self._allocate(request.buffer.numel(), request.wire_dtype)
-            request.buffer = narrow.view_as(request.buffer).copy_(request.buffer)
-        for part in _parts(request.buffer):
-            request.marks.mark_sent(part)
+        if isinstance(buffer, torch.Tensor) and buffer.dtype != plan.wire_dtype:
+            narrow = self._allocate(buffer, buffer.numel(), plan.wire_dtype)
+            buffer = narrow.view_as(buffer).copy_(buffer)
+        for part in _parts(buffer):
+            marks.mark_sent(part)
+        self._buffer = buffer
         with self._comm.on_stream(CommStream.SCATTER):
-            self._result = self._memory_for_sum(request)
+            own = buffer[plan.shard_group.rank()] if isinstance(buffer, list) else None
+            if own is not None and own.dtype == self._sum_dtype:
+                self._result = own
+            else:
+                self._result = self._allocate(buffer, buffer[0].numel(), self._sum_dtype)
             return self._comm.reduce_scatter(
                 self._result,
-                request.buffer,
-                group=request.shard_group,
-                label=request.label,
-                keep_signs=not request.marks.all_used,
+                buffer,
+                group=plan.shard_group,
+                label=plan.label,
+                keep_signs=not marks.all_used,
             )
 
-    def _memory_for_sum(self, request: ReduceRequest) -> torch.Tensor:
-        rows = request.buffer
-        if isinstance(rows, list):
-            own = rows[request.shard_group.rank()]
-            if own.dtype == self._sum_dtype:
-                return own
-        if request.output is not None:
-            return request.output
-        return self._allocate(rows[0].numel(), self._sum_dtype)
-
     def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
-        divide_(tensor, divisor, self._request.marks.operands)
+        divide_(tensor, divisor, self._marks.operands)
 
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        group, device = self._request.shard_group, self._request.buffer[0].device
+    def _allocate(self, like: Rows, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._comm.allocate(
-            numel, CommStream.SCATTER, dtype=dtype, device=device, group=group
+            numel,
+            CommStream.SCATTER,
+            dtype=dtype,
+            device=like[0].device,
+            group=self._plan.shard_group,
         )
 
     @property
     def has_more(self) -> bool:
         """Whether a stage has not been queued."""
-        return self._stages_done < (1 if self._request.replicate_group is None else 2)
+        return self._stages_done < (1 if self._plan.replicate_group is None else 2)
 
     def advance(self) -> None:
         """Queue the next stage. Blocks the host only where the communicator's waits do."""
@@ -397,7 +382,7 @@ class Reduction:
         Returns:
             Whether there is nothing left to free.
         """
-        if self._stages_done or self._request.buffer is self._result:
+        if self._stages_done or self._buffer is self._result:
             return True
         if not self._pending.poll():
             return False
@@ -405,55 +390,48 @@ class Reduction:
         return True
 
     def _drop_sent(self) -> None:
-        self._request.buffer = self._result
-        if self._request.reusable is not None:
-            self._request.reusable.free()
-            self._request.reusable = None
+        self._buffer = self._result
+        if self._reusable is not None:
+            self._reusable.free()
+            self._reusable = None
 
     def _after_scatter(self) -> None:
-        request, marks = self._request, self._request.marks
+        plan, marks = self._plan, self._marks
         with self._comm.on_stream(CommStream.SCATTER):
             self._pending.wait()
-            if request.reusable is not None:
+            if self._reusable is not None:
                 self._drop_sent()
             self._unused = marks.read(self._result)
             self._divide(self._result, self._divisors.after_scatter)
-            if request.partial is not None:
+            if self._partial is not None:
                 if self._unused is not None:
-                    self._unused = self._unused & marks.is_marked(request.partial)
-                self._result.add_(request.partial)
-            if self._sum_dtype != request.accumulate_dtype:
-                self._result = self._result.to(request.accumulate_dtype)
-            if request.replicate_group is None and request.replicate_count > 1:
+                    self._unused = self._unused & marks.is_marked(self._partial)
+                self._result.add_(self._partial)
+            if self._sum_dtype != plan.accumulate_dtype:
+                self._result = self._result.to(plan.accumulate_dtype)
+            if plan.replicate_group is None and plan.replicate_count > 1:
                 marks.write(self._result, self._unused)  # the result is a partial
             self._pending = self._comm.record(self._result)
             self._ends.append(self._pending)
-        if request.replicate_group is not None:
-            self._start_all_reduce(request.replicate_group)
+        if plan.replicate_group is not None:
+            self._start_all_reduce(plan.replicate_group)
 
     def _start_all_reduce(self, group: dist.ProcessGroup) -> None:
-        request = self._request
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
             # In place if no stream uses it; the caller may read the result on another.
             self._wire = self._result if self._comm.waits_block_host else self._result.clone()
             self._divide(self._wire, self._divisors.before_all_reduce)
-            self._wire = self._wire.to(request.wire_dtype)
-            request.marks.write(self._wire, self._unused)
-            wire, output = self._wire, request.output if request.sums_apart else None
-            self._pending = self._comm.all_reduce(
-                wire, group=group, label=request.label, output=output
-            )
-            if output is not None:
-                self._wire = output
+            self._wire = self._wire.to(self._plan.wire_dtype)
+            self._marks.write(self._wire, self._unused)
+            self._pending = self._comm.all_reduce(self._wire, group=group, label=self._plan.label)
 
     def _after_all_reduce(self) -> None:
-        request = self._request
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
             # A second attribute: the first lives on the scatter stream, and is read on this one.
-            self._unused_anywhere = request.marks.read(self._wire)
-            self._reduced = self._wire.to(request.accumulate_dtype)
+            self._unused_anywhere = self._marks.read(self._wire)
+            self._reduced = self._wire.to(self._plan.accumulate_dtype)
             self._divide(self._reduced, self._divisors.after_all_reduce)
             self._ends.append(self._comm.record(self._reduced))
 
@@ -463,18 +441,16 @@ class Reduction:
             self.advance()
         for end in self._ends:
             end.wait()
-        over_replicas = self._request.replicate_group is not None
-        shard = self._reduced if over_replicas else self._result
         # Inputs are dropped only now, when the current stream is ordered after every use of them.
-        unused = self._unused_anywhere if over_replicas else self._unused
-        used = self._request.marks.used_after(unused)
-        del self._request
-        return Reduced(shard, used)
+        del self._buffer, self._partial
+        if self._plan.replicate_group is None:
+            return Reduced(self._result, self._marks.used_after(self._unused))
+        return Reduced(self._reduced, self._marks.used_after(self._unused_anywhere))
 
     def abandon(self) -> None:
         """Wait for what was started, without starting another collective."""
         self._pending.wait()
-        if self._request.reusable is not None:
+        if self._reusable is not None:
             self._drop_sent()
         for end in self._ends:
             end.wait()

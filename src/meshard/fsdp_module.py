@@ -211,7 +211,7 @@ class GradientSetters:
             chosen = check_divide_factor(factor)
         units = list(selected_units(self, recurse))
         for unit in units:
-            if unit.gradients is not None and unit.gradients.is_window_open:
+            if unit.gradients is not None and unit.gradients.window.is_open:
                 raise RuntimeError(
                     f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
                     "be divided by the same factor; set it before the first microbatch."

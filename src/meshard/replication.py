@@ -228,7 +228,7 @@ def _is_in_use(unit: Unit) -> bool:
     return (
         unit.step.awaits_gradients
         or bool(unit.on_reduced)
-        or (grads is not None and (grads.is_window_open or grads.num_in_flight > 0))
+        or (grads is not None and (grads.window.is_open or grads.num_in_flight > 0))
     )
 
 

@@ -133,7 +133,7 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
 
     def drop_early(self):
         pending = finish(self)
-        self._request.buffer = torch.empty_like(self._request.buffer[:, :1])
+        self._buffer = torch.empty_like(self._buffer[:, :1])
         return pending
 
     monkeypatch.setattr(foreach_reduce.Reduction, "_start_scatter", drop_early)

@@ -50,6 +50,21 @@ def test_division_rounds_once(divisor):
     assert torch.equal(divided, torch.tensor(exact, dtype=torch.float64).float())
 
 
+class OnDevice(torch.Tensor):
+    """Values that are not on the CPU, as far as they say."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", [Fraction(257), Fraction(1 / 3), Fraction(1001, 3)])
+def test_a_divisor_keeps_its_digits_off_the_cpu(dtype, divisor):
+    values = torch.arange(1.0, 500.0).to(dtype)
+    divided = values.clone().as_subclass(OnDevice)
+    divide_(divided, divisor, ScalarOperands())
+    assert torch.equal(divided.as_subclass(torch.Tensor), values / float(divisor))
+
+
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_a_dyadic_factor_is_exact_with_any_number_of_replicas(replicas):
     total = torch.arange(-50.0, 50.0)

@@ -25,9 +25,9 @@ Patch = pytest.MonkeyPatch
 def partial_added_after_the_all_reduce(patch: Patch) -> None:
     init, finish = Reduction.__init__, Reduction.finish
 
-    def start(self: Any, request: Any, comm: Any) -> None:
-        self.late, request.partial = request.partial, None
-        init(self, request, comm)
+    def start(self: Any, plan: Any, buffer: Any, marks: Any, partial: Any, *rest: Any) -> None:
+        self.late = partial
+        init(self, plan, buffer, marks, None, *rest)
 
     def add_late(self: Any) -> Reduced:
         reduced = finish(self)
@@ -40,10 +40,10 @@ def partial_added_after_the_all_reduce(patch: Patch) -> None:
 def partial_divided_by_all_ranks(patch: Patch) -> None:
     init = Reduction.__init__
 
-    def start(self: Any, request: Any, comm: Any) -> None:
-        init(self, request, comm)
-        if request.replicate_group is None and request.replicate_count > 1:
-            after = self._divisors.after_scatter * request.replicate_count
+    def start(self: Any, plan: Any, *rest: Any) -> None:
+        init(self, plan, *rest)
+        if plan.replicate_group is None and plan.replicate_count > 1:
+            after = self._divisors.after_scatter * plan.replicate_count
             self._divisors = self._divisors._replace(after_scatter=after)
 
     patch.setattr(Reduction, "__init__", start)
@@ -52,12 +52,12 @@ def partial_divided_by_all_ranks(patch: Patch) -> None:
 def divided_twice_in_groups_of_one(patch: Patch) -> None:
     init = Reduction.__init__
 
-    def start(self: Any, request: Any, comm: Any) -> None:
-        if request.shard_group.size() == 1:
-            total = request.divide_factor or request.replicate_count
-            for row in request.buffer:  # a tensor of rows, or a list of them
-                row.div_(total / request.replicate_count)
-        init(self, request, comm)
+    def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
+        if plan.shard_group.size() == 1:
+            total = plan.divide_factor or plan.replicate_count
+            for row in buffer:  # a tensor of rows, or a list of them
+                row.div_(total / plan.replicate_count)
+        init(self, plan, buffer, *rest)
 
     patch.setattr(Reduction, "__init__", start)
 
@@ -98,9 +98,9 @@ def partial_keyed_by_position(patch: Patch) -> None:
 def _keep(patch: Patch, accumulator: str) -> None:
     start = GradientAccumulator.start_reduce
 
-    def keep(self: Any, options: Any) -> Any:
+    def keep(self: Any, *args: Any, **kwargs: Any) -> Any:
         held = getattr(self, accumulator)
-        in_flight = start(self, options)
+        in_flight = start(self, *args, **kwargs)
         setattr(self, accumulator, held)
         return in_flight
 
@@ -129,11 +129,11 @@ def factor_applied_again_to_grad(patch: Patch) -> None:
 def all_reduce_of_grad_and_new(patch: Patch) -> None:
     start = GradientAccumulator.start_reduce
 
-    def reduce_grad_too(self: Any, options: Any) -> Any:
+    def reduce_grad_too(self: Any, *args: Any, over_replicas: bool, **kwargs: Any) -> Any:
         shown = self.sharded._published
-        if shown is not None and options.over_replicas:
+        if shown is not None and over_replicas:
             self._partial = shown._replace(flat=shown.flat.clone())
-        return start(self, options)
+        return start(self, *args, over_replicas=over_replicas, **kwargs)
 
     patch.setattr(GradientAccumulator, "start_reduce", reduce_grad_too)
 
@@ -141,9 +141,9 @@ def all_reduce_of_grad_and_new(patch: Patch) -> None:
 def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
     init = Reduction.__init__
 
-    def start(self: Any, request: Any, comm: Any) -> None:
-        init(self, request, comm)
-        if request.buffer.dtype != request.accumulate_dtype:
+    def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
+        init(self, plan, buffer, *rest)
+        if buffer.dtype != plan.accumulate_dtype:
             self._divisors = Divisors(ONE, ONE, ONE, ONE)
 
     patch.setattr(Reduction, "__init__", start)
@@ -152,7 +152,7 @@ def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
 def factor_changed_in_part_of_a_window(patch: Patch) -> None:
     """Neither the setter nor the reduction knows what the window was begun with."""
     never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(GradientAccumulator, "is_window_open", never, raising=False)
+    patch.setattr(Window, "is_open", never)
     patch.setattr(Window, "divide", lambda self, factor, label: None)
 
 
@@ -231,9 +231,8 @@ def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
 def narrowed_before_it_is_divided(patch: Patch) -> None:
     init = Reduction.__init__
 
-    def start(self: Any, request: Any, comm: Any) -> None:
-        request.buffer = request.buffer.to(request.wire_dtype)
-        init(self, request, comm)
+    def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
+        init(self, plan, buffer.to(plan.wire_dtype), *rest)
 
     patch.setattr(Reduction, "__init__", start)
 
@@ -267,7 +266,7 @@ def frozen_in_a_window_is_lost(patch: Patch) -> None:
 
 
 def grad_of_a_void_window_kept(patch: Patch) -> None:
-    patch.setattr(GradientAccumulator, "clear_window", GradientAccumulator.clear)
+    patch.setattr(ShardedGrads, "clear", lambda self: None)
 
 
 class _Unmarking:
@@ -287,10 +286,10 @@ def mark_of_a_partial_not_restored(patch: Patch) -> None:
     after = Reduction._after_scatter
 
     def without_writing(self: Any) -> None:
-        marks = self._request.marks
-        if self._request.replicate_group is None:  # its end is a partial
-            self._request.marks = _Unmarking(marks)
+        marks = self._marks
+        if self._plan.replicate_group is None:  # its end is a partial
+            self._marks = _Unmarking(marks)
         after(self)
-        self._request.marks = marks
+        self._marks = marks
 
     patch.setattr(Reduction, "_after_scatter", without_writing)

@@ -254,10 +254,6 @@ class FakeHost:
         self._device = device
         self.num_allocated = 0
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with _disable_current_modes():
-            return self._tell(torch.empty(numel, dtype=dtype))
-
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         with _disable_current_modes():
             return self._tell(torch.empty_like(tensor))

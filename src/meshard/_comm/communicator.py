@@ -295,13 +295,6 @@ class Communicator:
             keep_for: Keep what this phase has needed in the last steps; None: free everything.
         """
 
-    def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        """Whether ``all_reduce`` should write its sum to a separate ``output``.
-
-        In place it would cost another copy. Its input is memory of ``allocate(is_sent=True)``.
-        """
-        return False
-
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
@@ -363,23 +356,13 @@ class Communicator:
             assert isinstance(source, torch.Tensor)
             return self._start_custom_reduce_scatter(output, source, group)
 
-    def all_reduce(
-        self,
-        buffer: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        output: torch.Tensor | None = None,
-    ) -> InFlight:
-        """Sum ``buffer`` over the ranks of ``group``, in place if there is no ``output``.
-
-        ``output`` is allowed only where ``sums_apart``.
-        """
+    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
+        """Sum ``buffer`` over the ranks of ``group``, in place."""
         if group.size() == 1:
             return DONE
         self._announce("all_reduce", buffer, group, label)
         with profiled("all_reduce", label):
-            return self._start_all_reduce(buffer, group, output)
+            return self._start_all_reduce(buffer, group)
 
     # --- for implementations ---------------------------------------------------------------
 
@@ -393,9 +376,7 @@ class Communicator:
     ) -> InFlight:
         raise NotImplementedError
 
-    def _start_all_reduce(
-        self, buffer: torch.Tensor, group: dist.ProcessGroup, output: torch.Tensor | None
-    ) -> InFlight:
+    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         raise NotImplementedError
 
     def _in_flight(

@@ -161,9 +161,7 @@ class WorkCommunicator(Communicator):
         work = start_all_to_all_on(group, received, source, [])
         return WorkInFlight(work, lambda: sum_rows(output, received, keep_signs=keep_signs))
 
-    def _start_all_reduce(
-        self, buffer: torch.Tensor, group: dist.ProcessGroup, output: torch.Tensor | None
-    ) -> InFlight:
+    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         return WorkInFlight(dist.all_reduce(buffer, group=group, async_op=True))
 
     def _in_flight(

@@ -301,14 +301,15 @@ class FlatGradients(NamedTuple):
             return self.flat
         return self.layout.move(self.flat, layout, self.used)
 
-    def erase(self, indices: frozenset[int]) -> None:
-        """Remove the gradients of some parameters, in place."""
-        for index in self.used & indices:
+    def without(self, erased: frozenset[int]) -> FlatGradients | None:
+        """Remove the gradients of some parameters, in place.
+
+        Returns:
+            What is left; None if ``erased`` are all, used here or not.
+        """
+        for index in self.used & erased:
             param_range = self.layout.ranges[index]
             self.flat.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
-
-    def unless_all(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Return what is left without ``erased``; None if those are all, used here or not."""
         if erased.issuperset(self.layout.indices):
             return None
         return self._replace(used=self.used - erased)

@@ -160,9 +160,7 @@ class StreamCommunicator(Communicator):
         output.copy_(narrow)
         return self.record(source, narrow)
 
-    def _start_all_reduce(
-        self, buffer: torch.Tensor, group: dist.ProcessGroup, output: torch.Tensor | None
-    ) -> InFlight:
+    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         dist.all_reduce(buffer, group=group)
         return self.record(buffer)
 

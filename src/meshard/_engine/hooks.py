@@ -33,8 +33,7 @@ from meshard._engine.outputs import (
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import Unit, units_of
-from meshard._params.sharded_param import ShardedParam
-from meshard._params.unit_params import GradientHook
+from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
     base_of,

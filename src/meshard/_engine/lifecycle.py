@@ -140,7 +140,6 @@ class Lifecycle:
         group = unit.group
         if group is None:
             return
-        group.gradients.sharded.release_cleared()
         if self.phase is Phase.FORWARD:
             group.forget_stale(
                 voids_graphs=unit.reshards_after_forward and not unit.step.awaits_gradients
@@ -361,7 +360,6 @@ class Lifecycle:
         self._queue.start(
             group.gradients,
             unit.settings,
-            group.spec.mesh_info,
             over_replicas=over_replicas,
             on_reduced=on_reduced,
         )
@@ -406,7 +404,7 @@ class Lifecycle:
             self._queue.finish_partials_of(gradients)
             if gradients.is_pending:
                 self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
-            gradients.close_window()
+            gradients.window.close()
 
     def end_window(self, unit: Unit) -> None:
         """End a unit's window by hand: its gradient is in ``.grad``."""
@@ -466,7 +464,7 @@ class Lifecycle:
         self.schedule.forget()
         self.retained.release()
         groups = [unit.group for unit in self.units() if unit.group is not None]
-        is_void = is_void or any(group.gradients.is_window_open for group in groups)
+        is_void = is_void or any(group.gradients.window.is_open for group in groups)
         self._queue.abandon()
         for unit in self.units():
             unit.step.reset()
@@ -475,10 +473,7 @@ class Lifecycle:
                 group.pending_step.abandon()
             group.reshard()
             group.has_failed = False
-            group.gradients.drop_arrived()
-            group.gradients.forget_in_flight()
-            if is_void:
-                group.gradients.clear_window()
+            group.gradients.abandon(is_void=is_void)
         for _, grads in self._replicated():
             grads.show()
         self._settle_host()

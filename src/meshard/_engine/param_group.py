@@ -20,7 +20,12 @@ from meshard._comm.communicator import CommStream, Communicator, StepPhase
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._params.sharded_param import OwnerDicts, ShardedParam
+from meshard._params.sharded_param import (
+    ShardedParam,
+    install_sharded,
+    install_unsharded,
+    take_flags,
+)
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
@@ -111,7 +116,6 @@ class ParamGroup:
         self._state = ParamState.SHARDED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        self._owner_dicts = OwnerDicts(storage.params)
         self._begin_watching()
 
     @property
@@ -259,7 +263,7 @@ class ParamGroup:
         """Record that an optimizer stepped."""
         self.num_steps += 1
         self.saves_memory = False
-        self.gradients.close_window()
+        self.gradients.window.close()
 
     def clear_pending(self, ids: set[int]) -> None:
         """Drop pending gradients of the sharded parameters with these ids."""
@@ -331,7 +335,7 @@ class ParamGroup:
         if gather.is_post_forward and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
-        self.storage.fill_unsharded(gathered, comes_again=post_forward_group is not None)
+        self.storage.fill_unsharded(gathered)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
             first = post_forward_group.rank() * count
@@ -389,15 +393,15 @@ class ParamGroup:
                 backward, which uses the flags of its forward, so that all ranks reduce the same.
         """
         if read_flags:
-            self.num_trainable = self._owner_dicts.take_flags()
+            self.num_trainable = take_flags(self.params)
         if self._state is not ParamState.INSTALLED:
             self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
-        self._owner_dicts.install_unsharded()
+        install_unsharded(self.params)
 
     def install_sharded(self) -> None:
         """Put the sharded parameters on the modules, where they are outside of their forward."""
         if self._state is ParamState.INSTALLED:
-            self._owner_dicts.install_sharded()
+            install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
             self.end_manual_unshard(refuse=False)
 

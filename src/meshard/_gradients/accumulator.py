@@ -12,56 +12,31 @@ and ``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients o
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshard._comm.buffers import ReusableBuffer
 from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.reduce_plan import GradientRules, ReduceOptions, ReducePlan, TensorHook
+from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
-from meshard.foreach_reduce import ReduceRequest, Reduction
-
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
-
-def unrecorded(function: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Return ``function`` as ``torch.no_grad()`` would, at no cost inside a backward.
-
-    A backward records nothing but under ``create_graph``, and entering ``torch.no_grad`` takes a
-    dozen calls.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return call
+from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
 
 @dataclass(slots=True)
 class Window:
-    """The microbatches whose gradients are added up before an optimizer step, for one unit.
+    """The microbatches whose gradients are added up before an optimizer step, for one unit."""
 
-    Attributes:
-        is_open: Some backward was not FULL, and no FULL one has followed.
-    """
-
-    is_open: bool = False
+    is_open: bool = False  # some backward was not FULL, and no FULL one has followed
     _has_divided: bool = False
     _factor: float | None = None
 
@@ -93,6 +68,14 @@ class _Arrived(NamedTuple):
     used: frozenset[int]  # the indices of those that are not None
 
 
+class _Packed(NamedTuple):
+    """Unsharded gradients in memory from which they can be sent."""
+
+    rows: Rows
+    used: frozenset[int]  # the indices of parameters that have a gradient
+    reusable: ReusableBuffer | None  # the owner of ``rows``
+
+
 class ReductionInFlight(NamedTuple):
     """A reduction that was started."""
 
@@ -102,42 +85,27 @@ class ReductionInFlight(NamedTuple):
 
 
 class GradientAccumulator:
-    """The accumulators of one unit, and the moves between them.
-
-    Args:
-        storage: The parameters.
-        rules: Layouts and dtypes of their gradients.
-    """
+    """The accumulators of one unit, and the moves between them."""
 
     def __init__(self, storage: UnitParams, rules: GradientRules) -> None:
-        self._storage = storage
+        self.storage = storage
         self.rules = rules
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
-        # Parameters whose gradient must be converted to the tensor to reduce, by ``own_part_of``.
-        converted = (i for i, param in enumerate(storage.params) if param.needs_conversion)
-        self._converted = tuple(converted)
+        self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
+        self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
-        self._window = Window()
+        self.window = Window()
 
     def for_copy(self, storage: UnitParams) -> GradientAccumulator:
         """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
         rules = GradientRules(storage, self.rules.reduce_dtype, self.rules.chosen_dtype)
         copied = GradientAccumulator(storage, rules)
-        copied._window = dataclasses.replace(self._window)
-        if isinstance(copied.sharded, ReplicatedGrads) and isinstance(
-            self.sharded, ReplicatedGrads
-        ):
-            copied.sharded.are_views = self.sharded.are_views
+        copied.window = dataclasses.replace(self.window)
         return copied
-
-    @property
-    def label(self) -> str:
-        """The name of the unit."""
-        return self._storage.label
 
     # --- pending gradients ------------------------------------------------------------
 
@@ -157,32 +125,30 @@ class GradientAccumulator:
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None for unreduced gradients."""
-        mesh_info, found = self._storage.spec.mesh_info, dict[int, DTensor | None]()
+        mesh_info, found = self.storage.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
-                found[index] = self._storage.params[index].partial_of(local, mesh_info)
+                found[index] = self.storage.params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
 
     def clear(self, indices: frozenset[int] | None = None) -> None:
         """Drop pending gradients of all parameters, or of some."""
-        gone = frozenset(range(len(self._storage.params))) if indices is None else indices
-        for grads in (self._unreduced, self._partial):
-            if grads is not None:
-                grads.erase(gone)
+        gone = frozenset(range(len(self.storage.params))) if indices is None else indices
         # Several optimizers may each clear a part. What counts must be the same on all ranks: the
         # cleared parameters, not those of them that this rank used.
         self._cleared |= gone
         if self._unreduced is not None:
-            self._unreduced = self._unreduced.unless_all(self._cleared)
+            self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
-            self._partial = self._partial.unless_all(self._cleared)
+            self._partial = self._partial.without(self._cleared)
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:
-            self.close_window()
-        self.sharded.forget(gone)
+            self.window.close()
+        if isinstance(self.sharded, HostGrads):
+            self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
@@ -194,42 +160,33 @@ class GradientAccumulator:
         self.sharded.settle()
         self._release_if_settled()
 
-    @property
-    def is_window_open(self) -> bool:
-        """Whether a backward was not FULL, and none since was."""
-        return self._window.is_open
-
-    def close_window(self) -> None:
-        """Begin a new window with the next gradients."""
-        self._window.close()
-
     def _open_window(self) -> None:
-        self._window.is_open = True
+        self.window.is_open = True
         self._cleared = frozenset()
         hold_pending(self)
 
-    def clear_window(self) -> None:
-        """Drop everything, ``.grad`` included."""
-        self.clear()
-        self.sharded.clear()
-
-    def forget_in_flight(self) -> None:
-        """Forget reductions in flight: they were abandoned."""
+    def abandon(self, *, is_void: bool) -> None:
+        """Forget what arrived and what is in flight; if void, drop ``.grad`` and all else."""
+        if self._has_arrivals:
+            for param in self.storage.params:
+                param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
+        if is_void:
+            self.clear()
+            self.sharded.clear()
         self._release_if_settled()
 
     # --- arrived gradients ------------------------------------------------------------
 
-    def drop_arrived(self) -> None:
-        """Drop unsharded gradients that arrived and were not taken."""
-        if self.sharded.has_arrivals:
-            for param in self._storage.params:
-                param.unsharded.grad = None
+    @property
+    def _has_arrivals(self) -> bool:
+        # Outside of a backward, .grad of replicated parameters are those that were published.
+        return self.bucket is None or self.bucket.is_hidden
 
     def _take(self) -> _Arrived:
-        params = self._storage.params
-        if not self.sharded.has_arrivals:
+        params = self.storage.params
+        if not self._has_arrivals:
             return _Arrived([None] * len(params), frozenset())
         gradients: list[torch.Tensor | None] = []
         missing = []
@@ -251,35 +208,36 @@ class GradientAccumulator:
 
     # --- NONE -------------------------------------------------------------------------
 
-    @unrecorded
     def accumulate(self, hooks: Sequence[TensorHook] = ()) -> None:
-        """Add the arrived gradients to ``U``.
-
-        Args:
-            hooks: See the arrived gradients, one after the other.
-        """
+        """Add the arrived gradients to ``U``, once ``hooks`` have seen them."""
         arrived = self._take()
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return
         self._open_window()
-        if self._unreduced is None:
-            dtype = self.rules.accumulate_dtype
-            is_idle = not (self.num_in_flight or self.is_pending)
-            flat = self.sharded.free_bucket(layout, dtype) if is_idle else None
-            flat = layout.allocate(dtype) if flat is None else flat
-            layout.pack(flat, arrived.gradients)
-            layout.run_hooks(hooks, flat, arrived.used)
-            self._unreduced = FlatGradients(layout, flat, arrived.used)
-        else:
-            flat, used = self._add_to_unreduced(layout, arrived, hooks)
-            self._unreduced = FlatGradients(layout, flat, used)
+        if self._unreduced is not None:
+            self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
+            return
+        dtype = self.rules.accumulate_dtype
+        flat = self._free_bucket(layout, dtype)
+        flat = layout.allocate(dtype) if flat is None else flat
+        layout.pack(flat, arrived.gradients)
+        layout.run_hooks(hooks, flat, arrived.used)
+        self._unreduced = FlatGradients(layout, flat, arrived.used)
 
-    def _add_to_unreduced(
-        self, layout: GradientLayout, arrived: _Arrived, hooks: Sequence[TensorHook]
-    ) -> tuple[torch.Tensor, frozenset[int]]:
-        assert self._unreduced is not None
-        flat = self._unreduced.laid_out(layout)
+    def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        if self.bucket is None or self.num_in_flight or self.is_pending:
+            return None
+        return self.bucket.free_bucket(layout, dtype)
+
+    @staticmethod
+    def _add_to(
+        unreduced: FlatGradients,
+        layout: GradientLayout,
+        arrived: _Arrived,
+        hooks: Sequence[TensorHook],
+    ) -> FlatGradients:
+        flat = unreduced.laid_out(layout)
         if hooks:
             new = layout.allocate(flat.dtype)
             layout.pack(new, arrived.gradients)
@@ -287,12 +245,13 @@ class GradientAccumulator:
             flat.add_(new)
         else:
             layout.add(flat, arrived.gradients)
-        return flat, arrived.used | self._unreduced.used
+        return FlatGradients(layout, flat, arrived.used | unreduced.used)
 
     # --- REDUCE_SCATTER and FULL ------------------------------------------------------
 
-    @unrecorded
-    def start_reduce(self, options: ReduceOptions) -> ReductionInFlight | None:
+    def start_reduce(
+        self, settings: ReduceSettings, *, over_replicas: bool, divide_factor: float | None
+    ) -> ReductionInFlight | None:
         """Start reducing ``U`` and the arrived gradients.
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
@@ -304,143 +263,109 @@ class GradientAccumulator:
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self._window.divide(options.divide_factor, self._storage.label)
+        self.window.divide(divide_factor, self.storage.label)
         self._open_window()
-        if options.over_replicas:
-            self.close_window()
-        plan = self._plan(layout, options)
-        buffer, used = self._pack(plan, arrived, options)
-        partial = None if self._partial is None else self._partial.laid_out(plan.layout)
-        self._unreduced = self._partial = None
-        mesh_info = self._storage.spec.mesh_info
-        request = ReduceRequest(
-            buffer=buffer,
-            wire_dtype=plan.wire_dtype,
-            output=plan.output,
-            sums_apart=plan.sums_apart,
-            reusable=plan.reusable,
-            partial=partial,
-            shard_group=options.shard_group or mesh_info.shard_group,
-            replicate_group=mesh_info.replicate_group if options.over_replicas else None,
+        if over_replicas:
+            self.window.close()
+        mesh_info, hooks = self.storage.spec.mesh_info, settings.reduce_hooks
+        chosen = next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None)
+        plan = ReducePlan(
+            wire_dtype=chosen or self.rules.wire_dtype(layout),
+            accumulate_dtype=self.rules.accumulate_dtype,
+            shard_group=settings.scatter_group or mesh_info.shard_group,
+            replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,
-            divide_factor=options.divide_factor,
-            accumulate_dtype=plan.accumulate_dtype,
-            marks=plan.layout.marks_for(used),
-            label=self._storage.label,
+            divide_factor=divide_factor,
+            label=self.storage.label,
         )
-        reduction = Reduction(request, self._storage.comm)
+        packed = self._pack(layout, plan, arrived, settings)
+        partial = None if self._partial is None else self._partial.laid_out(layout)
+        self._unreduced = self._partial = None
+        marks, comm = layout.marks_for(packed.used), self.storage.comm
+        reduction = Reduction(plan, packed.rows, marks, partial, comm, packed.reusable)
         self.num_in_flight += 1
-        is_full = options.over_replicas or mesh_info.replicate_group is None
-        return ReductionInFlight(reduction, plan.layout, is_full)
+        is_full = over_replicas or mesh_info.replicate_group is None
+        return ReductionInFlight(reduction, layout, is_full)
 
-    def _plan(self, layout: GradientLayout, options: ReduceOptions) -> ReducePlan:
-        """Decide dtypes and memory."""
-        wire = options.wire_dtype or self.rules.wire_dtype(layout)
-        total = self.rules.accumulate_dtype
-        mesh_info, comm = self._storage.spec.mesh_info, self._storage.comm
-        is_idle = not (self.num_in_flight or self.is_pending)
-        sees_one_tensor = bool(options.arrived or options.before)  # hooks do
-        bucket = self.sharded.free_bucket(layout, wire) if is_idle else None
-        across = mesh_info.replicate_group if options.over_replicas else None
-        if (
-            isinstance(self.sharded, ReplicatedGrads)
-            and across is not None
-            and comm.sums_apart(across)
-            and self._unreduced is None
-            and not sees_one_tensor
-            and wire == total
-            and layout.numel
-        ):
-            return self._plan_sum_apart(layout, wire, bucket, across)
-        if bucket is not None:
-            return ReducePlan(layout, wire, total, bucket)
+    def _pack(
+        self,
+        layout: GradientLayout,
+        plan: ReducePlan,
+        arrived: _Arrived,
+        settings: ReduceSettings,
+    ) -> _Packed:
+        """Return ``U`` and the arrived gradients, in memory from which they can be sent."""
+        on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
+        before = [hook.before for hook in settings.reduce_hooks if hook.before]
+        rows: Rows
+        reusable = None
         if self._unreduced is not None:
-            return ReducePlan(layout, wire, total, None)
-        shard_group = options.shard_group or mesh_info.shard_group
-        if not sees_one_tensor:
-            rows = comm.allocate_rows(layout.shard_numel, wire, group=shard_group)
+            _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
+        else:
+            used = arrived.used
+            if is_narrowed_late(arrived.gradients, plan.wire_dtype):
+                rows = layout.allocate(plan.accumulate_dtype)
+            else:
+                rows, reusable = self._allocate(layout, plan, as_one=bool(on_arrived or before))
+            layout.pack(rows, arrived.gradients)
+            if on_arrived:
+                assert isinstance(rows, torch.Tensor)
+                layout.run_hooks(on_arrived, rows, used)
+        if settings.zero_unused:
+            used = frozenset(layout.indices)
+        if before:
+            assert isinstance(rows, torch.Tensor)
+            layout.run_hooks(before, rows, used)
+        return _Packed(rows, used, reusable)
+
+    def _allocate(
+        self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool
+    ) -> tuple[Rows, ReusableBuffer | None]:
+        """Return uninitialised memory to send from, and the buffer that it belongs to.
+
+        Args:
+            layout: Of the gradients.
+            plan: How they are reduced.
+            as_one: In one tensor, because hooks see it.
+        """
+        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
+        bucket = self._free_bucket(layout, wire)
+        if bucket is not None:
+            return bucket, None
+        if not as_one:
+            rows = comm.allocate_rows(layout.shard_numel, wire, group=group)
             if rows is not None:
-                return ReducePlan(layout, wire, total, rows)
+                return rows, None
             # Where there is one shard, the sum is in the buffer that is sent.
             may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
             if may_keep and not self.num_in_flight:
                 reusable = layout.reusable_buffer(wire)
                 reusable.take()
-                return ReducePlan(layout, wire, total, reusable.rows, reusable=reusable)
+                return reusable.rows, reusable
         flat = comm.allocate(
-            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=shard_group
+            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=group
         )
-        return ReducePlan(layout, wire, total, flat.view(layout.shard_count, -1))
+        return flat.view(layout.shard_count, -1), None
 
-    def _plan_sum_apart(
-        self,
-        layout: GradientLayout,
-        dtype: torch.dtype,
-        bucket: torch.Tensor | None,
-        across: dist.ProcessGroup,
-    ) -> ReducePlan:
-        """Send from memory of the communicator, and sum into the bucket, or memory like it."""
-        output = layout.allocate(dtype) if bucket is None else bucket
-        sent = self._storage.comm.allocate(
-            layout.numel,
-            CommStream.ALL_REDUCE,
-            dtype=dtype,
-            device=layout.device,
-            group=across,
-            is_sent=True,
-        )
-        return ReducePlan(layout, dtype, dtype, [sent], output.view(-1), sums_apart=True)
-
-    def _pack(
-        self, plan: ReducePlan, arrived: _Arrived, options: ReduceOptions
-    ) -> tuple[Rows, frozenset[int]]:
-        """Return the buffer to reduce, filled, and the parameters with a gradient in it."""
-        layout, buffer, used = plan.layout, plan.buffer, arrived.used
-        if buffer is None:
-            buffer, used = self._add_to_unreduced(layout, arrived, options.arrived)
-        else:
-            # float16 is divided before the cast, or sums would overflow that need not.
-            if plan.wire_dtype == torch.float16 and any(
-                gradient is not None and gradient.dtype != plan.wire_dtype
-                for gradient in arrived.gradients
-            ):
-                buffer = layout.allocate(plan.accumulate_dtype)
-            layout.pack(buffer, arrived.gradients)
-            if options.arrived:
-                assert isinstance(buffer, torch.Tensor)
-                layout.run_hooks(options.arrived, buffer, used)
-        if options.zero_unused:
-            used = frozenset(layout.indices)
-        if options.before:
-            assert isinstance(buffer, torch.Tensor)
-            layout.run_hooks(options.before, buffer, used)
-        return buffer, used
-
-    @unrecorded
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
     ) -> InFlight | None:
-        """Publish the result of a reduction in ``.grad``, or add it to ``Q``.
-
-        Args:
-            in_flight: The reduction.
-            after: Hooks on the shard that is about to be added to ``.grad``.
+        """Publish a result in ``.grad``, once the hooks ``after`` have seen it; or add it to ``Q``.
 
         Returns:
             The copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.is_full and self._storage.host_copies is None:  # else not in .grad yet
+        if in_flight.is_full and self.storage.host_copies is None:  # else not in .grad yet
             self._release_if_settled()
         reduced = in_flight.reduction.finish()
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self._dropped:
             dropped, self._dropped = self._dropped, frozenset()
-            result.erase(dropped)
-            kept = result.unless_all(dropped)
+            kept = result.without(dropped)
             if kept is None:
                 if not self.is_pending:
-                    self.close_window()
+                    self.window.close()
                 self._release_if_settled()
                 return None
             result = kept

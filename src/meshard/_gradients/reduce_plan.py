@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import ReusableBuffer
-from meshard._comm.communicator import Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._mesh.layout import FlatLayout
 from meshard._params.unit_params import UnitParams
@@ -74,40 +71,6 @@ class ReduceSettings:
         if factor is None or isinstance(factor, float):
             return factor
         return check_divide_factor(factor() if callable(factor) else factor)
-
-
-class ReduceOptions(NamedTuple):
-    """How one reduction goes.
-
-    Attributes:
-        over_replicas: Also reduce across the replicas.
-        divide_factor: Divides all gradients of the window; None: the number of ranks.
-        zero_unused: Publish a gradient of zero for parameters that no rank used.
-        shard_group: Another process group of the same ranks; None: the one that gathers.
-        arrived: Hooks on the unsharded gradients of this backward.
-        before: Hooks on the buffer that is about to be sent.
-        wire_dtype: The dtype on the wire; None: as the policy says.
-    """
-
-    over_replicas: bool
-    divide_factor: float | None = None
-    zero_unused: bool = False
-    shard_group: dist.ProcessGroup | None = None
-    arrived: Sequence[TensorHook] = ()
-    before: Sequence[TensorHook] = ()
-    wire_dtype: torch.dtype | None = None
-
-
-class ReducePlan(NamedTuple):
-    """What is decided once for one reduction."""
-
-    layout: GradientLayout
-    wire_dtype: torch.dtype
-    accumulate_dtype: torch.dtype
-    buffer: Rows | None  # uninitialized; None: the gradients are in the accumulator already
-    output: torch.Tensor | None = None  # where the sum should be; None: anywhere
-    sums_apart: bool = False  # see Communicator.sums_apart
-    reusable: ReusableBuffer | None = None  # the owner of ``buffer``
 
 
 class GradientRules:

@@ -8,23 +8,32 @@ same on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshard._comm.communicator import Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceHook, ReduceOptions, ReduceSettings
-from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._mesh.mesh_info import MeshInfo
+from meshard._gradients.reduce_plan import ReduceSettings, TensorHook
+from meshard._params.unit_params import UnitParams
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
-    hooks: tuple[ReduceHook, ...]  # those registered when the reduction started
+    after: list[TensorHook]  # those registered when the reduction started
     on_reduced: Callable[[], None] | None  # called when the gradient of the window is published
+
+
+def _unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Return ``torch.no_grad()``, which costs a dozen calls, only where autograd records."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
 class ReduceQueue:
@@ -64,13 +73,13 @@ class ReduceQueue:
 
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
         """Accumulate the arrived gradients without a collective."""
-        gradients.accumulate([hook.arrived for hook in settings.reduce_hooks if hook.arrived])
+        with _unrecorded():
+            gradients.accumulate([hook.arrived for hook in settings.reduce_hooks if hook.arrived])
 
     def start(
         self,
         gradients: GradientAccumulator,
         settings: ReduceSettings,
-        mesh_info: MeshInfo,
         *,
         over_replicas: bool,
         on_reduced: Callable[[], None] | None,
@@ -81,12 +90,11 @@ class ReduceQueue:
 
         Args:
             gradients: The accumulator of the unit.
-            settings: The settings of the unit.
-            mesh_info: The mesh of the unit.
+            settings: Those of the unit.
             over_replicas: Also reduce across the replicas.
             on_reduced: Called once the result is published; None: the window goes on.
         """
-        if not over_replicas and isinstance(gradients.sharded, ReplicatedGrads):
+        if not over_replicas and gradients.bucket is not None:
             # There is one shard and nothing to send: adding up in the bucket takes no memory.
             self.accumulate(gradients, settings)
             return
@@ -96,28 +104,19 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings)
         if self._is_checked:
-            _check_agreement(gradients.label, mesh_info, over_replicas, divide_factor)
-        hooks = tuple(settings.reduce_hooks)
-        options = ReduceOptions(
-            over_replicas=over_replicas,
-            divide_factor=divide_factor,
-            zero_unused=settings.zero_unused,
-            shard_group=settings.scatter_group,
-        )
-        if hooks:
-            options = options._replace(
-                arrived=[hook.arrived for hook in hooks if hook.arrived],
-                before=[hook.before for hook in hooks if hook.before],
-                wire_dtype=next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None),
-            )
+            _check_agreement(gradients.storage, over_replicas, divide_factor)
+        after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
             # and the memory that they free is needed now.
             self._advance()
-        in_flight = gradients.start_reduce(options)
+        with _unrecorded():
+            in_flight = gradients.start_reduce(
+                settings, over_replicas=over_replicas, divide_factor=divide_factor
+            )
         if in_flight is None:
             return
-        self._queue.append(_Queued(gradients, in_flight, hooks, on_reduced))
+        self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
         # Skipped for small units: polling at every gradient costs more than the memory is worth.
         self.has_sent_input |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
@@ -140,9 +139,9 @@ class ReduceQueue:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        gradients, in_flight, hooks, on_reduced = self._queue.popleft()
-        after = [hook.after for hook in reversed(hooks) if hook.after] if hooks else ()
-        leaving = gradients.finish_reduce(in_flight, after)
+        gradients, in_flight, after, on_reduced = self._queue.popleft()
+        with _unrecorded():
+            leaving = gradients.finish_reduce(in_flight, after)
         if self._leaving is not None:
             # A copy to the host keeps the device's memory until compute has waited for it.
             self._leaving.wait()
@@ -157,9 +156,7 @@ class ReduceQueue:
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
         """Finish all reductions up to the last one of a unit that stops before the replicas."""
-        while any(
-            queued.gradients is gradients and not queued.in_flight.is_full for queued in self._queue
-        ):
+        while any(of is gradients and not in_flight.is_full for of, in_flight, *_ in self._queue):
             self._finish_oldest()
 
     def finish_all(self) -> None:
@@ -173,10 +170,9 @@ class ReduceQueue:
             self._queue.popleft().in_flight.reduction.abandon()
 
 
-def _check_agreement(
-    label: str, mesh_info: MeshInfo, over_replicas: bool, divide_factor: float | None
-) -> None:
+def _check_agreement(storage: UnitParams, over_replicas: bool, divide_factor: float | None) -> None:
     """Raise unless all ranks reduce a unit alike: a wrong factor shows in no collective."""
+    label, mesh_info = storage.label, storage.spec.mesh_info
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how_far = ""

@@ -9,62 +9,50 @@ again.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.sharded_grads import is_clear, is_marked, mark_as_ours, relaid, take_edit
-from meshard._params.replicated_params import ReplicatedParam
-from meshard._params.unit_params import UnitParams
+from meshard._gradients.sharded_grads import Mark, in_one_layout, is_clear, mark, mark_of, take_edit
+from meshard._params.replicated_params import ReplicatedParams
 
 
+@dataclass
 class ReplacedCount:
     """The number of gradients that users replaced by other tensors, in a whole module."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
 
 class ReplicatedGrads:
-    """The ``.grad`` of the parameters of one bucket.
+    """The ``.grad`` of the parameters of one bucket."""
 
-    Args:
-        storage: The parameters.
-    """
+    are_shown = False  # some may wait for ``settle``
 
-    def __init__(self, storage: UnitParams) -> None:
+    def __init__(self, storage: ReplicatedParams) -> None:
+        self._params = storage.params
         self._storage = storage
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
+        self._mark = Mark()
         self._published: FlatGradients | None = None
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
-        self._is_hidden = False
+        self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # visible again for the rest of the present backward
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
         self._restored: frozenset[int] = frozenset()  # those put back by the last backward
         self._replaced_ours: frozenset[int] = frozenset()  # set by users in the place of ours
 
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether the ``.grad`` of a parameter is a new gradient of autograd."""
-        return self._is_hidden
-
-    def _param(self, index: int) -> ReplicatedParam:
-        param = self._storage.params[index]
-        assert isinstance(param, ReplicatedParam)
-        return param
-
     # --- the bucket -------------------------------------------------------------------
 
     def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bucket ``[1, n]``, the same memory in each step; None if ``.grad`` shows it.
-
-        The caller makes sure that no reduction and no window uses it.
-        """
-        self.release_cleared()
-        if self._published is not None:
+        """Return the bucket ``[1, n]``, the same memory each step; None if ``.grad`` shows it."""
+        is_visible = not self.is_hidden or self._is_settled
+        if self._published is not None and not (is_visible and is_clear(self._params)):
             return None
+        self._published = None
         bucket, wanted = self._bucket, (1, layout.numel)
         if bucket is None or bucket.shape != wanted or bucket.dtype != dtype:
             bucket = self._bucket = torch.empty(wanted, dtype=dtype, device=layout.device)
@@ -91,10 +79,10 @@ class ReplicatedGrads:
         Raises:
             RuntimeError: That gradient was added to one that is reduced already.
         """
-        if self._is_hidden:
+        if self.is_hidden:
             return
-        kept: set[int] = set()
-        for index, param in enumerate(self._storage.params):
+        kept = set[int]()
+        for index, param in enumerate(self._params):
             gradient = param.sharded.grad
             if gradient is None:
                 continue
@@ -115,22 +103,13 @@ class ReplicatedGrads:
             else:
                 self._foreign[index] = self._outside_bucket(gradient)
             param.sharded.grad = None
-        self._is_hidden = True
+        self.is_hidden = True
         foreign = frozenset(self._foreign)
         if self._published is not None:
-            self._keep_only(frozenset(kept))
+            cleared_or_replaced = self._published.used - kept
+            self._published = self._published.without(cleared_or_replaced) if kept else None
             self._replaced_ours |= foreign - self._restored
         self._replaced_ours &= foreign
-
-    def _keep_only(self, kept: frozenset[int]) -> None:
-        """Forget gradients that users cleared or replaced."""
-        assert self._published is not None
-        gone = self._published.used - kept
-        if gone == self._published.used:
-            self._published = None
-        elif gone:
-            self._published.erase(gone)
-            self._published = self._published._replace(used=kept)
 
     def _outside_bucket(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient that a user set, in memory that is not the bucket's."""
@@ -142,9 +121,9 @@ class ReplicatedGrads:
 
     def show(self) -> None:
         """Set every ``.grad`` to what is accumulated: the backward is over."""
-        if not self._is_hidden:
+        if not self.is_hidden:
             return
-        self._is_hidden = False
+        self.is_hidden = False
         if self._is_settled:
             self._is_settled = False  # visible already, unless an optimizer cleared them since
             return
@@ -153,7 +132,7 @@ class ReplicatedGrads:
         if self._published is not None:
             self._set_all(self._published)
         for index, gradient in foreign.items():
-            param = self._storage.params[index].sharded
+            param = self._params[index].sharded
             if param.grad is None:
                 param.grad = gradient
 
@@ -163,21 +142,18 @@ class ReplicatedGrads:
         """Add reduced gradients. ``new`` may be kept, and written to later."""
         if self._is_settled:
             self.show()
-        was_hidden = self._is_hidden
+        was_hidden = self.is_hidden
         self.hide()
         total, taken = new, frozenset(self._foreign) & new.used
         if self._published is not None:
-            old = self._published
-            if old.layout is not new.layout:
-                indices = tuple(sorted({*old.layout.indices, *new.layout.indices}))
-                old, new = relaid(old, indices), relaid(new, indices)
+            old, new = in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
                 old, new = new, old  # parameters were cast to more bits since
             old.flat.add_(new.flat)  # the range of a missing gradient is negative zero
             total = old._replace(used=old.used | new.used)
         for index, local in total.shards(0):
             if index in taken:
-                local.add_(self._param(index).own_part_of(self._foreign.pop(index)))
+                local.add_(self._params[index].own_part_of(self._foreign.pop(index)))
         self._record_taken(taken)
         self._published = total
         if not was_hidden:
@@ -190,7 +166,7 @@ class ReplicatedGrads:
         if not replaced:
             return
         if not self.replaced.count:
-            names = ", ".join(repr(self._storage.params[i].fqn) for i in sorted(replaced))
+            names = ", ".join(repr(self._params[i].fqn) for i in sorted(replaced))
             warnings.warn(
                 f".grad of {names} in {self._storage.label!r} was replaced by another tensor; it "
                 "is taken over by value, which costs a copy. Change gradients in place "
@@ -202,85 +178,58 @@ class ReplicatedGrads:
 
     def _set_all(self, grads: FlatGradients) -> None:
         self._published = grads
-        self._addresses = {index: self._set(index, local) for index, local in grads.shards(0)}
-
-    def _set(self, index: int, local: torch.Tensor) -> int:
-        """Make ``local`` the ``.grad`` of a parameter; return its address."""
-        param = self._param(index)
-        shaped = param.shaped(local)
-        if shaped.dtype != param.sharded.dtype:
-            shaped = shaped.to(param.sharded.dtype)
-        elif not self.are_views:
-            shaped = shaped.clone()
-        param.sharded.grad = shaped
-        mark_as_ours(shaped)
-        return shaped.data_ptr()
+        self._addresses = {}
+        for index, local in grads.shards(0):
+            param = self._params[index]
+            shaped = param.shaped(local)
+            if shaped.dtype != param.sharded.dtype:
+                shaped = shaped.to(param.sharded.dtype)
+            elif not self.are_views:
+                shaped = shaped.clone()
+            param.sharded.grad = shaped
+            mark(shaped, self._mark)
+            self._addresses[index] = shaped.data_ptr()
 
     # --- gradients that are in .grad --------------------------------------------------
 
     def settle(self) -> None:
         """Put everything that was added into ``.grad``, in the middle of a backward too."""
-        if self._is_hidden and not self._is_settled:
+        if self.is_hidden and not self._is_settled:
             self.show()
-            self._is_hidden = self._is_settled = True  # autograd has no more gradients for these
-
-    def show_early(self) -> bool:
-        """Put everything into ``.grad``, where its values may still be on their way."""
-        self.settle()
-        return True
-
-    def release_cleared(self) -> None:
-        """Forget the published gradients once the user has cleared every ``.grad``."""
-        is_visible = not self._is_hidden or self._is_settled
-        if is_visible and self._published is not None and is_clear(self._storage.params):
-            self._published = None
-
-    def forget(self, indices: frozenset[int]) -> None:
-        """Drop what is kept for parameters whose ``.grad`` was cleared."""
-        self.release_cleared()
+            self.is_hidden = self._is_settled = True  # autograd has no more gradients for these
 
     def clear(self) -> None:
         """Clear every ``.grad``."""
-        for param in self._storage.params:
+        for param in self._params:
             param.sharded.grad = None
         self._published = None
-        self._is_hidden = self._is_settled = False
+        self.is_hidden = self._is_settled = False
         self._foreign.clear()
 
     def _is_ours(self, index: int) -> bool:
-        gradient = self._storage.params[index].sharded.grad
-        if self._published is None or gradient is None or gradient.is_sparse:
+        gradient, own = self._params[index].sharded.grad, self._range_of(index)
+        if own is None or gradient is None or gradient.is_sparse:
             return False
-        if is_marked(gradient) and gradient.data_ptr() == self._addresses.get(index, -1):
+        if mark_of(gradient) is self._mark and gradient.data_ptr() == self._addresses.get(index):
             return True
-        own = self._view_of(index)
         # The same memory under another name: grad.detach(), or a view.
+        view = self._params[index].shaped(own)
         return (
-            own is not None
-            and gradient.data_ptr() == own.data_ptr()
-            and gradient.dtype == own.dtype
-            and gradient.stride() == own.stride()
+            self.are_views
+            and gradient.data_ptr() == view.data_ptr()
+            and gradient.dtype == view.dtype
+            and gradient.stride() == view.stride()
         )
-
-    def _view_of(self, index: int) -> torch.Tensor | None:
-        """Return the view of the bucket that ``.grad`` is, unless it is a copy."""
-        if self._published is None or index not in self._published.used or not self.are_views:
-            return None
-        flat = self._range_of(self._published, index)
-        return None if flat is None else self._param(index).shaped(flat)
 
     def _take_edits_of(self, index: int, gradient: torch.Tensor) -> None:
         """Apply the user's edits of a gradient that is a copy to the sum."""
-        published = self._published
-        if published is None or (self.are_views and gradient.dtype == published.flat.dtype):
-            return
-        own = self._range_of(published, index)
-        if own is not None:
-            take_edit(self._param(index).own_part_of(gradient), own)
+        own = self._range_of(index)
+        if own is not None and not (self.are_views and gradient.dtype == own.dtype):
+            take_edit(self._params[index].own_part_of(gradient), own)
 
-    @staticmethod
-    def _range_of(grads: FlatGradients, index: int) -> torch.Tensor | None:
-        param_range = grads.layout.ranges.get(index)
-        if param_range is None:
+    def _range_of(self, index: int) -> torch.Tensor | None:
+        """Return the range of a published gradient in the bucket."""
+        if self._published is None or index not in self._published.used:
             return None
-        return grads.flat.view(-1).narrow(0, param_range.offset, param_range.numel)
+        param_range = self._published.layout.ranges[index]
+        return self._published.flat.view(-1).narrow(0, param_range.offset, param_range.numel)

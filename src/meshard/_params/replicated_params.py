@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,9 +21,9 @@ from meshard._comm.all_gather import GatherInFlight
 from meshard._comm.communicator import DONE, Communicator, Rows
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import TensorTag, UnitParam, tag_tensor
+from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
-from meshard._params.unit_params import GradientHook, GradientHookMaker, GroupSpec, UnitParams
+from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
 from meshard._torch.dtensor import make_dtensor
 from meshard._torch.private import version_of
 
@@ -34,25 +33,15 @@ class ReplicatedParam(UnitParam):
 
     ``sharded`` is the parameter itself, and so is ``unsharded``, unless the module computes in
     another dtype: then that is a copy.
-
-    Args:
-        fqn: Dotted name from the module.
-        owners: Every ``(module, attribute)`` that holds the parameter; several if it is tied.
-        param: The parameter.
     """
 
-    __slots__ = ()
+    needs_conversion = True
 
     def __init__(
         self, fqn: str, owners: Sequence[tuple[nn.Module, str]], param: nn.Parameter
     ) -> None:
         super().__init__(fqn, owners, ParamLayout(torch.Size((param.numel(),)), 0, 1))
-        self.shard_rank = 0
         self.sharded = self.unsharded = param
-        self.needs_conversion = True
-
-    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
-        return unsharded.detach()
 
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient as ``[numel]``, in the order in which the parameter lies in memory."""
@@ -97,37 +86,25 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 _NOTHING = torch.empty(0)
 
 
-def _accumulator_of(param: torch.Tensor) -> Any:
-    """Return the autograd node that adds to ``.grad``."""
-    with torch.enable_grad():
-        view = param.view_as(param)
-    assert view.grad_fn is not None
-    return view.grad_fn.next_functions[0][0]
-
-
-def _after_accumulation(hook: GradientHook, *_: object) -> None:
-    hook(_NOTHING)
-
-
 class ReplicatedParams(UnitParams):
     """The parameters of one bucket, which are ordinary tensors.
 
     Args:
         params: In the order in which their gradients lie in the bucket.
         spec: Mesh and device.
-        param_dtype: dtype in which floating-point parameters compute; None: as they are.
-        gradient_hook: Makes the hook for the gradient of parameter ``index``.
+        param_dtype: In which floating-point parameters compute; None: as they are.
+        gradient_hook: Makes the hook for each gradient.
     """
 
     def __init__(
         self,
-        params: Sequence[ReplicatedParam],
+        params: list[ReplicatedParam],
         *,
         spec: GroupSpec,
         param_dtype: torch.dtype | None,
         gradient_hook: GradientHookMaker,
     ) -> None:
-        self.params: list[ReplicatedParam] = list(params)
+        self.params: list[ReplicatedParam] = params
         self.spec = spec
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
@@ -142,15 +119,15 @@ class ReplicatedParams(UnitParams):
         self.unhook()
         params = [param.sharded for param in self.params]
         self._dtypes = [each.dtype for each in params]
-        self.compute_dtypes = [
+        dtypes = [
             self._param_dtype if self._param_dtype and each.is_floating_point() else each.dtype
             for each in params
         ]
-        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
         self.layout = FlatLayout.build([param.layout for param in self.params], self._dtypes)
-        cast_ = [i for i, each in enumerate(params) if each.dtype != self.compute_dtypes[i]]
+        cast_ = [i for i, dtype in enumerate(dtypes) if dtype != self._dtypes[i]]
         if cast_:
-            self._make_copies(cast_)
+            self._make_copies(FlatLayout.build(self.layout.params, dtypes, cast_), cast_)
+        self._read_dtypes()
         for index, param in enumerate(self.params):
             if param.unsharded.is_floating_point():
                 self._hook(param.unsharded, self._gradient_hook(index))
@@ -158,13 +135,15 @@ class ReplicatedParams(UnitParams):
     def _hook(self, param: torch.Tensor, hook: GradientHook) -> None:
         flag = param.requires_grad
         param.requires_grad_(True)  # otherwise it has no node
-        node = _accumulator_of(param)
-        self._nodes.append((node, node.register_hook(partial(_after_accumulation, hook))))
+        with torch.enable_grad():
+            view = param.view_as(param)
+        assert view.grad_fn is not None
+        node: Any = view.grad_fn.next_functions[0][0]  # it adds to .grad
+        self._nodes.append((node, node.register_hook(lambda *_: hook(_NOTHING))))
         param.requires_grad_(flag)
 
-    def _make_copies(self, indices: list[int]) -> None:
+    def _make_copies(self, layout: FlatLayout, indices: list[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            layout = FlatLayout.build(self.layout.params, self.compute_dtypes, indices)
             self._copies = UnshardedMemoryPool(layout, self.spec.device)
             self._copies.allocate()  # as_strided needs memory
             for index in indices:
@@ -192,7 +171,7 @@ class ReplicatedParams(UnitParams):
         return GatherInFlight(_NOTHING, _NOTHING, DONE)
 
     @torch.no_grad()
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
+    def fill_unsharded(self, gathered: Rows) -> None:
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:
@@ -206,7 +185,6 @@ class ReplicatedParams(UnitParams):
 
     @property
     def version(self) -> int:
-        """A number that grows with every edit of a parameter that has a copy."""
         return sum(version_of(param) for _, param in self._casts)
 
     def version_unless_replaced(self) -> int | None:
@@ -217,11 +195,6 @@ class ReplicatedParams(UnitParams):
         return self.version
 
     def take_replacements(self) -> bool:
-        """Adopt the parameters that users have put in the place of ours.
-
-        Raises:
-            RuntimeError: A parameter was replaced by one of another shape, type or device.
-        """
         replaced = [param.sharded.dtype for param in self.params] != self._dtypes
         for param in self.params:
             replacements = param.replacements()
@@ -242,17 +215,16 @@ class ReplicatedParams(UnitParams):
         return replaced
 
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
-        copied = copy.copy(self)
-        copied.params = cast("list[ReplicatedParam]", params)
-        copied._gradient_hook = gradient_hook
-        copied._nodes, copied._casts = [], []
-        copied.rebuild()
-        return copied
+        return ReplicatedParams(
+            cast("list[ReplicatedParam]", params),
+            spec=self.spec,
+            param_dtype=self._param_dtype,
+            gradient_hook=gradient_hook,
+        )
 
     # --- location --------------------------------------------------------------------------
 
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        """Refuse to be offloaded."""
         raise NotImplementedError(
             "a replicated module cannot be offloaded; use module.to(device) between steps, or "
             "fully_shard, which can."

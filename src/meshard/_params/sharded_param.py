@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import DTensorPlacement
-from meshard._torch.dtensor import copy_dtensor, make_dtensor, own_local, place_like, set_local
-from meshard._torch.private import version_of, without_torch_function
+from meshard._torch.dtensor import copy_dtensor, make_dtensor, place_like, set_local
+from meshard._torch.private import without_torch_function
 
 
 class TensorTag(enum.Enum):
@@ -45,6 +45,7 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     return None if name is None else TensorTag[name], fqn
 
 
+GradientHook = Callable[[torch.Tensor], None]
 ParamDict = dict[str, "nn.Parameter | None"]  # what a module keeps its parameters in
 
 
@@ -57,44 +58,25 @@ class UnitParam(abc.ABC):
         layout: How it is cut into shards.
 
     Attributes:
-        shard_rank: This rank's position on the shard axis.
         sharded: The parameter outside of the unit's own forward and backward.
         unsharded: The parameter inside of them.
         needs_conversion: Whether its gradient must go through ``own_part_of``.
+        owner_dicts: The dict of parameters of each owner; read several times in each step.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_listed",
-        "_owner_dicts",
-        "_owners",
-        "fqn",
-        "layout",
-        "needs_conversion",
-        "shard_rank",
-        "sharded",
-        "unsharded",
-    )
+    sharded: nn.Parameter
+    unsharded: nn.Parameter
+    needs_conversion: bool
 
     def __init__(
         self, fqn: str, owners: Sequence[tuple[nn.Module, str]], layout: ParamLayout
     ) -> None:
         self.fqn = fqn
         self.layout = layout
-        self.needs_conversion = False
-        self.shard_rank: int
-        self.sharded: nn.Parameter
-        self.unsharded: nn.Parameter
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
-        # The dict of parameters of each owner: read several times in each step.
-        self._owner_dicts: list[tuple[ParamDict, str]] = []
-        self._listed: weakref.ref[OwnerDicts] | None = None
+        self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
-
-    @abc.abstractmethod
-    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return a view of what this rank owns of ``unsharded``, a tensor of the global shape."""
 
     @abc.abstractmethod
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -116,18 +98,11 @@ class UnitParam(abc.ABC):
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Record that ``module`` holds the parameter as its attribute ``name``."""
         self._owners.append((weakref.ref(module), name))
-        self._owner_dicts.append((module._parameters, name))
-        self._forget_list()
+        self.owner_dicts.append((module._parameters, name))
 
     def find_owner_dicts(self) -> None:
         """Read the owners' dicts of parameters again, after an owner has got another one."""
-        self._owner_dicts = [(module._parameters, name) for module, name in self.owners]
-        self._forget_list()
-
-    def _forget_list(self) -> None:
-        listed = None if self._listed is None else self._listed()
-        if listed is not None:
-            listed.forget()
+        self.owner_dicts = [(module._parameters, name) for module, name in self.owners]
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -137,7 +112,7 @@ class UnitParam(abc.ABC):
 
     def install(self, param: nn.Parameter) -> None:
         """Make every owner hold ``param``, without the cost of ``Module.__setattr__``."""
-        for parameters, name in self._owner_dicts:
+        for parameters, name in self.owner_dicts:
             parameters[name] = param
 
     def installed(self) -> list[nn.Parameter | None]:
@@ -146,7 +121,7 @@ class UnitParam(abc.ABC):
 
     def is_installed(self) -> bool:
         """Whether every owner holds the sharded or the unsharded parameter."""
-        for parameters, name in self._owner_dicts:
+        for parameters, name in self.owner_dicts:
             installed = parameters.get(name)
             if installed is not self.sharded and installed is not self.unsharded:
                 return False
@@ -173,16 +148,9 @@ class UnitParam(abc.ABC):
 class ShardedParam(UnitParam):
     """A parameter that is a DTensor shard while sharded.
 
-    Unsharded it is an ordinary tensor, or a DTensor over the axes of another parallelism.
-
-    Args:
-        fqn: Dotted name from the unit's module.
-        owners: Every ``(module, attribute)`` that holds the parameter; several if it is tied.
-        layout: How it is cut; of a DTensor, how this rank's local tensor is cut.
-        dtensor_placement: Where another parallelism has placed it; None: an ordinary tensor.
+    Unsharded it is an ordinary tensor; or a DTensor over the axes of another parallelism, with its
+    placement there in ``dtensor_placement``, of which ``layout`` cuts the local tensor.
     """
-
-    __slots__ = ("dtensor_placement",)
 
     def __init__(
         self,
@@ -199,30 +167,37 @@ class ShardedParam(UnitParam):
         self, local: torch.Tensor, mesh_info: MeshInfo, *, requires_grad: bool
     ) -> None:
         """Create the sharded parameter over ``local``, a view of the unit's flat shard."""
-        self.shard_rank = mesh_info.shard_rank
+        self._shard_rank = mesh_info.shard_rank
         dtensor = self._over_mesh(local, mesh_info, mesh_info.placements(self.layout.shard_dim))
         self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
         # nn.Parameter wraps the local tensor anew; replacements are detected by identity.
         set_local(self.sharded, local)
         tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
+    def make_unsharded(self, plain: nn.Parameter, hook: GradientHook) -> None:
+        """Create the unsharded parameter; ``hook`` is called once its gradient is complete."""
+        self.unsharded = self.as_used(plain)
+        tag_tensor(self.unsharded, TensorTag.UNSHARDED, self.fqn)
+        if self.unsharded.is_floating_point():
+            flag = self.unsharded.requires_grad
+            self.unsharded.requires_grad_(True)  # torch accepts a hook on such tensors only
+            self.unsharded.register_post_accumulate_grad_hook(hook)
+            self.unsharded.requires_grad_(flag)
+
     def for_copy(self, memo: dict[int, Any]) -> ShardedParam:
         copied = ShardedParam(self.fqn, [], self.layout, self.dtensor_placement)
-        copied.shard_rank = self.shard_rank
+        copied._shard_rank = self._shard_rank
         copied.sharded = copy_dtensor(self.sharded, memo)
         memo[id(self.unsharded)] = copied.sharded
         return copied
 
-    def own_part(self, unsharded: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, unsharded: torch.Tensor) -> DTensor:
+        """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
         local = unsharded.detach()
         if self.dtensor_placement is not None:
             local = self.dtensor_placement.cut(local)
-        rows = self.layout.owned_rows(self.shard_rank)
-        return local.narrow(self.layout.shard_dim, rows.start, len(rows))
-
-    def shard_of(self, unsharded: torch.Tensor) -> DTensor:
-        """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
-        return place_like(self.sharded, self.own_part(unsharded))
+        rows = self.layout.owned_rows(self._shard_rank)
+        return place_like(self.sharded, local.narrow(self.layout.shard_dim, rows.start, len(rows)))
 
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         placements = mesh_info.partial_placements(self.layout.shard_dim)
@@ -279,87 +254,35 @@ class ShardedParam(UnitParam):
 # A step does the following to all parameters of a unit, several times: one loop, no calls inside.
 
 
-class OwnerDicts:
-    """The owners of several parameters, as one list.
-
-    Args:
-        params: Of one unit; each is in one such list at most.
-    """
-
-    def __init__(self, params: Sequence[UnitParam]) -> None:
-        self._params = params
-        self._found: list[tuple[UnitParam, ParamDict, str]] = []
+def take_flags(params: Sequence[UnitParam]) -> int:
+    """Copy ``requires_grad`` from sharded to unsharded parameters; return how many have it."""
+    count, others = 0, []
+    with without_torch_function():
         for param in params:
-            param._listed = weakref.ref(self)
+            flag = param.sharded.requires_grad
+            if param.unsharded.requires_grad is not flag:
+                others.append(param)
+            count += flag
+    for param in others:
+        param.unsharded.requires_grad_(param.sharded.requires_grad)
+    return count
 
-    def forget(self) -> None:
-        """Build the list again at the next use: an owner was added, or has got another dict."""
-        self._found = []
 
-    def _all(self) -> list[tuple[UnitParam, ParamDict, str]]:
-        if not self._found:
-            self._found = [
-                (param, *owner_dict) for param in self._params for owner_dict in param._owner_dicts
-            ]
-        return self._found
-
-    def take_flags(self) -> int:
-        """Copy ``requires_grad`` from sharded to unsharded parameters; return how many have it."""
-        count, others = 0, []
-        with without_torch_function():
-            for param in self._params:
-                flag = param.sharded.requires_grad
-                if param.unsharded.requires_grad is not flag:
-                    others.append(param)
-                count += flag
-        for param in others:
-            param.unsharded.requires_grad_(param.sharded.requires_grad)
-        return count
-
-    def install_sharded(self) -> None:
-        """Make every owner that holds the unsharded parameter hold the sharded one."""
-        for param, parameters, name in self._all():
+def install_sharded(params: Sequence[UnitParam]) -> None:
+    """Make every owner that holds the unsharded parameter hold the sharded one."""
+    for param in params:
+        for parameters, name in param.owner_dicts:
             if parameters.get(name) is param.unsharded:
                 parameters[name] = param.sharded
 
-    def install_unsharded(self) -> None:
-        """Make every owner that holds the sharded parameter hold the unsharded one.
 
-        A replacement by the user between forward and backward stays: backward does not need it,
-        and the next forward adopts it.
-        """
-        for param, parameters, name in self._all():
+def install_unsharded(params: Sequence[UnitParam]) -> None:
+    """Make every owner that holds the sharded parameter hold the unsharded one.
+
+    A replacement by the user between forward and backward stays: backward does not need it, and the
+    next forward adopts it.
+    """
+    for param in params:
+        for parameters, name in param.owner_dicts:
             if parameters.get(name) is param.sharded:
                 parameters[name] = param.unsharded
-
-
-def version_unless_replaced(
-    params: Sequence[UnitParam], locals_: Sequence[torch.Tensor]
-) -> int | None:
-    """Return a number that grows with every edit of a shard, direct or through its local tensor.
-
-    Args:
-        params: Of a unit.
-        locals_: The local tensor that each was made over.
-
-    Returns:
-        None: An owner holds another parameter, or a parameter another local tensor.
-    """
-    version = 0
-    with without_torch_function():
-        for param, own in zip(params, locals_, strict=True):
-            sharded = param.sharded
-            for parameters, name in param._owner_dicts:
-                installed = parameters.get(name)
-                if installed is not sharded and installed is not param.unsharded:
-                    return None
-            if own_local(sharded) is not own:
-                return None
-            version += version_of(sharded) + version_of(own)
-    return version
-
-
-def version_of_shards(params: Sequence[UnitParam]) -> int:
-    """Return the same number without looking for replacements."""
-    shards = [param.sharded for param in params]
-    return sum(version_of(shard) + version_of(own_local(shard)) for shard in shards)

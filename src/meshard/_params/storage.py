@@ -35,10 +35,6 @@ class MemoryLocation:
         """Return the host memory beside ``device``; pinned only if a device can make use of it."""
         return cls(torch.device("cpu"), pin and device.type != "cpu")
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised flat tensor."""
-        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
-
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor of the same shape, strides and dtype."""
         return torch.empty_like(tensor, device=self.device, pin_memory=self.is_pinned)
@@ -52,18 +48,10 @@ META = MemoryLocation(torch.device("meta"))
 _has_warned_of_pinning = False
 
 
-def host_location(
-    policy: TorchOffloadPolicy, device: torch.device, subclass_fqns: Sequence[str] = ()
-) -> MemoryLocation | None:
-    """Return the host memory where a policy puts shards; None: they are on ``device``.
-
-    Args:
-        policy: meshard's or torch's.
-        device: The device of the mesh.
-        subclass_fqns: Names of parameters with ``fsdp_pre_all_gather``.
+def host_location(policy: TorchOffloadPolicy, device: torch.device) -> MemoryLocation | None:
+    """Return the host memory where a policy puts shards; None: they are on ``device``, the mesh's.
 
     Raises:
-        NotImplementedError: There are such parameters.
         TypeError: ``pin_memory`` is not a bool.
     """
     global _has_warned_of_pinning
@@ -71,11 +59,6 @@ def host_location(
         return None
     if not isinstance(policy.pin_memory, bool):
         raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
-    if subclass_fqns:
-        raise NotImplementedError(
-            f"CPUOffloadPolicy for parameter {subclass_fqns[0]!r} is not built yet, because it has "
-            "fsdp_pre_all_gather; leave offload_policy out for its module."
-        )
     host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
     if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
         _has_warned_of_pinning = True
@@ -101,28 +84,19 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 class FlatShard:
-    """This rank's flat shard of a unit, with a view for every parameter.
-
-    Args:
-        layout: The range of each parameter.
-        shard_rank: This rank's position on the shard axis.
-        location: Memory of the buffer; may be meta.
-
-    Attributes:
-        locals: One view per parameter.
-        attributes: Python attributes of each view; empty unless users set some.
-    """
+    """This rank's flat shard of a unit, with a view for every parameter."""
 
     def __init__(self, layout: FlatLayout, shard_rank: int, location: MemoryLocation) -> None:
         self.buffer = location.buffer_for(layout)
         self.layout = layout
         self.segments = layout.split(self.buffer)
-        self.locals: list[torch.Tensor] = [self.buffer] * len(layout.params)
+        self.locals = [self.buffer] * len(layout.params)  # one view per parameter
         for segment, flat in zip(layout.segments, self.segments, strict=True):
             for param_range in segment.ranges:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
+        # Python attributes of each view; empty unless users set some.
         self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()
@@ -157,26 +131,14 @@ class UnshardedMemoryPool:
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         for segment in layout.segments:
             step = max(1, _ALIGNMENT // segment.dtype.itemsize)
-            offsets, numel = [], 0
-            for param_range in segment.ranges:
-                offsets.append(numel)
-                numel += -(-layout.params[param_range.index].numel // step) * step
-            flat = torch.empty(numel, dtype=segment.dtype, device=device)
-            for param_range, offset in zip(segment.ranges, offsets, strict=True):
-                param = layout.params[param_range.index]
-                view = flat.narrow(0, offset, param.numel).view(param.shape)
-                self.views[param_range.index] = view
+            params = {each.index: layout.params[each.index] for each in segment.ranges}
+            sizes = [-(-param.numel // step) * step for param in params.values()]
+            flat = torch.empty(sum(sizes), dtype=segment.dtype, device=device)
+            for (index, param), part in zip(params.items(), flat.split(sizes), strict=True):
+                self.views[index] = part[: param.numel].view(param.shape)
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
         self._has_memory = True
         self.free()
-
-    def as_parameters(self, requires_grad: Sequence[bool]) -> list[torch.nn.Parameter]:
-        """Return one ``nn.Parameter`` per view, each with a version counter of its own."""
-        return [
-            # `.data`, not `.detach()`: only the former starts a new version counter.
-            torch.nn.Parameter(view.data, requires_grad=flag)
-            for view, flag in zip(self.views, requires_grad, strict=True)
-        ]
 
     def allocate(self) -> None:
         """Allocate the memory; its content is undefined."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -14,11 +16,17 @@ from meshard._comm.communicator import Communicator, Rows
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import ShardedParam, TensorTag, UnitParam, tag_tensor
+from meshard._params.sharded_param import (
+    GradientHook,
+    ShardedParam,
+    TensorTag,
+    UnitParam,
+    tag_tensor,
+)
 from meshard._params.storage import MemoryLocation
-from meshard._torch.dtensor import is_placed_like, local_of
+from meshard._torch.dtensor import is_placed_like, is_plain, local_of, own_local, set_local
+from meshard._torch.private import version_of, without_torch_function
 
-GradientHook = Callable[[torch.Tensor], None]
 GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
 
 
@@ -37,37 +45,23 @@ class GroupSpec:
 
 
 class UnitParams(abc.ABC):
-    """Sharded and unsharded parameters of one unit, with the memory behind them.
+    """Sharded and unsharded parameters of one unit, with the memory behind them."""
 
-    Attributes:
-        params: In the order of the module.
-        spec: Mesh and device.
-        label: Name of the unit for errors; known once its root is sharded.
-        comm: Shared by all units of a root; known once that is sharded.
-        layout: How the shards lie, or would lie, in one buffer.
-        compute_dtypes: Of the unsharded parameters, and of their gradients.
-        is_one_dtype: Whether ``compute_dtypes`` are all the same.
-        host_copies: Copies between host and device; None unless shards live in host memory.
-        is_partly_meta: Whether some shards have memory and others are on the meta device.
-        is_offloaded: Whether ``meshard.offload`` has moved the shards away.
-        has_custom_gather: Whether some shards have ``fsdp_pre_all_gather``.
-    """
-
-    params: Sequence[UnitParam]
+    params: Sequence[UnitParam]  # in the order of the module
     spec: GroupSpec
-    label: str = ""
-    comm: Communicator
-    layout: FlatLayout
-    compute_dtypes: list[torch.dtype]
-    is_one_dtype: bool
-    host_copies: HostCopies | None = None
-    is_partly_meta: bool = False
-    is_offloaded: bool = False
-    has_custom_gather: bool = False
+    label: str = ""  # the name of the unit, for errors; known once its root is sharded
+    comm: Communicator  # shared by all units of a root; known once that is sharded
+    layout: FlatLayout  # how the shards lie, or would lie, in one buffer
+    compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
+    is_one_dtype: bool  # compute_dtypes are all the same
+    host_copies: HostCopies | None = None  # None unless shards live in host memory
+    is_partly_meta: bool = False  # some shards have memory, others are on the meta device
+    is_offloaded: bool = False  # meshard.offload has moved the shards away
+    has_custom_gather: bool = False  # some shards have fsdp_pre_all_gather
 
-    def _take_dtypes(self, compute_dtypes: list[torch.dtype]) -> None:
-        self.compute_dtypes = compute_dtypes
-        self.is_one_dtype = len(set(compute_dtypes)) == 1
+    def _read_dtypes(self) -> None:
+        self.compute_dtypes = [param.unsharded.dtype for param in self.params]
+        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
 
     @abc.abstractmethod
     def start_gather(self, comm: Communicator) -> GatherInFlight:
@@ -78,13 +72,8 @@ class UnitParams(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
-        """Allocate the unsharded parameters and fill them.
-
-        Args:
-            gathered: ``[shard_count, ...]``, as a tensor or as a list of rows.
-            comes_again: Whether the same may be gathered again without ``start_gather``.
-        """
+    def fill_unsharded(self, gathered: Rows) -> None:
+        """Allocate the unsharded parameters and fill them from ``gathered [shard_count, ...]``."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:
@@ -101,14 +90,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def take_replacements(self) -> bool:
-        """Adopt parameters and local tensors that users have put in the place of ours.
-
-        Returns:
-            Whether ``rebuild`` must be called.
-
-        Raises:
-            RuntimeError: A parameter was replaced by something that cannot be its shard.
-        """
+        """Adopt what users have put in the place of ours; return whether to ``rebuild``."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
@@ -120,13 +102,9 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def move(self, location: MemoryLocation | None) -> torch.Tensor:
-        """Start moving the shards, which are resharded; parameters stay the same objects.
+        """Start moving the shards to ``location``; None: back to where they are gathered from.
 
-        Args:
-            location: None: back to where they are gathered from.
-
-        Returns:
-            The old flat shard. **Lifetime:** keep it until the copy is over.
+        **Lifetime:** the caller keeps the result, the old flat shard, until the copy is over.
         """
 
     @abc.abstractmethod
@@ -134,84 +112,104 @@ class UnitParams(abc.ABC):
         """Raise a RuntimeError if shards are on the meta device, or not where they are gathered."""
 
 
-def take_replaced_shards(
-    params: Sequence[ShardedParam],
-    locals_: Sequence[torch.Tensor],
-    unit: str,
-    unsharded_type: type[torch.Tensor] | None,
-) -> bool:
-    """Adopt what owners hold instead of a sharded parameter as its shard.
+class ShardedUnitParams(UnitParams):
+    """Parameters that are DTensors while sharded: what the two kinds of them share."""
 
-    Args:
-        params: Of one unit.
-        locals_: The local tensor that each was made over.
-        unit: Label of the unit, for errors.
-        unsharded_type: Class of the unsharded tensors to accept and shard; None: that of the shard.
+    params: list[ShardedParam]
+    locals: list[torch.Tensor]  # that each sharded parameter was made over
+    _gradient_hook: GradientHookMaker
 
-    Returns:
-        Whether a parameter or a local tensor was replaced.
+    @property
+    def version(self) -> int:
+        shards = [param.sharded for param in self.params]
+        return sum(version_of(shard) + version_of(own_local(shard)) for shard in shards)
 
-    Raises:
-        RuntimeError: A parameter was replaced by something that is not its shard.
-    """
-    replaced = False
-    for param, own in zip(params, locals_, strict=True):
-        replacements = param.replacements()
-        if replacements:
-            # Owners of a tied parameter may hold different ones: the first stands for all.
-            new = _as_shard(param, replacements[0], unit, unsharded_type or type(own))
-            for old in (param.sharded, *replacements):
-                if old is not new:
-                    tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
-            param.sharded = new
-            replaced = True
-        elif local_of(param.sharded) is not own:
-            replaced = True
-    return replaced
+    def version_unless_replaced(self) -> int | None:
+        # Before each gather: one loop, no calls inside.
+        version = 0
+        with without_torch_function():
+            for param, own in zip(self.params, self.locals, strict=True):
+                sharded = param.sharded
+                for parameters, name in param.owner_dicts:
+                    installed = parameters.get(name)
+                    if installed is not sharded and installed is not param.unsharded:
+                        return None
+                if own_local(sharded) is not own:
+                    return None
+                version += version_of(sharded) + version_of(own)
+        return version
 
+    def take_replacements(self) -> bool:
+        replaced = False
+        for param, own in zip(self.params, self.locals, strict=True):
+            replacements = param.replacements()
+            if replacements:
+                # Owners of a tied parameter may hold different ones: the first stands for all.
+                new = self._as_shard(param, replacements[0], own)
+                for old in (param.sharded, *replacements):
+                    if old is not new:
+                        tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
+                param.sharded = new
+                replaced = True
+            elif local_of(param.sharded) is not own:
+                replaced = True
+        return replaced
 
-def _as_shard(
-    param: ShardedParam, new: nn.Parameter, unit: str, unsharded_type: type[torch.Tensor]
-) -> nn.Parameter:
-    """Return ``new`` itself, or its shard if it is an unsharded tensor."""
-    expected = param.sharded
-    if not isinstance(new, nn.Parameter):
-        raise RuntimeError(
-            f"parameter {param.fqn!r} of unit {unit!r} was replaced by a "
-            f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
-            "for one call; a sharded module would not compute with it. Make that call inside "
-            "meshard.unsharded_params(module), where the module is an ordinary one."
-        )
-    if new.shape == expected.shape:
-        if type(new) is unsharded_type:
-            shard = param.shard_of(new).clone()
-            return nn.Parameter(shard, requires_grad=new.requires_grad)
-        if is_placed_like(new, expected):
-            return new
-    raise RuntimeError(
-        f"parameter {param.fqn!r} of unit {unit!r} was replaced after fully_shard by a "
-        f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
-        f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
-        "mesh and placements, or replace it before fully_shard."
-    )
-
-
-def check_not_meta(params: Sequence[ShardedParam], unit: str, device: torch.device) -> None:
-    """Raise a RuntimeError if a shard, which should live on ``device``, is on the meta device."""
-    for param in params:
-        if local_of(param.sharded).is_meta:
+    def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:
+        """Return ``new`` itself, or its shard if it is an unsharded tensor."""
+        expected = param.sharded
+        if not isinstance(new, nn.Parameter):
             raise RuntimeError(
-                f"parameter {param.fqn!r} of unit {unit!r} is still on the meta device; "
-                f"call to_empty(device={device.type!r}) on the root module (shards "
-                f"live on {device.type!r}) and initialise its parameters "
-                "(reset_parameters, or load_state_dict) before the first forward."
+                f"parameter {param.fqn!r} of unit {self.label!r} was replaced by a "
+                f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
+                "for one call; a sharded module would not compute with it. Make that call inside "
+                "meshard.unsharded_params(module), where the module is an ordinary one."
             )
+        if new.shape == expected.shape:
+            if type(new) is (nn.Parameter if is_plain(own) else type(own)):
+                shard = param.shard_of(new).clone()
+                return nn.Parameter(shard, requires_grad=new.requires_grad)
+            if is_placed_like(new, expected):
+                return new
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
+            f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
+            f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
+            "mesh and placements, or replace it before fully_shard."
+        )
 
+    def _adopted_locals(self, device_type: str, why: str) -> list[torch.Tensor]:
+        """Return the present local tensors, which must be on such a device or meta."""
+        locals_ = [local_of(param.sharded) for param in self.params]
+        for param, local in zip(self.params, locals_, strict=True):
+            if local.device.type not in ("meta", device_type):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
+                    f"but {why}; move it back before use."
+                )
+        self.is_partly_meta = len({local.is_meta for local in locals_}) > 1
+        return locals_
 
-def register_gradient_hook(unsharded_param: torch.Tensor, hook: GradientHook) -> None:
-    """Call ``hook`` once the gradient of an unsharded parameter is complete."""
-    if unsharded_param.is_floating_point():
-        flag = unsharded_param.requires_grad
-        unsharded_param.requires_grad_(True)  # torch accepts a hook on such tensors only
-        unsharded_param.register_post_accumulate_grad_hook(hook)
-        unsharded_param.requires_grad_(flag)
+    def _install_adopted(self) -> None:
+        for param, own in zip(self.params, self.locals, strict=True):
+            set_local(param.sharded, own)
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+            param.install(param.sharded)
+
+    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
+        copied = copy.copy(self)
+        copied.params = cast("list[ShardedParam]", params)
+        copied._gradient_hook = gradient_hook
+        copied.host_copies = None if self.host_copies is None else HostCopies(self.spec.device)
+        copied.rebuild()
+        return copied
+
+    def _check_not_meta(self, device: torch.device) -> None:
+        for param in self.params:
+            if local_of(param.sharded).is_meta:
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
+                    f"call to_empty(device={device.type!r}) on the root module (shards "
+                    f"live on {device.type!r}) and initialise its parameters "
+                    "(reset_parameters, or load_state_dict) before the first forward."
+                )

@@ -130,21 +130,20 @@ class _Scatter(_Receiving):
 
 
 class _Sum(_Receiving):
-    """An all-reduce of ``buffer`` between two ranks, in place or into ``output``."""
+    """An all-reduce of ``buffer`` between two ranks, in place."""
 
-    __slots__ = ("_buffer", "_output")
+    __slots__ = ("_buffer",)
 
-    def __init__(self, channel: Channel, buffer: torch.Tensor, output: torch.Tensor | None) -> None:
-        # In place, the sum must not overwrite what the other rank reads.
-        super().__init__(channel, channel.publish(buffer, copy=output is None))
+    def __init__(self, channel: Channel, buffer: torch.Tensor) -> None:
+        # A copy is published: the sum must not overwrite what the other rank reads.
+        super().__init__(channel, channel.publish(buffer, copy=True))
         self._buffer = buffer
-        self._output = buffer if output is None else output
 
     def _read(self) -> None:
         (other,) = self._channel.others
         buffer = self._buffer
         theirs = self._channel.receive(self._message, other, buffer.numel(), buffer.dtype)
-        torch.add(buffer, theirs, out=self._output)
+        buffer.add_(theirs)
 
 
 class _Channels(dict[dist.ProcessGroup, Channel | None]):
@@ -242,9 +241,6 @@ class SharedMemoryCommunicator(WorkCommunicator):
             if channel is not None:
                 channel.release_cached_memory(keep_for=keep_for)
 
-    def sums_apart(self, group: dist.ProcessGroup) -> bool:
-        return group.size() == 2 and self._channel_before(group) is not None
-
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> GatheredViews | None:
@@ -271,10 +267,8 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super()._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
         return _Scatter(channel, output, source, keep_signs=keep_signs)
 
-    def _start_all_reduce(
-        self, buffer: torch.Tensor, group: dist.ProcessGroup, output: torch.Tensor | None
-    ) -> InFlight:
+    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         channel = self._channels[group] if group.size() == 2 else None
         if channel is None:
-            return super()._start_all_reduce(buffer, group, output)
-        return _Sum(channel, buffer, output)
+            return super()._start_all_reduce(buffer, group)
+        return _Sum(channel, buffer)

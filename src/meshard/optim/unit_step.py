@@ -281,9 +281,9 @@ class UnitStepper:
         unit = self._unit()
         if unit is None or unit.group is None or unit.gradients is None:
             return None
-        group, sharded = unit.group, unit.gradients.sharded
+        group = unit.group
         # The worker waits for copies from the device by itself; clipping reads the values here.
-        if is_deferred or self._change is not None or not sharded.show_early():
+        if is_deferred or self._change is not None or not unit.gradients.sharded.are_shown:
             unit.gradients.settle()
         if not self._has_gradients():
             return None
@@ -305,7 +305,6 @@ class UnitStepper:
         with without_torch_function():
             for param in self.params:
                 param.grad = None
-        sharded.release_cleared()
         group.record_step()
         return group
 
