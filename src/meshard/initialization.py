@@ -439,7 +439,7 @@ def check_same_start(
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
     outlines = _of_all_ranks(outline, mesh_info)
-    ranks = mesh_info.mesh.mesh.flatten().tolist()
+    ranks = _ranks_in_order(mesh_info)
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
         raise RuntimeError(
@@ -467,11 +467,19 @@ def check_same_start(
 
 
 def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return every rank's ``row [n]`` as ``[ranks, n]``, in the order of the mesh."""
+    """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
     rows = gather_from_all(row, mesh_info.shard_group, label="(same start)")
     if mesh_info.replicate_group is not None:
         rows = gather_from_all(rows, mesh_info.replicate_group, label="(same start)")
     return rows.view(-1, row.numel())
+
+
+def _ranks_in_order(mesh_info: MeshInfo) -> list[int]:
+    """Return the ranks of the rows of ``_of_all_ranks``, whatever the order of the axes."""
+    ranks = mesh_info.mesh.mesh
+    if mesh_info.shard_axis is not None:
+        ranks = ranks.movedim(mesh_info.shard_axis, -1)
+    return ranks.flatten().tolist()
 
 
 @torch.no_grad()
