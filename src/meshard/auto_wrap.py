@@ -27,6 +27,7 @@ from meshard._engine.unit import own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
 from meshard.api import check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
+from meshard.fsdp_module import check_int
 from meshard.initialization import take_values_of_first_rank
 
 UnitPredicate = Callable[[str, nn.Module], bool]
@@ -281,8 +282,7 @@ def _check_arguments(
     if not isinstance(model, nn.Module):
         raise TypeError(f"fully_shard_units needs an nn.Module, got {type(model).__name__}.")
     check_mesh(mesh)
-    if isinstance(min_params, bool) or not isinstance(min_params, int):
-        raise TypeError(f"min_params must be an int, got {min_params!r}.")
+    check_int("min_params", min_params)
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
         raise ValueError(
             f"the root is a {type(model).__name__}, which has no forward to gather parameters "

@@ -46,10 +46,7 @@ def _new_poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _is_untouched(tensor: torch.Tensor) -> bool:
     """Whether a part of what ``_new_poisoned`` returned has not been written to."""
     poison = _poison_of(tensor.dtype)
-    if poison is None:
-        return False
-    untouched = tensor.isnan() if poison != poison else tensor == poison
-    return bool(untouched.any())
+    return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
 
 
 def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
@@ -58,8 +55,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.finish_pending_step()
     group.finish_copies()
     group.storage.take_replacements()
-    params = sharded_params(group)
-    new = [param for param in params if local_of(param.sharded).is_meta]
+    new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
     for param in new:
         _allocate(param, group)
     group.adopt_edits()  # moves them into one buffer
@@ -105,25 +101,17 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     Calls ``reset_parameters()`` (or ``_reset_parameters()``) of every module inside that has it,
     children before their parents, while its parameters are unsharded. Meta tensors get memory;
     what has values already keeps them unless a module resets it. The values are, bit for bit,
-    those of the same calls on the unsharded model on one process with the random number generator
-    of the first rank. If constructors draw random numbers in these methods only, and modules are
-    registered in the order in which they are built, these are the values of
-    ``torch.manual_seed(s); Model()`` on the device of the mesh. A tied parameter has the values of
-    its last owner.
+    those of the same calls on the unsharded model, on one process with the random number generator
+    of the first rank.
 
-    **Collective:** every rank of the mesh. One broadcast of the state of the first rank's random
-    number generator, and a gather of each parameter that has values already. Afterwards, a rank
-    whose generator was in the same state goes on as one process would; that of another rank is as
-    it was before.
-    **Stream:** the current one.
-    **Lifetime:** one unit, and the units around it, are unsharded at a time; a module that has
-    both a reset and units inside has all of them unsharded.
+    **Collective:** every rank of the mesh: a broadcast of the state of the generator, and a gather
+    of each parameter that has values already. **Lifetime:** one unit, and the units around it, are
+    unsharded at a time; with a module that has both a reset and units inside, all of those.
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
-        init: Called with every module inside instead, as ``module.apply(init)`` would: for
-            example the ``_init_weights`` of a Hugging Face model. It may write to parameters of
-            the units around the module it is given, not to those of units further inside.
+        init: Called with every module inside instead, as by ``module.apply(init)``. It may write
+            to the unit of that module and to those around it, not to units further inside.
 
     Returns:
         ``module``.
@@ -131,17 +119,16 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     Raises:
         ValueError: Modules hold meta tensors and nothing would initialise them, or a parameter
             belongs to a unit around ``module``. Nothing has been changed.
-        RuntimeError: A parameter or a buffer that was on the meta device was not initialised,
-            ``init`` wrote to a unit that is sharded, or a forward or backward is running.
+        RuntimeError: A meta tensor was not initialised, ``init`` wrote to a unit that is sharded,
+            or a forward or backward is running.
 
     >>> import meshard
     >>> with torch.device("meta"):
-    ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    >>> _ = meshard.fully_shard_units(model)
+    ...     layer = nn.Linear(4, 4)
     >>> _ = torch.manual_seed(0)
-    >>> _ = meshard.materialize(model)
+    >>> _ = meshard.materialize(meshard.fully_shard(layer))
     >>> _ = torch.manual_seed(0)
-    >>> bool((model[0].weight.full_tensor() == nn.Linear(4, 4).weight).all())
+    >>> bool((layer.weight.full_tensor() == nn.Linear(4, 4).weight).all())
     True
     """
     if init is None:
@@ -163,17 +150,12 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
 
 
 class _Initialisation:
-    """One walk over a model, children first.
-
-    Args:
-        init: The user's function, called instead of ``reset_parameters``.
-        device: Where tensors that belong to no unit get memory.
-    """
+    """One walk over a model, children first."""
 
     def __init__(self, init: Init | None, device: torch.device) -> None:
         self.untouched: list[str] = []
         self._init = init
-        self._device = device
+        self._device = device  # of tensors that belong to no unit
         self._seen: set[nn.Module] = set()
         self._summoned: dict[Unit, SummonedUnit] = {}
         self._new: dict[ShardedParam, str] = {}  # of summoned units: no values yet
@@ -208,39 +190,35 @@ class _Initialisation:
 
     def _summon_for(self, fqn: str, module: nn.Module) -> list[Unit]:
         """Unshard what initialising ``module`` may write to."""
-        wanted = dict.fromkeys(units_of(module), fqn)
-        if self._init is None and _reset_of(module) is not None:
-            for name, inner in module.named_modules(prefix=fqn):
-                for unit in units_of(inner):
-                    wanted.setdefault(unit, name)
-        wanted = {unit: name for unit, name in wanted.items() if unit not in self._summoned}
-        for unit, name in wanted.items():
-            self._summon(unit, name)
-        return [unit for unit in wanted if unit in self._summoned]
+        resets_all = self._init is None and _reset_of(module) is not None
+        names: dict[Unit, str] = {}
+        for name, inner in module.named_modules(prefix=fqn) if resets_all else [(fqn, module)]:
+            for unit in units_of(inner):
+                names.setdefault(unit, name)
+        return [unit for unit, name in names.items() if self._summon(unit, name)]
 
-    def _summon(self, unit: Unit, fqn: str) -> None:
+    def _summon(self, unit: Unit, fqn: str) -> bool:
+        """Unshard a unit, unless it is unsharded already."""
         group = unit.group
-        if group is None or isinstance(group.storage, ReplicatedParams):
-            return
+        if unit in self._summoned or group is None or isinstance(group.storage, ReplicatedParams):
+            return False
         check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
         self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
-        unsharded = [
-            _unsharded(param, group.spec.device, is_new=param in new)
-            for param in sharded_params(group)
-        ]
+        device = group.spec.device
+        unsharded = [_unsharded(p, device, is_new=p in new) for p in sharded_params(group)]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
+        return True
 
     def _finish(self, units: list[Unit]) -> None:
         """Check and write back what was initialised, and reshard."""
         for unit in units:
             summoned = self._summoned[unit]
             values = summoned.edited_values()
-            for param in summoned.params:
+            for param, value in zip(summoned.params, values, strict=True):
                 name = self._new.pop(param, None)
-                installed = param.installed()[0]
-                if name is not None and installed is not None and _is_untouched(installed):
+                if name is not None and _is_untouched(value):
                     self.untouched.append(name)
             summoned.close()
             summoned.write(values)
@@ -262,10 +240,10 @@ class _Initialisation:
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
-        before = [unit.group.storage.version for unit in inside if unit.group is not None]
+        storages = [unit.group.storage for unit in inside if unit.group is not None]
+        before = [storage.version for storage in storages]
         init(module)
-        after = [unit.group.storage.version for unit in inside if unit.group is not None]
-        if before != after:
+        if before != [storage.version for storage in storages]:
             raise RuntimeError(
                 f"init({fqn or '(root)'}) wrote to parameters of a unit inside it, which holds "
                 "shards only; write to them when init is called with the module that holds them, "
@@ -283,21 +261,14 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 def _check_resets(root: nn.Module) -> None:
     """Raise if a module holds meta tensors that nothing would initialise."""
-    helpless: list[str] = []
-    seen: set[nn.Module] = set()
-
-    def look(fqn: str, module: nn.Module) -> None:
-        if module in seen or _reset_of(module) is not None:
-            return  # a reset may initialise everything inside the module
-        seen.add(module)
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        names = [*module._parameters, *module._buffers]
-        if any(tensor.is_meta for tensor in tensors):
-            helpless.append(f"{fqn or '(root)'} ({own_class(module).__name__}: {', '.join(names)})")
-        for name, child in module.named_children():
-            look(f"{fqn}.{name}" if fqn else name, child)
-
-    look("", root)
+    # A reset may initialise everything inside its module.
+    reset = {inner for module in root.modules() if _reset_of(module) for inner in module.modules()}
+    helpless = []
+    for fqn, module in root.named_modules():
+        held = {**module._parameters, **module._buffers}
+        if module not in reset and any(t is not None and t.is_meta for t in held.values()):
+            name = own_class(module).__name__
+            helpless.append(f"{fqn or '(root)'} ({name}: {', '.join(held)})")
     if helpless:
         more = f", and {len(helpless) - 3} more" if len(helpless) > 3 else ""
         raise ValueError(
@@ -337,28 +308,22 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
 @contextlib.contextmanager
 def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
     """Draw the random numbers of the first rank of all meshes on every rank."""
-    generators: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]
-    generators = [(torch.get_rng_state, torch.set_rng_state)]
+    generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        accelerator = torch.get_device_module(device.type)
-        generators.append(
-            (
-                lambda: accelerator.get_rng_state(device),
-                lambda state: accelerator.set_rng_state(state, device),
-            )
-        )
-    own = [get_state() for get_state, _ in generators]
+        generators.append(torch.get_device_module(device))  # of the current device
+    own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
-    for (_, set_state), state in zip(generators, first, strict=True):
+    for generator, state in zip(generators, first, strict=True):
         for mesh_info in meshes:
             overwrite_by_first_rank(state, mesh_info, device, label="(materialize)")
-        set_state(state)
+        generator.set_rng_state(state)
     try:
         yield
     finally:
-        for (_, set_state), before, state in zip(generators, own, first, strict=True):
+        # Ranks whose generator was in the same state go on as one process would.
+        for generator, before, state in zip(generators, own, first, strict=True):
             if not torch.equal(before, state):
-                set_state(before)
+                generator.set_rng_state(before)
 
 
 # --- the same values on all ranks ----------------------------------------------------------
@@ -376,15 +341,7 @@ def take_values_of_first_rank(
 ) -> None:
     """Overwrite tensors by those of the first rank of the mesh, one at a time.
 
-    **Collective:** all ranks of the mesh. **Stream:** the current one.
-
-    Args:
-        named: Names and tensors, the same on every rank.
-        mesh_info: The mesh.
-        device: Where its groups communicate; a tensor elsewhere is copied there and back.
-
-    Raises:
-        ValueError: A tensor is on the meta device.
+    **Collective:** all ranks of the mesh, with the same names; it communicates on ``device``.
     """
     for name, tensor in named:
         if tensor.is_meta:
@@ -401,13 +358,8 @@ def overwrite_by_first_rank(
 ) -> None:
     """Overwrite ``local`` by that of the first rank of the mesh.
 
-    **Collective:** all ranks of the mesh. **Stream:** the current one.
-
-    Args:
-        local: A plain tensor, or a subclass that has ``__tensor_flatten__``.
-        mesh_info: The mesh.
-        device: Where its groups communicate; a tensor elsewhere is copied there and back.
-        label: What observers see in the place of a unit.
+    **Collective:** all ranks of the mesh, whose groups communicate on ``device``; ``label`` is what
+    observers see in the place of a unit.
     """
     for plain in plain_tensors_in(local):
         buffer = plain.to(device).contiguous()
@@ -423,23 +375,15 @@ def check_same_start(
 ) -> None:
     """Raise if the ranks are about to shard different parameters, or other values, as one unit.
 
-    ``MESHARD_DEBUG=1`` asks for this check.
-
-    **Collective:** all ranks of the mesh; two small all-gathers per axis of the mesh.
-
-    Args:
-        named: Names and values of the unit's parameters.
-        mesh_info: The mesh.
-        device: Where its groups communicate.
-        unit: The unit in the error; it has no name yet.
-
-    Raises:
-        RuntimeError: Naming the first parameter and the ranks that differ.
+    **Collective:** all ranks of the mesh, with ``MESHARD_DEBUG=1``; two small all-gathers per axis.
     """
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
     outlines = _of_all_ranks(outline, mesh_info)
-    ranks = _ranks_in_order(mesh_info)
+    grid = mesh_info.mesh.mesh
+    if mesh_info.shard_axis is not None:
+        grid = grid.movedim(mesh_info.shard_axis, -1)  # the order of _of_all_ranks
+    ranks = grid.flatten().tolist()
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
         raise RuntimeError(
@@ -472,14 +416,6 @@ def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     if mesh_info.replicate_group is not None:
         rows = gather_from_all(rows, mesh_info.replicate_group, label="(same start)")
     return rows.view(-1, row.numel())
-
-
-def _ranks_in_order(mesh_info: MeshInfo) -> list[int]:
-    """Return the ranks of the rows of ``_of_all_ranks``, whatever the order of the axes."""
-    ranks = mesh_info.mesh.mesh
-    if mesh_info.shard_axis is not None:
-        ranks = ranks.movedim(mesh_info.shard_axis, -1)
-    return ranks.flatten().tolist()
 
 
 @torch.no_grad()
