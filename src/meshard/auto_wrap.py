@@ -103,7 +103,7 @@ def fully_shard_units(
         for module, params in planned.items():
             _take_values_of_first_rank(params, calls[module])
         mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
-        take_values_of_first_rank(model.named_buffers(), mesh_info, device_of(mesh))
+        take_values_of_first_rank(model.named_buffers(), mesh_info)
     _warn_about_narrow(planned)
     with hoisting({param: module for module, params in planned.items() for param in params}):
         for module, arguments in calls.items():
@@ -128,7 +128,7 @@ def _take_values_of_first_rank(params: dict[nn.Parameter, str], arguments: dict[
     for each in plan(_collected(params), mesh_info, arguments.get("shard_placement_fn")):
         # Over the parameters' own mesh: experts on another mesh differ over this one.
         named = [(param.fqn, param.param) for param in each.params]
-        take_values_of_first_rank(named, each.mesh_info, device_of(each.mesh_info.mesh))
+        take_values_of_first_rank(named, each.mesh_info)
 
 
 # --- the model as a graph --------------------------------------------------------------------

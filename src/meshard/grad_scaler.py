@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.optim import Optimizer
 from meshard._comm.blocking import agree_on_max
 from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
 from meshard._mesh.mesh_info import device_of
-from meshard._torch.dtensor import local_of
-from meshard._torch.private import queue_backward_callback, unscale_each
+from meshard._torch.dtensor import plain_of
+from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
 
 
 class _ScaledBackward:
@@ -38,23 +37,11 @@ def is_backward_scaled() -> bool:
     return _ScaledBackward.num_alive > 0
 
 
-def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, (list, tuple)):
-        for each in outputs:
-            yield from _tensors_in(each)
-
-
 class ShardedGradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
 
-    An inf or NaN in one shard on one rank skips the step and lowers the scale on every rank.
-
-    Args:
-        *args: As for ``torch.amp.GradScaler``: device, init_scale, growth_factor, ...
-        process_group: All ranks that step together. None: the default group.
-        **kwargs: As for ``torch.amp.GradScaler``.
+    An inf or NaN in one shard on one rank skips the step and lowers the scale on every rank of
+    ``process_group`` (None: the default group). Other arguments are torch's.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -81,7 +68,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         scaled = super().scale(outputs)
         if self.is_enabled() and overlapped_optimizers:
-            for loss in _tensors_in(scaled):
+            for loss in tree_flatten(scaled)[0]:
                 if loss.requires_grad:
                     loss.register_hook(lambda _: queue_backward_callback(_ScaledBackward()))
         return scaled
@@ -89,14 +76,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.
 
-        **Collective:** as ``unscale_``, which it calls if that has not been done. Waits for what
-        was found.
+        **Collective:** every rank of the process group, as for ``unscale_``.
         """
         loss = super().step(optimizer, *args, **kwargs)
-        if self.is_enabled():
-            found = self._found_inf_per_device(optimizer).values()
-            if any(each.item() for each in found):
-                optimizer.zero_grad()
+        found = self._found_inf_per_device(optimizer).values() if self.is_enabled() else ()
+        if any(each.item() for each in found):
+            optimizer.zero_grad()
         return loss
 
     def _unscale_grads_(
@@ -112,7 +97,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for param in params:
             if param.grad is None:
                 continue
-            local = local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            local = plain_of(param.grad)
             if local.dtype == torch.float16 and not allow_fp16:
                 raise ValueError(
                     f"cannot unscale the float16 gradient of a parameter of shape "
@@ -140,11 +125,10 @@ def _agree(
     found_inf: torch.Tensor, params: list[torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Set ``found_inf`` to its maximum over all ranks; their group may not serve host memory."""
-    meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
-    mesh = next(meshes, None)
-    if mesh is None or mesh.device_type == found_inf.device.type:
+    meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
+    if not meshes or meshes[0].device_type == found_inf.device.type:
         agree_on_max(found_inf, group)
         return
-    travelling = found_inf.to(device_of(mesh))
+    travelling = found_inf.to(device_of(meshes[0]))
     agree_on_max(travelling, group)
     found_inf.copy_(travelling)

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
 from meshard._engine.param_group import ParamGroup, sharded_params
 from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
-from meshard._mesh.mesh_info import MeshInfo
+from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
-from meshard._torch.dtensor import local_of, place_like, plain_tensors_in
+from meshard._torch.dtensor import local_of, place_like, plain_of, plain_tensors_in
 from meshard.weights import SummonedUnit, check_between_steps
 
 
@@ -315,7 +315,7 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     first = [state.clone() for state in own]
     for generator, state in zip(generators, first, strict=True):
         for mesh_info in meshes:
-            overwrite_by_first_rank(state, mesh_info, device, label="(materialize)")
+            overwrite_by_first_rank(state, mesh_info, label="(materialize)")
         generator.set_rng_state(state)
     try:
         yield
@@ -337,11 +337,11 @@ _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def take_values_of_first_rank(
-    named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo, device: torch.device
+    named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo
 ) -> None:
     """Overwrite tensors by those of the first rank of the mesh, one at a time.
 
-    **Collective:** all ranks of the mesh, with the same names; it communicates on ``device``.
+    **Collective:** all ranks of the mesh, with the same names.
     """
     for name, tensor in named:
         if tensor.is_meta:
@@ -349,18 +349,15 @@ def take_values_of_first_rank(
                 f"sync_init=True has no values to send for {name!r}, which is on the meta device; "
                 "leave sync_init out and call meshard.materialize(model) after sharding."
             )
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        overwrite_by_first_rank(local, mesh_info, device, label="(sync_init)")
+        overwrite_by_first_rank(plain_of(tensor).detach(), mesh_info, label="(sync_init)")
 
 
-def overwrite_by_first_rank(
-    local: torch.Tensor, mesh_info: MeshInfo, device: torch.device, *, label: str
-) -> None:
-    """Overwrite ``local`` by that of the first rank of the mesh.
+def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: str) -> None:
+    """Overwrite ``local``, on any device, by that of the first rank of the mesh.
 
-    **Collective:** all ranks of the mesh, whose groups communicate on ``device``; ``label`` is what
-    observers see in the place of a unit.
+    **Collective:** all ranks of the mesh; observers see ``label`` in the place of a unit.
     """
+    device = device_of(mesh_info.mesh)
     for plain in plain_tensors_in(local):
         buffer = plain.to(device).contiguous()
         broadcast_from_first(buffer, mesh_info.shard_group, label=label)
@@ -370,13 +367,12 @@ def overwrite_by_first_rank(
             plain.copy_(buffer)
 
 
-def check_same_start(
-    named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, device: torch.device, unit: str
-) -> None:
+def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, unit: str) -> None:
     """Raise if the ranks are about to shard different parameters, or other values, as one unit.
 
     **Collective:** all ranks of the mesh, with ``MESHARD_DEBUG=1``; two small all-gathers per axis.
     """
+    device = device_of(mesh_info.mesh)
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
     outlines = _of_all_ranks(outline, mesh_info)
@@ -421,7 +417,7 @@ def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 @torch.no_grad()
 def _checksum(param: torch.Tensor) -> int:
     """Return 64 bits that depend on every bit of ``param`` and on its position."""
-    local = local_of(param) if isinstance(param, DTensor) else param.detach()
+    local = plain_of(param).detach()
     if local.is_meta:
         return 0
     return sum(map(_checksum_of_plain, plain_tensors_in(local))) % 2**63

@@ -78,7 +78,7 @@ def test_a_module_list_with_a_forward_of_its_own_is_accepted():
 
 def test_applying_twice_is_refused():
     net = meshard.fully_shard(model())
-    check_refused(ValueError, "applied twice to the same Sequential", net, looked_at=net)
+    check_refused(ValueError, "applied to a Sequential that is sharded", net, looked_at=net)
 
 
 def test_a_child_after_its_parent_is_refused():
