@@ -56,12 +56,10 @@ def fully_shard(
 
     Call it bottom-up, on each layer and then on the root: parameters that are already in a unit
     stay there. One all-gather unshards a unit before its forward and backward; one reduce-scatter
-    (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that,
-    ``module.parameters()`` are DTensors that hold this rank's shard. Build the optimizer last.
+    (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that, parameters are
+    DTensors that hold this rank's shard. Build the optimizer last.
 
-    **Collective:** every rank of the mesh, in the same order, with the same values: rank 0 keeps
-    its shard 0, and so on. **Lifetime:** the original parameters are freed as soon as nothing else
-    refers to them.
+    **Collective:** every rank of the mesh, in the same order, with the same values.
 
     Args:
         module: The module, or a list of modules that become one unit.

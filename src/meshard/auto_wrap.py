@@ -47,9 +47,8 @@ def fully_shard_units(
 ) -> list[str]:
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
-    Never made units are containers without a forward, modules inside ``nn.MultiheadAttention``, and
-    modules that have no parameters left. A parameter that is used in several places goes to the
-    innermost unit around all of them. Units that exist stay as they are.
+    A parameter that is used in several places goes to the innermost unit around all of them. Units
+    that exist stay as they are.
 
     **Collective:** every rank of the mesh, with the same model and the same arguments.
 
@@ -60,8 +59,8 @@ def fully_shard_units(
             ``"auto"``: the outermost children of a ``ModuleList`` or ``Sequential`` that have a
             sibling of their own class.
         min_params: Fewest elements of a unit; smaller ones become part of the unit around them.
-        sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first,
-            one tensor at a time. Without it every rank must hold the same values.
+        sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first.
+            Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
             arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
         fully_shard_kwargs: All other arguments of ``fully_shard``, for every unit.

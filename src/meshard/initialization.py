@@ -36,15 +36,14 @@ def _poison_of(dtype: torch.dtype) -> float | int | None:
     return None
 
 
-def _new_poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for ``like`` that shows which elements have not been written to."""
-    new = torch.empty_like(like, device=device)
+def _poisoned(new: torch.Tensor) -> torch.Tensor:
+    """Fill new memory so that it shows which elements have not been written to."""
     poison = _poison_of(new.dtype)
     return new if poison is None else new.fill_(poison)
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether a part of what ``_new_poisoned`` returned has not been written to."""
+    """Whether a part of what ``_poisoned`` returned has not been written to."""
     poison = _poison_of(tensor.dtype)
     return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
 
@@ -82,8 +81,7 @@ def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn
     """
     sharded = param.sharded
     if is_new:
-        meta = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
-        value = _new_poisoned(meta, device)
+        value = _poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
         local = local_of(sharded).to(device)  # the process groups of the mesh serve no other
         value = place_like(sharded, local).full_tensor().detach().clone()
@@ -99,22 +97,17 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     """Initialise the parameters and buffers of a sharded ``module`` like those of a plain one.
 
     Calls ``reset_parameters()`` (or ``_reset_parameters()``) of every module inside that has it,
-    children before their parents, while its parameters are unsharded. Meta tensors get memory;
-    what has values already keeps them unless a module resets it. The values are, bit for bit,
-    those of the same calls on the unsharded model, on one process with the random number generator
-    of the first rank.
+    children before their parents, while its parameters are unsharded. Meta tensors get memory.
+    The values are, bit for bit, those of the same calls on the unsharded model, on one process with
+    the random number generator of the first rank.
 
     **Collective:** every rank of the mesh: a broadcast of the state of the generator, and a gather
-    of each parameter that has values already. **Lifetime:** one unit, and the units around it, are
-    unsharded at a time; with a module that has both a reset and units inside, all of those.
+    of each parameter that has values already.
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
         init: Called with every module inside instead, as by ``module.apply(init)``. It may write
             to the unit of that module and to those around it, not to units further inside.
-
-    Returns:
-        ``module``.
 
     Raises:
         ValueError: Modules hold meta tensors and nothing would initialise them, or a parameter
@@ -232,7 +225,7 @@ class _Initialisation:
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in self._given:
-                    new = _new_poisoned(tensor.detach(), self._device)
+                    new = _poisoned(torch.empty_like(tensor.detach(), device=self._device))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)

@@ -48,8 +48,7 @@ def unsharded_params(
     """Unshard the parameters of ``module`` inside the block; write edits back to the shards.
 
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
-    parallelism); ``state_dict``, ``load_state_dict``, ``functional_call`` and ``module(...)`` work
-    as on a plain module, without communication. Edit them in place, or assign others of the same
+    parallelism), and the module is as a plain one: edit them in place, or assign others of the same
     shape. Gradients of what is computed from them reach the shards, also after the block. An
     exception leaves the shards of all ranks as they were.
 
@@ -59,8 +58,7 @@ def unsharded_params(
         module: A module with units in it.
         recurse: Also the units inside ``module``, which must be one itself otherwise.
         rank0_only: Unshard on the first rank of the mesh only, whose edits are sent to all.
-        writeback: Write edits back. Every rank writes its own part, so all must make the same
-            edits; of several replicas, the first one's are used.
+        writeback: Write edits back. Every rank writes its own part, so all must make the same.
         offload_to_cpu: Hold the unsharded parameters in host memory.
 
     Raises:
@@ -79,8 +77,6 @@ def unsharded_params(
     """
     options = SummonOptions("unsharded_params", writeback, rank0_only, offload_to_cpu)
     summoned: list[SummonedUnit] = []
-    values: list[list[torch.Tensor]] = []
-    has_failed = False
     try:
         units = require_units(module, recurse=recurse)
         for unit in [each for each in units if _needs_summon(each, options)]:
@@ -88,8 +84,7 @@ def unsharded_params(
             summoned.append(SummonedUnit(unit, options, _gather(unit.group, options)))
         try:
             yield
-            if writeback:
-                values += [each.edited_values() for each in summoned]
+            values = [each.edited_values() for each in summoned if writeback]
         except Exception:
             if writeback:
                 _has_any_failed(summoned, here=True)
@@ -102,14 +97,13 @@ def unsharded_params(
         raise RuntimeError(
             "another rank raised inside unsharded_params; nothing was written back on any rank."
         )
-    if writeback:
-        for each, edited in zip(summoned, values, strict=True):
-            if rank0_only:
-                _write_from_first(each.group, edited)
-            else:
-                each.write(edited)
-                _send_to_replicas(each.group)
-            edited.clear()
+    for each, edited in zip(summoned if writeback else (), values, strict=True):
+        if rank0_only:
+            _write_from_first(each.group, edited)
+        else:
+            each.write(edited)
+            _send_to_replicas(each.group)
+        edited.clear()
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
@@ -146,10 +140,10 @@ def check_between_steps(unit: Unit, caller: str) -> None:
 
 def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none."""
-    groups = {group: None for each in summoned for group in each.mesh_info.groups}
+    groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
     if not groups:
         return here
-    failed = torch.tensor(float(here), device=summoned[0].device)
+    failed = torch.tensor(float(here), device=summoned[0].group.spec.device)
     for group in groups:
         agree_on_max(failed, group, "(unsharded_params)")
     return bool(failed.item())
@@ -162,8 +156,6 @@ class SummonedUnit:
         """``unsharded``: a parameter for each of the unit's; none on ranks that keep shards."""
         assert unit.group is not None
         self.unit = unit
-        self.mesh_info = unit.group.spec.mesh_info
-        self.device = unit.group.spec.device
         self.params = sharded_params(unit.group)
         self._options = options
         self.group = unit.group
@@ -235,8 +227,9 @@ class SummonedUnit:
     def write(self, values: list[torch.Tensor]) -> None:
         """Copy this rank's part of what ``edited_values`` returned into the shards."""
         self.group.finish_copies()
+        shard_rank = self.group.spec.mesh_info.shard_rank
         for param, value in zip(self.params, values, strict=True):
-            owned = param.layout.owned_rows(self.mesh_info.shard_rank)
+            owned = param.layout.owned_rows(shard_rank)
             part = value.narrow(param.layout.shard_dim, owned.start, len(owned))
             local_of(param.sharded).copy_(part)
 
