@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.blocking import gather_from_all
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.unit_params import GroupSpec
 from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")
@@ -84,13 +83,7 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    return _microbatches(module, batches, until_last, require_units(module))
-
-
-def _microbatches(
-    module: nn.Module, batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
-) -> Iterator[Batch]:
-    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
+    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in require_units(module)}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     remaining = iter(batches)
     try:
@@ -215,13 +208,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
             "empty one, because others gather its shards."
         )
-    return _uneven_batches(module, batches, units, groups[0].spec)
-
-
-def _uneven_batches(
-    module: nn.Module, batches: Iterable[Batch], units: list[Unit], spec: GroupSpec
-) -> Iterator[Batch | None]:
-    pg = spec.mesh_info.replicate_group
+    pg = groups[0].spec.mesh_info.replicate_group
     assert pg is not None
     before_forward = module.__dict__["_meshard_before_forward"]
     factors = [unit.settings.divide_factor for unit in units]
@@ -229,7 +216,9 @@ def _uneven_batches(
     try:
         while True:
             batch: Any = next(remaining, _END)
-            has_batch = torch.tensor([batch is not _END], dtype=torch.int32, device=spec.device)
+            has_batch = torch.tensor(
+                [batch is not _END], dtype=torch.int32, device=groups[0].spec.device
+            )
             have = gather_from_all(has_batch, pg, label="(uneven batches)").view(-1).tolist()
             if not any(have):
                 return

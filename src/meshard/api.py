@@ -112,13 +112,15 @@ def fully_shard(
         for each in plans:
             named = [(param.fqn, param.param) for param in each.params]
             check_same_start(named, each.mesh_info, classes)
-    settings = [_settings(reshard_after_forward, each.mesh_info) for each in plans]
+    settings = [
+        _settings(reshard_after_forward, each.mesh_info, unshard_on_access) for each in plans
+    ]
     if device.type != "cpu":
         _move_buffers(modules, device)
-    units = []
-    for each, chosen in zip(plans, settings, strict=True):
-        chosen.unshard_on_access = unshard_on_access
-        units.append(allocate(each, modules, policy=policy, settings=chosen, host=host))
+    units = [
+        allocate(each, modules, policy=policy, settings=chosen, host=host)
+        for each, chosen in zip(plans, settings, strict=True)
+    ]
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     patch_zero_grad(clear_pending)
     return module
@@ -203,23 +205,25 @@ def _check_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | No
 # --- settings ------------------------------------------------------------------------------
 
 
-def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> UnitSettings:
-    chosen: Any = reshard_after_forward
+def _settings(
+    reshard_after_forward: Any, mesh_info: MeshInfo, unshard_on_access: bool
+) -> UnitSettings:
+    chosen, count = reshard_after_forward, mesh_info.shard_count
+    settings = UnitSettings(reshard_after_forward=chosen, unshard_on_access=unshard_on_access)
     if chosen is None or isinstance(chosen, bool):
-        return UnitSettings(reshard_after_forward=chosen)
+        return settings
     if not isinstance(chosen, int):
         raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {chosen!r}.")
-    count = mesh_info.shard_count
     if chosen < 1 or count % chosen:
         raise ValueError(
             f"reshard_after_forward={chosen} must divide the {count} ranks of the shard axis; "
             "use True to reshard over all of them, False to keep parameters unsharded."
         )
     if chosen in (1, count):
-        return UnitSettings(reshard_after_forward=chosen > 1)
-    return UnitSettings(
-        reshard_after_forward=chosen, post_forward_group=post_forward_pg(mesh_info, chosen)
-    )
+        settings.reshard_after_forward = chosen > 1
+    else:
+        settings.post_forward_group = post_forward_pg(mesh_info, chosen)
+    return settings
 
 
 # --- the default mesh ----------------------------------------------------------------------

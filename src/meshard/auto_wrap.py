@@ -78,7 +78,7 @@ def fully_shard_units(
     >>> fully_shard_units(torch.nn.Sequential(block(), block(), torch.nn.Linear(4, 1)))
     ['', '0', '1']
     """
-    _check_arguments(model, mesh, min_params, fully_shard_kwargs)
+    _check_arguments(model, mesh, min_params)
     names = {module: fqn for fqn, module in model.named_modules()}
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
@@ -92,10 +92,8 @@ def fully_shard_units(
     }
     _distribute(_free_parameters(names, holders, ignored), planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
-    calls = {
-        module: _arguments(names[module], module, mesh, fully_shard_kwargs, overrides)
-        for module in planned
-    }
+    for_all = {"mesh": mesh, **fully_shard_kwargs}
+    calls = {module: _arguments(names[module], module, for_all, overrides) for module in planned}
     for module, params in planned.items():
         check_parameters(_collected(params), device_of(calls[module]["mesh"]))
     if sync_init:
@@ -268,16 +266,10 @@ def _distribute(
 
 # --- checks --------------------------------------------------------------------------------
 
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(fully_shard).parameters.items()
-    if name != "module"
-}
+_SIGNATURE = inspect.signature(fully_shard)
 
 
-def _check_arguments(
-    model: nn.Module, mesh: DeviceMesh | None, min_params: int, kwargs: dict[str, Any]
-) -> None:
+def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fully_shard_units needs an nn.Module, got {type(model).__name__}.")
     check_mesh(mesh)
@@ -287,34 +279,23 @@ def _check_arguments(
             f"the root is a {type(model).__name__}, which has no forward to gather parameters "
             "for; pass the module around it."
         )
-    unknown = sorted(kwargs.keys() - _DEFAULTS.keys())
-    if unknown:
-        raise TypeError(f"fully_shard_units got {unknown}, which fully_shard does not know.")
 
 
 def _arguments(
-    fqn: str,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    for_all: dict[str, Any],
-    overrides: Overrides | None,
+    fqn: str, module: nn.Module, for_all: dict[str, Any], overrides: Overrides | None
 ) -> dict[str, Any]:
     """Return the arguments of ``fully_shard`` for one unit; None stands for the default."""
     own = overrides(fqn, module) if overrides is not None else None
     own = {} if own is None else own
-    if not isinstance(own, dict):
-        raise TypeError(f"overrides returned {own!r} for unit {fqn!r}; return a dict.")
-    unknown = sorted(own.keys() - _DEFAULTS.keys() | own.keys() & {"ignored_params"})
-    if unknown:
+    if not isinstance(own, dict) or "ignored_params" in own:
         raise TypeError(
-            f"overrides returned {unknown} for unit {fqn!r}; return arguments of fully_shard "
-            "only, and pass ignored_params for the whole model."
+            f"overrides returned {own!r} for unit {fqn!r}; return a dict of arguments of "
+            "fully_shard, and pass ignored_params for the whole model."
         )
-    defaults = {**_DEFAULTS, "mesh": mesh}
-    chosen = {
-        name: defaults[name] if value is None else value
-        for name, value in {"mesh": mesh, **for_all, **own}.items()
-    }
+    chosen = {**for_all, **own}
+    _SIGNATURE.bind(module, **chosen)  # or a TypeError that names what fully_shard does not know
+    for name in [name for name, value in chosen.items() if value is None]:
+        chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
     check_mesh(chosen["mesh"])
     return chosen
 

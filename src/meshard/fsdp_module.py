@@ -157,10 +157,7 @@ class GradientSetters:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Turn gradient reduction on (``GradientSync.FULL``) or off (``GradientSync.NONE``).
-
-        True also undoes ``set_requires_all_reduce(False)``: the last call counts.
-        """
+        """Turn gradient reduction on (``GradientSync.FULL``) or off (``GradientSync.NONE``)."""
         check_bool("requires_gradient_sync", requires_gradient_sync)
         mode = GradientSync.FULL if requires_gradient_sync else GradientSync.NONE
         self.set_gradient_sync(mode, recurse=recurse)
@@ -189,16 +186,12 @@ class GradientSetters:
     ) -> None:
         """Divide gradients by ``factor`` in all, instead of by the number of ranks of their mesh.
 
-        Args:
-            factor: A positive number; or a callable or a 0-d tensor that gives one, read once per
-                backward. It must be the same on every rank, and for all microbatches of a window.
-                None: the number of ranks.
-            recurse: Also for the units inside.
+        A positive number, or a callable or 0-d tensor that gives one and is read once per backward:
+        the same on every rank, and for all microbatches of a window. None: the number of ranks.
 
         Raises:
             ValueError: ``factor`` is not positive and finite.
-            RuntimeError: A window is open, part of which was divided by the old factor. (A value
-                that changes within a window raises in backward.)
+            RuntimeError: A window is open, part of which was divided by the old factor.
         """
         is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())
         chosen = factor if factor is None or is_read_later else check_divide_factor(factor)
@@ -234,16 +227,10 @@ class GradientSetters:
     ) -> None:
         """Call ``hook(shard)`` on what is about to be added to ``.grad``, to change it in place.
 
-        It runs once per unit and window, after the reduction over replicas. A second call replaces
-        the hook; ``meshard.register_reduce_hook`` chains several.
-
-        Args:
-            hook: Gets the flat shard ``[shard_numel]``. None: remove the hook.
-            stream: Where it runs; the current stream waits. None: the current stream.
-            recurse: Also for the units inside.
-
-        Raises:
-            ValueError: There is a stream, but the mesh is on the CPU.
+        ``hook`` gets the flat shard ``[shard_numel]`` of a unit, once per window, after the
+        reduction over replicas, on ``stream`` (None: the current one), which the current stream
+        waits for. A second call replaces the hook, None removes it;
+        ``meshard.register_reduce_hook`` chains several.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be callable or None, got {hook!r}.")
@@ -269,8 +256,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     """What ``fully_shard`` adds to the class of a module.
 
     A sharded module is an instance of this, of ``torch.distributed.fsdp.FSDPModule`` and of its
-    own class. Its setters may be called at any time between steps; with ``recurse`` they also reach
-    the units inside. All raise a TypeError for an argument of the wrong type.
+    own class. Its setters may be called at any time between steps.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))
@@ -356,9 +342,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         The unit that is being filled counts: with 1, it waits until the one before it is reduced.
         The default is 3, of which 2 are in use unless replicas are reduced over as well.
-
-        Raises:
-            ValueError: It is less than 1.
         """
         check_int("max_input_buffers", max_input_buffers)
         if max_input_buffers < 1:
@@ -368,22 +351,14 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        Groups of one rank do not use it. A ``comm`` written for FSDP2 fits: see
-        ``meshard.AllGather``.
-
-        Raises:
-            ValueError: ``set_allocate_memory_from_process_group_for_comm`` is on.
+        Groups of one rank do not use it. A ``comm`` written for FSDP2 fits.
         """
         _replace_comm(self, recurse, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = True) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        Its operation is always SUM; meshard divides before and after. A ``comm`` written for FSDP2
-        fits: see ``meshard.ReduceScatter``.
-
-        Raises:
-            ValueError: ``set_allocate_memory_from_process_group_for_comm`` is on.
+        Its operation is always SUM. A ``comm`` written for FSDP2 fits.
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
@@ -392,11 +367,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Allocate the buffers of this unit's collectives by the process group's own allocator.
 
-        NCCL may then send without copying.
-
-        Raises:
-            RuntimeError: The backend cannot allocate memory (gloo cannot).
-            ValueError: A custom collective is set, which allocates by itself.
+        NCCL may then send without copying. Custom collectives, which allocate by themselves, and
+        backends that cannot (gloo) raise an error.
         """
         check_bool("enable", enable)
         for group in _groups(self, recurse) if enable else ():
@@ -413,8 +385,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Wait for ``event`` before the next gather, instead of for all that is queued by then.
 
-        For an optimizer that steps on a stream of its own: record and set a new event after each
-        step.
+        For an optimizer that steps on a stream of its own: set a new event after each step.
         """
         if not hasattr(event, "wait") or not hasattr(event, "record"):
             raise TypeError(f"event must be a torch.Event, got {event!r}.")

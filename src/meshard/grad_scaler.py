@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,25 +18,21 @@ from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
 
-
-class _ScaledBackward:
-    """A callback of a backward of a scaled loss, which autograd drops when that is over."""
-
-    num_alive = 0
-
-    def __init__(self) -> None:
-        _ScaledBackward.num_alive += 1
-
-    def __call__(self) -> None:
-        """Do nothing: other callbacks at the end belong to this backward, too."""
-
-    def __del__(self) -> None:
-        _ScaledBackward.num_alive -= 1
+# Callbacks of backwards of scaled losses, which autograd drops when those are over.
+_scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_backward_scaled() -> bool:
     """Return whether a backward of a loss is under way that a ``ShardedGradScaler`` has scaled."""
-    return _ScaledBackward.num_alive > 0
+    return len(_scaled_backwards) > 0
+
+
+def _mark_backward(_: Tensor) -> None:
+    def do_nothing() -> None:  # but be alive: other callbacks at the end belong to it, too
+        pass
+
+    _scaled_backwards.add(do_nothing)
+    queue_backward_callback(do_nothing)
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -70,7 +68,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if self.is_enabled() and overlapped_optimizers:
             for loss in tree_flatten(scaled)[0]:
                 if loss.requires_grad:
-                    loss.register_hook(lambda _: queue_backward_callback(_ScaledBackward()))
+                    loss.register_hook(_mark_backward)
         return scaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
