@@ -208,22 +208,21 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
             "empty one, because others gather its shards."
         )
-    pg = groups[0].spec.mesh_info.replicate_group
+    spec = groups[0].spec
+    pg = spec.mesh_info.replicate_group
     assert pg is not None
     before_forward = module.__dict__["_meshard_before_forward"]
-    factors = [unit.settings.divide_factor for unit in units]
+    averaging = [unit for unit in units if unit.settings.divide_factor is None]
     remaining = iter(batches)
     try:
         while True:
             batch: Any = next(remaining, _END)
-            has_batch = torch.tensor(
-                [batch is not _END], dtype=torch.int32, device=groups[0].spec.device
-            )
+            has_batch = torch.tensor([batch is not _END], dtype=torch.int32, device=spec.device)
             have = gather_from_all(has_batch, pg, label="(uneven batches)").view(-1).tolist()
             if not any(have):
                 return
-            for unit, factor in zip(units, factors, strict=True):
-                unit.settings.divide_factor = float(sum(have)) if factor is None else factor
+            for unit in averaging:
+                unit.settings.divide_factor = float(sum(have))
             before_forward.source = have.index(1)  # the rank whose buffers count
             if batch is _END:
                 before_forward(module, ())
@@ -231,8 +230,8 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
                 batch = None
             yield batch
     finally:
-        for unit, factor in zip(units, factors, strict=True):
-            unit.settings.divide_factor = factor
+        for unit in averaging:
+            unit.settings.divide_factor = None
         before_forward.source = 0
 
 

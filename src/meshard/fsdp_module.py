@@ -23,6 +23,7 @@ from meshard._engine.unit import (
     ReduceHook,
     Unit,
     check_divide_factor,
+    require_units,
     unit_of,
     units_in,
     units_of,
@@ -312,11 +313,11 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather these modules when this one begins its forward, instead of the predicted one."""
-        _write(self, recurse=False, forward_prefetch=_refs("forward", modules))
+        _write(self, recurse=False, forward_prefetch=_refs(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather these modules when this one begins its backward, instead of the predicted one."""
-        _write(self, recurse=False, backward_prefetch=_refs("backward", modules))
+        _write(self, recurse=False, backward_prefetch=_refs(modules))
 
     # --- communication, set between steps ----------------------------------------------------
 
@@ -442,17 +443,8 @@ class UnshardHandle:
         self._manual_unshards.clear()
 
 
-def _refs(direction: str, modules: list[TorchFSDPModule]) -> list[weakref.ref[Unit]]:
-    refs: list[weakref.ref[Unit]] = []
-    for module in modules:
-        units = units_of(module) if isinstance(module, nn.Module) else []
-        if not units:
-            name = type(module).__name__
-            raise ValueError(
-                f"modules to {direction} prefetch must be sharded by fully_shard, got {name}."
-            )
-        refs.extend(weakref.ref(unit) for unit in units)
-    return refs
+def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
+    return [weakref.ref(unit) for each in modules for unit in require_units(each, recurse=False)]
 
 
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:

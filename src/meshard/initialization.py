@@ -56,22 +56,18 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.storage.take_replacements()
     new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
     for param in new:
-        _allocate(param, group)
+        old = param.sharded
+        local = torch.empty_like(local_of(old), device=group.spec.location.device)
+        param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
+        # It stays the same object, which an optimizer may hold. Not by set_local: the device of a
+        # DTensor is that of its first local tensor for good.
+        attributes = dict(vars(old))
+        torch.utils.swap_tensors(old, param.sharded)
+        vars(old).update(attributes)
+        param.sharded = old
     group.adopt_edits()  # moves them into one buffer
     group.storage.check_materialised()
     return new
-
-
-def _allocate(param: ShardedParam, group: ParamGroup) -> None:
-    """Allocate a shard. The parameter stays the same object, which an optimizer may hold."""
-    old = param.sharded
-    local = torch.empty_like(local_of(old), device=group.spec.location.device)
-    param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
-    attributes = dict(vars(old))
-    # Not set_local: the device of a DTensor is that of its first local tensor for good.
-    torch.utils.swap_tensors(old, param.sharded)
-    vars(old).update(attributes)
-    param.sharded = old
 
 
 def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
@@ -90,7 +86,6 @@ def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Init = Callable[[nn.Module], Any]
-_RESETS = ("reset_parameters", "_reset_parameters")  # torch's MultiheadAttention has the second
 
 
 def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
@@ -174,10 +169,8 @@ class _Initialisation:
             self._visit(f"{fqn}.{name}" if fqn else name, child)
         if self._init is not None:
             self._call_init(fqn, module, self._init)
-        else:
-            reset = _reset_of(module)
-            if reset is not None:
-                reset()
+        elif (reset := _reset_of(module)) is not None:
+            reset()
         # A unit of several modules stays unsharded until all of them have been visited.
         self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
@@ -219,9 +212,9 @@ class _Initialisation:
 
     def _give_memory(self, fqn: str, module: nn.Module) -> None:
         """Give memory to meta tensors that ``module`` holds and that belong to no unit."""
-        held: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for position in held:
-            for name, tensor in position.items():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in self._given:
@@ -229,7 +222,7 @@ class _Initialisation:
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)
-                position[name] = self._given[tensor][1]
+                held[name] = self._given[tensor][1]
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
@@ -245,11 +238,9 @@ class _Initialisation:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    for name in _RESETS:
-        reset = getattr(module, name, None)
-        if callable(reset):
-            return reset  # type: ignore[no-any-return]
-    return None
+    # torch's MultiheadAttention has the second.
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    return reset if callable(reset) else None
 
 
 def _check_resets(root: nn.Module) -> None:

@@ -187,30 +187,25 @@ class SummonedUnit:
         return [self._value_of(param) for param in self.params if self._is_unsharded]
 
     def _value_of(self, param: ShardedParam) -> torch.Tensor:
-        name = f"parameter {param.fqn!r} of unit {self.unit.label!r}"
-        installed = {id(value): value for value in param.installed()}
-        if len(installed) != 1:
-            raise RuntimeError(
-                f"{name} is tied, and another tensor was assigned to some of its names only; "
-                "assign to all of them, or edit it in place."
-            )
-        (value,) = installed.values()
-        if value is None:
-            raise RuntimeError(
-                f"{name} was removed inside {self._options.caller}; edit it in place."
-            )
-        if param.dtensor_placement is not None:
-            if is_placed_like(value, param.unsharded):
+        held = list({id(value): value for value in param.installed()}.values())
+        value, placement = held[0], param.dtensor_placement
+        if len(held) == 1 and value is not None and not value.is_meta:
+            if placement is not None and is_placed_like(value, param.unsharded):
                 return local_of(value.detach())
-            if not isinstance(value, DTensor) and value.shape == param.sharded.shape:
-                return param.dtensor_placement.cut(value.detach())
-        if isinstance(value, DTensor) or value.is_meta or value.shape != param.layout.shape:
-            raise RuntimeError(
-                f"{name} was replaced inside {self._options.caller} by a {type(value).__name__} of "
-                f"shape {tuple(value.shape)} on {value.device}, which cannot be written back; "
-                f"assign a plain tensor of shape {tuple(param.layout.shape)}."
-            )
-        return value.detach()
+            if not isinstance(value, DTensor):
+                if placement is not None and value.shape == param.sharded.shape:
+                    return placement.cut(value.detach())
+                if value.shape == param.layout.shape:
+                    return value.detach()
+        found = " and ".join(
+            "nothing" if each is None else f"a {type(each).__name__} of shape {tuple(each.shape)}"
+            for each in held
+        )
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {self.unit.label!r} was replaced inside "
+            f"{self._options.caller} by {found}, which cannot be written back; assign one plain "
+            f"tensor of shape {tuple(param.layout.shape)} to all of its names, or edit it in place."
+        )
 
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
