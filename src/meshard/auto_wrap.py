@@ -12,9 +12,9 @@ answers every question about them.
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -86,7 +86,7 @@ def fully_shard_units(
         return _unit_names(model)
     ignored = set(fully_shard_kwargs.get("ignored_params") or ())
     planned: Planned = {
-        module: {}
+        module: []
         for module in reversed(holders)  # inner units first
         if (module in chosen or module is model) and not isinstance(module, TorchFSDPModule)
     }
@@ -94,15 +94,15 @@ def fully_shard_units(
     mesh = mesh if mesh is not None else default_mesh()
     for_all = {"mesh": mesh, **fully_shard_kwargs}
     calls = {module: _arguments(names[module], module, for_all, overrides) for module in planned}
-    for module, params in planned.items():
-        check_parameters(_collected(params), device_of(calls[module]["mesh"]))
+    for module, found in planned.items():
+        check_parameters(found, device_of(calls[module]["mesh"]))
     if sync_init:
-        for module, params in planned.items():
-            _take_values_of_first_rank(params, calls[module])
+        for module, found in planned.items():
+            _take_values_of_first_rank(found, calls[module])
         mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
         take_values_of_first_rank(model.named_buffers(), mesh_info)
     _warn_about_narrow(planned)
-    with hoisting({param: module for module, params in planned.items() for param in params}):
+    with hoisting({each.param: module for module, found in planned.items() for each in found}):
         for module, arguments in calls.items():
             fully_shard(module, **arguments)
     return _unit_names(model)
@@ -116,13 +116,9 @@ def _unit_names(model: nn.Module) -> list[str]:
     return list(names.values())
 
 
-def _collected(params: dict[nn.Parameter, str]) -> list[Collected]:
-    return [Collected(fqn, param, []) for param, fqn in params.items()]
-
-
-def _take_values_of_first_rank(params: dict[nn.Parameter, str], arguments: dict[str, Any]) -> None:
+def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]) -> None:
     mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
-    for each in plan(_collected(params), mesh_info, arguments.get("shard_placement_fn")):
+    for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
         # Over the parameters' own mesh: experts on another mesh differ over this one.
         named = [(param.fqn, param.param) for param in each.params]
         take_values_of_first_rank(named, each.mesh_info)
@@ -131,7 +127,7 @@ def _take_values_of_first_rank(params: dict[nn.Parameter, str], arguments: dict[
 # --- the model as a graph --------------------------------------------------------------------
 
 Holders = dict[nn.Module, list[nn.Module]]  # of each module, after those of its holders
-Planned = dict[nn.Module, dict[nn.Parameter, str]]  # the parameters of each unit, with their names
+Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
 
 
 def _holders_in(model: nn.Module) -> Holders:
@@ -218,50 +214,41 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
 # --- distribution of parameters ----------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Uses:
-    """Where a parameter is used."""
-
-    fqn: str  # its first name
-    modules: list[nn.Module] = field(default_factory=list)
-
-
 def _free_parameters(
     names: dict[nn.Module, str], holders: Holders, ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, _Uses]:
+) -> list[Collected]:
     """Return the parameters that are to be sharded."""
     owned = owned_names(next(iter(names)))
-    found: dict[nn.Parameter, _Uses] = {}
+    found: dict[nn.Parameter, Collected] = {}
     for module, fqn in names.items():
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and (module, name) not in owned:
-                uses = found.setdefault(param, _Uses(f"{fqn}.{name}" if fqn else name))
-                uses.modules.append(module)
+                new = Collected(f"{fqn}.{name}" if fqn else name, param, [])
+                found.setdefault(param, new).owners.append((module, name))
     # A parameter that an earlier fully_shard has ignored stays ignored.
     free = _outside(TorchFSDPModule, holders)
-    return {param: uses for param, uses in found.items() if not free.isdisjoint(uses.modules)}
+    return [each for each in found.values() if any(owner in free for owner, _ in each.owners)]
 
 
 def _distribute(
-    params: dict[nn.Parameter, _Uses], planned: Planned, holders: Holders, min_params: int
+    params: list[Collected], planned: Planned, holders: Holders, min_params: int
 ) -> None:
     """Give every parameter to a planned unit, and remove the units that are too small."""
     around: dict[nn.Module, list[nn.Module]] = {}  # on all paths to a module, from the root inwards
     for module, outer in holders.items():
         around[module] = [*(_in_all([around[each] for each in outer]) if outer else ()), module]
 
-    def give(param: nn.Parameter) -> None:
-        candidates = _in_all([around[module] for module in params[param].modules])
-        innermost = next(module for module in reversed(candidates) if module in planned)
-        planned[innermost][param] = params[param].fqn
+    def give(found: list[Collected]) -> None:
+        for each in found:
+            candidates = _in_all([around[owner] for owner, _ in each.owners])
+            innermost = next(module for module in reversed(candidates) if module in planned)
+            planned[innermost].append(each)
 
-    for param in params:
-        give(param)
+    give(params)
     for module, own in list(planned.items())[:-1]:  # the last is the root
-        if sum(param.numel() for param in own) < max(min_params, 1):
+        if sum(each.param.numel() for each in own) < max(min_params, 1):
             del planned[module]
-            for param in own:
-                give(param)
+            give(own)
 
 
 # --- checks --------------------------------------------------------------------------------
@@ -302,14 +289,10 @@ def _arguments(
 
 def _warn_about_narrow(planned: Planned) -> None:
     """Warn if an optimizer would step in less than float32."""
-    narrow = [
-        (fqn, param)
-        for params in planned.values()
-        for param, fqn in params.items()
-        if param.requires_grad and is_too_narrow_to_step(param.dtype)
-    ]
+    trained = [each for each in itertools.chain(*planned.values()) if each.param.requires_grad]
+    narrow = [each for each in trained if is_too_narrow_to_step(each.param.dtype)]
     if narrow:
-        fqn, param = narrow[0]
+        fqn, param, _ = narrow[0]
         warnings.warn(
             f"{len(narrow)} trainable parameters, the first is {fqn!r}, are {param.dtype}: an "
             "optimizer that steps them rounds small updates away. Leave them in float32 and pass "
