@@ -56,22 +56,28 @@ def get_total_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for tensor in listed:
-        groups.setdefault(_sharded_over(tensor), []).append(tensor)
-    if not groups:
+        by_groups.setdefault(_sharded_over(tensor), []).append(tensor)
+    if not by_groups:
         return torch.tensor(0.0)
-    norms = []
-    for members in groups.values():
+    norms: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    for groups, members in by_groups.items():
         norm = _local_norm([plain_of(tensor) for tensor in members], norm_type, foreach)
         first = members[0]
         if isinstance(first, DTensor) and norm.device.type != first.device_mesh.device_type:
             norm = norm.to(device_of(first.device_mesh))  # shards are in host memory
-        norms.append(norm)
-    norms = _over_ranks(norms, list(groups), norm_type)
-    total = norms[0]
-    if len(norms) > 1:
-        total = _combine(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        norms[groups] = norm
+    for group in dict.fromkeys(group for groups in norms for group in groups):
+        spread = [groups for groups in norms if group in groups]  # they travel together
+        dtype = functools.reduce(torch.promote_types, [norms[groups].dtype for groups in spread])
+        own = torch.stack([norms[groups].to(dtype) for groups in spread])
+        for groups, of_ranks in zip(spread, gather_values(own, group).unbind(1), strict=True):
+            norms[groups] = torch.linalg.vector_norm(of_ranks, norm_type)
+    total, *others = norms.values()
+    if others:
+        parts = torch.stack([total, *(norm.to(total.device) for norm in others)])
+        total = torch.linalg.vector_norm(parts, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of the gradients is {total.item()}; "
@@ -164,20 +170,6 @@ def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(groups)
 
 
-def _over_ranks(
-    norms: list[torch.Tensor], groups_of_each: list[tuple[dist.ProcessGroup, ...]], norm_type: float
-) -> list[torch.Tensor]:
-    """Combine each norm over the groups it is spread over; all of one group travel together."""
-    for group in dict.fromkeys(group for groups in groups_of_each for group in groups):
-        positions = [position for position, groups in enumerate(groups_of_each) if group in groups]
-        dtype = functools.reduce(torch.promote_types, [norms[each].dtype for each in positions])
-        own = torch.stack([norms[position].to(dtype) for position in positions])
-        of_ranks = gather_values(own, group)
-        for position, column in zip(positions, of_ranks.unbind(1), strict=True):
-            norms[position] = _combine(column, norm_type)
-    return norms
-
-
 def _local_norm(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
@@ -189,11 +181,6 @@ def _local_norm(
         return torch.zeros((), dtype=dtype, device=tensors[0].device)
     wide = [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in filled]
     return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach).to(dtype)
-
-
-def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of a tensor from the norms of its parts."""
-    return torch.linalg.vector_norm(norms, norm_type)  # type: ignore[no-any-return]
 
 
 def check_limit(name: str, value: float | None) -> None:

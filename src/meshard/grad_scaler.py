@@ -113,20 +113,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 unscale_each(grads, found[device], scales[device])
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            _agree(found_inf, params, self._process_group)
+            # The group may not serve host memory, where shards may be.
+            meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
+            sent = found_inf.to(device_of(meshes[0]) if meshes else found_inf.device)
+            agree_on_max(sent, self._process_group)
+            found_inf.copy_(sent)
             for other in found.values():
                 other.copy_(found_inf)
         return found
-
-
-def _agree(
-    found_inf: torch.Tensor, params: list[torch.Tensor], group: dist.ProcessGroup | None
-) -> None:
-    """Set ``found_inf`` to its maximum over all ranks; their group may not serve host memory."""
-    meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
-    if not meshes or meshes[0].device_type == found_inf.device.type:
-        agree_on_max(found_inf, group)
-        return
-    travelling = found_inf.to(device_of(meshes[0]))
-    agree_on_max(travelling, group)
-    found_inf.copy_(travelling)
