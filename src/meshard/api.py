@@ -156,13 +156,11 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
                 f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "
                 "apply it to the modules inside, one by one, and to the module around it."
             )
-    if len(set(modules)) != len(modules):
-        raise ValueError("fully_shard got the same module twice in one list.")
     for outer, inner in itertools.permutations(modules, 2):
         if inner in outer.modules():
             raise ValueError(
-                f"in the list, a {type(inner).__name__} is inside a {type(outer).__name__}; "
-                "leave it out of the list, its parameters belong to the unit already."
+                f"in the list, a {type(inner).__name__} is inside a {type(outer).__name__}, or "
+                "given twice; list it once, or not: the unit has what is inside its modules."
             )
     return modules
 

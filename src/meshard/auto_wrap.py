@@ -169,17 +169,13 @@ def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn
     if chosen:
         return chosen
     root, *inside = (own_class(module).__name__ for module in names)
-    if is_auto:
-        raise ValueError(
-            f"units='auto' found no repeated blocks in {root} (two or more children of one class "
-            f"in a ModuleList or Sequential); pass as units {_CHOICES}, or call fully_shard(model) "
-            "to make it one unit."
-        )
     without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
     reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
     raise ValueError(
         f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
-        f"{', '.join(sorted(set(inside))) or 'none'}."
+        f"{', '.join(sorted(set(inside))) or 'none'}. ('auto' takes repeated blocks: two or more "
+        "children of one class in a ModuleList or Sequential.) Choose others, or call "
+        "fully_shard(model) to make it one unit."
     )
 
 

@@ -401,18 +401,13 @@ def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 @torch.no_grad()
 def _checksum(param: torch.Tensor) -> int:
     """Return 64 bits that depend on every bit of ``param`` and on its position."""
-    local = plain_of(param).detach()
-    if local.is_meta:
-        return 0
-    return sum(map(_checksum_of_plain, plain_tensors_in(local))) % 2**63
-
-
-def _checksum_of_plain(local: torch.Tensor) -> int:
-    flat = local.contiguous().view(-1)
-    bits = flat.view(_INT_OF_SIZE[flat.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for number, chunk in enumerate(bits.split(_CHUNK)):
-        weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
-        weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd, so that no bit is multiplied away
-        total += weights.mul_(chunk).sum()
-    return int(total)
+    total = 0
+    for plain in plain_tensors_in(plain_of(param).detach()):
+        if plain.is_meta:
+            continue
+        bits = plain.contiguous().view(-1).view(_INT_OF_SIZE[plain.itemsize])
+        for number, chunk in enumerate(bits.split(_CHUNK)):
+            weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
+            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: no bit is multiplied away
+            total += int(weights.mul_(chunk).sum())
+    return total % 2**63

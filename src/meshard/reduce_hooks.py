@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,12 +58,9 @@ def register_reduce_hook(
     >>> layer.bias.grad.full_tensor()
     tensor([0.5000])
     """
-    registration = ReduceHook(
-        arrived=getattr(hook, "arrived", None),
-        before=getattr(hook, "before", None),
-        after=getattr(hook, "after", None),
-        wire_dtype=getattr(hook, "wire_dtype", None),
-    )
+    parts = ("arrived", "before", "after", "wire_dtype")
+    given: dict[str, Any] = {part: getattr(hook, part, None) for part in parts}
+    registration = ReduceHook(**given)
     if registration.is_idle:
         raise TypeError(
             f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."

@@ -47,7 +47,7 @@ def test_auto_wants_siblings_of_the_same_class_that_hold_parameters():
 
 
 def test_auto_without_repeated_blocks_says_what_to_do():
-    with pytest.raises(ValueError, match=r"found no repeated blocks.*call fully_shard"):
+    with pytest.raises(ValueError, match=r"repeated blocks.*call fully_shard"):
         fully_shard_units(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
 
 

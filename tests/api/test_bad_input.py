@@ -94,7 +94,7 @@ def test_an_empty_list_is_refused():
 
 def test_the_same_module_twice_in_a_list_is_refused():
     layer = nn.Linear(8, 8)
-    check_refused(ValueError, "same module twice", [layer, layer], looked_at=layer)
+    check_refused(ValueError, "or given twice", [layer, layer], looked_at=layer)
 
 
 @pytest.mark.parametrize("thing", [3, "linear", None, torch.ones(3)])
