@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,10 +27,6 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
 
     On exit each unit has the mode that it had before.
 
-    Args:
-        module: A module with units in it.
-        mode: NONE, REDUCE_SCATTER or FULL.
-
     Raises:
         TypeError: ``mode`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
@@ -41,10 +37,6 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     ...     layer(torch.ones(1, 2)).sum().backward()
     >>> layer.weight.grad is None
     True
-    >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> layer.weight.grad.full_tensor()
-    tensor([[2., 2.],
-            [2., 2.]])
     """
     if not isinstance(mode, GradientSync):
         raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
@@ -63,9 +55,6 @@ def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate unsharded gradients without any collective: ``gradient_sync`` with NONE.
 
     Takes memory for all gradients on each rank; ``GradientSync.REDUCE_SCATTER`` takes a shard.
-
-    Args:
-        module: A module with units in it.
     """
     return gradient_sync(module, GradientSync.NONE)
 
@@ -78,16 +67,8 @@ def microbatches(
 ) -> Iterator[Batch]:
     """Iterate over the microbatches of one step, reducing fully after the last only.
 
-    The sync mode and ``set_is_last_backward`` are set before each batch is yielded, and restored
-    when the loop ends, also by a ``break`` or an exception.
-
-    Args:
-        module: The root, with units in it.
-        batches: Any iterable; read one batch ahead.
-        until_last: How far to reduce before the last microbatch.
-
-    Yields:
-        Each batch, unchanged.
+    The sync mode (``until_last`` before the last batch) and ``set_is_last_backward`` are set before
+    each batch is yielded, and restored when the loop ends. ``batches`` is read one batch ahead.
 
     Raises:
         TypeError: ``until_last`` is not a ``GradientSync``.
@@ -102,24 +83,18 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    return _microbatches(module, batches, until_last, require_units(module))
-
-
-def _microbatches(
-    module: nn.Module, batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
-) -> Iterator[Batch]:
-    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
+    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in require_units(module)}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     remaining = iter(batches)
     try:
-        batch = next(remaining, _END)
+        batch: Any = next(remaining, _END)
         while batch is not _END:
             following = next(remaining, _END)
             is_last = following is _END
             for lifecycle in lifecycles:
                 lifecycle.is_last_backward = is_last
             with gradient_sync(module, GradientSync.FULL if is_last else until_last):
-                yield cast("Batch", batch)
+                yield batch
             batch = following
     finally:
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
@@ -135,10 +110,6 @@ class PendingGradients(dict[str, DTensor | None]):
     The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
     reduced over the shard group; None if its gradients have not been reduced at all. The mapping is
     false if nothing is pending, on all ranks alike, also if it is empty on this one.
-
-    Args:
-        partials: By dotted name.
-        is_open: Whether the accumulation window of any unit is open.
     """
 
     def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
@@ -155,11 +126,7 @@ class PendingGradients(dict[str, DTensor | None]):
 def pending_gradients(module: nn.Module) -> PendingGradients:
     """Return the gradients that the units in ``module`` have accumulated and not fully reduced.
 
-    **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight, which are
-    finished first.
-
-    Args:
-        module: A module with units in it.
+    **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
@@ -190,9 +157,6 @@ def finalize_gradients(module: nn.Module) -> None:
     **Collective:** every rank of the mesh. Afterwards ``.grad`` is as if the last backward had run
     under ``GradientSync.FULL``, and ``pending_gradients`` is empty.
 
-    Args:
-        module: A module with units in it.
-
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
     >>> with meshard.no_sync(layer):
@@ -218,24 +182,15 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
 
     A rank without a batch takes part in the reductions of the others with a gradient of zero, and
     gradients are divided by the number of ranks that had a batch (unless
-    ``set_gradient_divide_factor`` was called). So ``.grad`` is the same on all ranks, also where
-    the batch is None, and every rank steps its optimizer every time: parameters, optimizer states
-    and schedulers stay equal.
+    ``set_gradient_divide_factor`` was called). ``.grad`` is there also where the batch is None, so
+    every rank steps its optimizer every time, and ranks stay equal.
 
     **Collective:** every rank of the mesh, at each iteration (one number per rank). For each batch
-    run one forward of ``module`` and one backward that reduces fully (``GradientSync.FULL``). All
-    ranks wait for one that leaves the loop early.
-
-    Args:
-        module: A module that ``replicate`` was applied to.
-        batches: This rank's.
-
-    Yields:
-        Each batch; then None, with the gradients of the other ranks in ``.grad`` already.
+    run one forward of ``module``, which ``replicate`` was applied to, and one backward that reduces
+    fully. All ranks wait for one that leaves the loop early.
 
     Raises:
-        ValueError: ``module`` is not replicated, or some of it is sharded: ranks without a batch
-            would not gather what the others need. There, run such a rank on an empty batch.
+        ValueError: ``module`` is not replicated, or some of it is sharded.
 
     >>> import torch, meshard
     >>> model = meshard.replicate(torch.nn.Linear(1, 1))
@@ -253,35 +208,30 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
             "empty one, because others gather its shards."
         )
-    return _uneven_batches(module, batches, units)
-
-
-def _uneven_batches(
-    module: nn.Module, batches: Iterable[Batch], units: list[Unit]
-) -> Iterator[Batch | None]:
-    spec = next(unit.group.spec for unit in units if unit.group is not None)
+    spec = groups[0].spec
     pg = spec.mesh_info.replicate_group
     assert pg is not None
     before_forward = module.__dict__["_meshard_before_forward"]
-    factors = [unit.settings.divide_factor for unit in units]
+    averaging = [unit for unit in units if unit.settings.divide_factor is None]
     remaining = iter(batches)
     try:
         while True:
-            batch = next(remaining, _END)
+            batch: Any = next(remaining, _END)
             has_batch = torch.tensor([batch is not _END], dtype=torch.int32, device=spec.device)
             have = gather_from_all(has_batch, pg, label="(uneven batches)").view(-1).tolist()
             if not any(have):
                 return
-            for unit, factor in zip(units, factors, strict=True):
-                unit.settings.divide_factor = float(sum(have)) if factor is None else factor
+            for unit in averaging:
+                unit.settings.divide_factor = float(sum(have))
             before_forward.source = have.index(1)  # the rank whose buffers count
             if batch is _END:
                 before_forward(module, ())
                 _reduce_zeros(units)
-            yield None if batch is _END else cast("Batch", batch)
+                batch = None
+            yield batch
     finally:
-        for unit, factor in zip(units, factors, strict=True):
-            unit.settings.divide_factor = factor
+        for unit in averaging:
+            unit.settings.divide_factor = None
         before_forward.source = 0
 
 

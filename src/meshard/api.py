@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
-from meshard._engine.build import UnitPlan, allocate, collect, commit, plan, resolve_mesh_info
+from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
 from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
@@ -55,14 +56,10 @@ def fully_shard(
 
     Call it bottom-up, on each layer and then on the root: parameters that are already in a unit
     stay there. One all-gather unshards a unit before its forward and backward; one reduce-scatter
-    (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that,
-    ``module.parameters()`` are DTensors that hold this rank's shard; names do not change. Build the
-    optimizer after the last call. Parameters with ``fsdp_pre_all_gather`` are gathered by it.
+    (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that, parameters are
+    DTensors that hold this rank's shard. Build the optimizer last.
 
-    **Collective:** every rank of the mesh, in the same order. Every rank must hold the same values
-    before the call: rank 0 keeps its shard 0, rank 1 its shard 1 and so on. ``MESHARD_DEBUG=1``
-    compares their checksums.
-    **Lifetime:** the original parameters are freed as soon as nothing else refers to them.
+    **Collective:** every rank of the mesh, in the same order, with the same values.
 
     Args:
         module: The module, or a list of modules that become one unit.
@@ -70,36 +67,28 @@ def fully_shard(
             over the first (HSDP). None: 1D over the default group, which is initialised from
             torchrun's environment, or as a group of one rank, if there is none.
         reshard_after_forward: True reshards after forward, False keeps parameters unsharded for
-            backward, an int reshards over so many neighbouring ranks. None: True except for the
-            root.
-        shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, for any dim, or None
-            for dim 0. ``Replicate()`` keeps the parameter unsharded on every rank, and its gradient
-            is all-reduced. ``ShardPlacementResult`` puts the parameter on a mesh of its own.
+            backward, an int reshards over so many neighbouring ranks. None: not for the root.
+        shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, None for dim 0,
+            ``Replicate()`` to keep it whole and all-reduce its gradient, or a
+            ``ShardPlacementResult`` with a mesh of its own.
         mp_policy: dtypes for compute, communication and accumulation.
         offload_policy: Where shards live.
-        ignored_params: Parameters to leave as they are, gradients too. (To have them averaged
-            over the ranks, return ``Replicate()`` for them from ``shard_placement_fn``.)
-        dp_mesh_dims: Names of the data-parallel axes of ``mesh``, which then has all axes that the
-            model is spread over. Parameters are ordinary tensors, or DTensors on that mesh that
-            are replicated along the data-parallel axes.
+        ignored_params: Parameters to leave as they are, gradients too.
+        dp_mesh_dims: Names of the data-parallel axes of ``mesh``, if it has others. Parameters are
+            ordinary tensors, or DTensors on it that are replicated along those axes.
         unshard_on_access: Unshard the unit when the forward of a unit around it reads one of its
-            parameters, for the rest of that forward and for its backward. For modules whose
-            parameters others read, like ``nn.MultiheadAttention.out_proj``.
+            parameters, as ``nn.MultiheadAttention`` reads ``out_proj.weight``.
 
     Returns:
         ``module``, the same object; its class is now also a subclass of ``FSDPModule``.
 
     Raises:
-        NotImplementedError: A parameter with ``fsdp_pre_all_gather`` is to live in host memory, or
-            to be sharded on another dim than the first.
         TypeError: An argument is of the wrong type.
-        ValueError: ``module``, ``mesh`` or a parameter cannot be sharded as asked. The module is
-            left as it was.
+        ValueError: Something cannot be sharded as asked; the module is left as it was.
+        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``.
 
     >>> import torch
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-    >>> for layer in model:
-    ...     _ = fully_shard(layer)
+    >>> model = torch.nn.Sequential(fully_shard(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 1))
     >>> _ = fully_shard(model)
     >>> model(torch.ones(2, 8)).sum().backward()
     >>> model[0].weight.grad.shape, type(model[0].weight.grad).__name__
@@ -107,7 +96,8 @@ def fully_shard(
     """
     modules = _check_modules(module)
     policy = as_policy(mp_policy)
-    _check_offload_policy(offload_policy)
+    if not isinstance(offload_policy, TorchOffloadPolicy):
+        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
     dims = _check_dims(mesh, dp_mesh_dims)
     check_mesh(mesh)
     check_bool("unshard_on_access", unshard_on_access)
@@ -117,29 +107,25 @@ def fully_shard(
     device = device_of(mesh_info.mesh)
     host = host_location(offload_policy, device)
     if is_debugging():
-        _check_values(modules, plans, device)
-    settings = [_settings(reshard_after_forward, each.mesh_info) for each in plans]
+        classes = ", ".join(type(each).__name__ for each in modules)
+        for each in plans:
+            named = [(param.fqn, param.param) for param in each.params]
+            check_same_start(named, each.mesh_info, classes)
+    settings = [
+        _settings(reshard_after_forward, each.mesh_info, unshard_on_access) for each in plans
+    ]
     if device.type != "cpu":
         _move_buffers(modules, device)
-    units = []
-    for each, chosen in zip(plans, settings, strict=True):
-        chosen.unshard_on_access = unshard_on_access
-        units.append(allocate(each, modules, policy=policy, settings=chosen, host=host))
+    units = [
+        allocate(each, modules, policy=policy, settings=chosen, host=host)
+        for each, chosen in zip(plans, settings, strict=True)
+    ]
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     patch_zero_grad(clear_pending)
     return module
 
 
 # --- checks --------------------------------------------------------------------------------
-
-
-def _check_values(
-    modules: list[nn.Module], plans: Sequence[UnitPlan], device: torch.device
-) -> None:
-    classes = ", ".join(type(each).__name__ for each in modules)
-    for each in plans:
-        named = [(param.fqn, param.param) for param in each.params]
-        check_same_start(named, each.mesh_info, device, classes)
 
 
 def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
@@ -158,32 +144,23 @@ def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
             raise TypeError(
                 f"fully_shard needs an nn.Module or a list of them, got {type(each).__name__}."
             )
-        if isinstance(each, TorchFSDPModule):
-            name = type(each).__name__.removeprefix("FSDP")
+        if isinstance(each, TorchFSDPModule) or unit_of(each) is not None:
+            name = type(each).__name__.removeprefix("FSDP").removeprefix("Replicated")
             raise ValueError(
-                f"fully_shard was applied twice to the same {name}; apply it once to each module."
-            )
-        if unit_of(each) is not None:
-            name = type(each).__name__.removeprefix("Replicated")
-            raise ValueError(
-                f"fully_shard was applied to a {name} that is replicated; apply one of fully_shard "
-                "and replicate to each module."
+                f"fully_shard was applied to a {name} that is sharded or replicated already; apply "
+                "one of fully_shard and replicate, once, to each module."
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not has_forward(each):
             raise ValueError(
                 f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "
                 "apply it to the modules inside, one by one, and to the module around it."
             )
-    if len(set(modules)) != len(modules):
-        raise ValueError("fully_shard got the same module twice in one list.")
-    for each in modules:
-        inside = set(each.modules()) - {each}
-        for other in modules:
-            if other in inside:
-                raise ValueError(
-                    f"in the list, a {type(other).__name__} is inside a {type(each).__name__}; "
-                    "leave it out of the list, its parameters belong to the unit already."
-                )
+    for outer, inner in itertools.permutations(modules, 2):
+        if inner in outer.modules():
+            raise ValueError(
+                f"in the list, a {type(inner).__name__} is inside a {type(outer).__name__}, or "
+                "given twice; list it once, or not: the unit has what is inside its modules."
+            )
     return modules
 
 
@@ -198,17 +175,8 @@ def check_mesh(mesh: object) -> None:
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
 
 
-def _check_offload_policy(policy: Any) -> None:
-    if not isinstance(policy, TorchOffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, got {policy!r}.")
-
-
 def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return torch's policy, or ours, as ours.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return torch's policy, or ours, as ours."""
     if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
     if isinstance(mp_policy, MixedPrecisionPolicy):
@@ -222,63 +190,58 @@ def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def _check_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | None:
-    if dims is None or isinstance(dims, DataParallelMeshDims):
-        chosen = dims
-    elif isinstance(dims, TorchDataParallelMeshDims):
-        chosen = DataParallelMeshDims(shard=dims.shard, replicate=dims.replicate)
-    else:
+    if dims is None:
+        return None
+    if not isinstance(dims, (DataParallelMeshDims, TorchDataParallelMeshDims)):
         raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims or None, got {dims!r}.")
-    if chosen is not None and mesh is None:
+    if mesh is None:
         raise ValueError("dp_mesh_dims names axes of mesh; pass mesh as well.")
-    return chosen
+    return DataParallelMeshDims(shard=dims.shard, replicate=dims.replicate)
 
 
 # --- settings ------------------------------------------------------------------------------
 
 
-def _settings(reshard_after_forward: bool | int | None, mesh_info: MeshInfo) -> UnitSettings:
-    chosen: Any = reshard_after_forward
+def _settings(
+    reshard_after_forward: Any, mesh_info: MeshInfo, unshard_on_access: bool
+) -> UnitSettings:
+    chosen, count = reshard_after_forward, mesh_info.shard_count
+    settings = UnitSettings(reshard_after_forward=chosen, unshard_on_access=unshard_on_access)
     if chosen is None or isinstance(chosen, bool):
-        return UnitSettings(reshard_after_forward=chosen)
+        return settings
     if not isinstance(chosen, int):
         raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {chosen!r}.")
-    count = mesh_info.shard_count
     if chosen < 1 or count % chosen:
         raise ValueError(
             f"reshard_after_forward={chosen} must divide the {count} ranks of the shard axis; "
             "use True to reshard over all of them, False to keep parameters unsharded."
         )
-    if chosen == 1:
-        return UnitSettings(reshard_after_forward=False)
-    if chosen == count:
-        return UnitSettings(reshard_after_forward=True)
-    return UnitSettings(
-        reshard_after_forward=chosen, post_forward_group=post_forward_pg(mesh_info, chosen)
-    )
+    if chosen in (1, count):
+        settings.reshard_after_forward = chosen > 1
+    else:
+        settings.post_forward_group = post_forward_pg(mesh_info, chosen)
+    return settings
 
 
 # --- the default mesh ----------------------------------------------------------------------
 
 _EXIT_SECONDS = 0.05  # see _destroy_group
-_last_default: tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]] | None = None
+# By identity: successive default groups have the same name, by which a mesh finds its group.
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
+_default_meshes = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
     """Return a 1D mesh over the default group, the same one for all units of a model."""
-    global _last_default
     device_type = _default_device_type()
     if not dist.is_initialized():
         _init_default_group(device_type)
     world = dist.group.WORLD
     assert world is not None
-    if _last_default is not None:
-        mesh, its_world = _last_default[0](), _last_default[1]()
-        # By the identity of the group: a mesh finds its group by name, and the default groups of
-        # successive worlds have the same name.
-        if mesh is not None and its_world is world and mesh.device_type == device_type:
-            return mesh
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    _last_default = weakref.ref(mesh), weakref.ref(world)
+    mesh = _default_meshes.get(world)
+    if mesh is None or mesh.device_type != device_type:
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        _default_meshes[world] = mesh
     return mesh
 
 

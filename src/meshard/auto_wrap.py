@@ -3,242 +3,36 @@
 A parameter belongs to the innermost unit on every path from the root to the parameter. For one that
 is used once, that is the unit around it. For tied parameters and shared modules it is the lowest
 unit that contains all their users, and which is unsharded while any of them runs.
+
+Modules that are registered several times make the model a graph, in which the number of paths may
+be exponential. Paths are never listed: one pass over the modules, each after those that hold it,
+answers every question about them.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from graphlib import TopologicalSorter
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from meshard._engine.build import (
-    Collected,
-    check_parameters,
-    hoisting,
-    plan,
-    resolve_mesh_info,
-)
+from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
 from meshard._engine.unit import own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
 from meshard.api import check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
+from meshard.fsdp_module import check_int
 from meshard.initialization import take_values_of_first_rank
 
 UnitPredicate = Callable[[str, nn.Module], bool]
 UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate
 Overrides = Callable[[str, nn.Module], "dict[str, Any] | None"]
-
-# --- plan ----------------------------------------------------------------------------------
-
-
-class ModulePath(NamedTuple):
-    """One path from the root to a module; a module that is registered twice has two."""
-
-    fqn: str
-    modules: tuple[nn.Module, ...]  # from the root to the module
-
-    @property
-    def module(self) -> nn.Module:
-        """The module at the end."""
-        return self.modules[-1]
-
-
-@dataclass(slots=True)
-class PlannedUnit:
-    """A module that is to become a unit."""
-
-    fqn: str
-    module: nn.Module
-    params: dict[nn.Parameter, str] = field(default_factory=dict)  # with their names in the model
-
-
-@dataclass(frozen=True, slots=True)
-class WrapPlan:
-    """The units that a model is to get."""
-
-    units: list[PlannedUnit]  # bottom-up
-    hoisted: dict[nn.Parameter, nn.Module]  # to a unit that is not the innermost around each use
-
-
-def plan_units(
-    model: nn.Module, units: Any, *, min_params: int, ignored: set[nn.Parameter]
-) -> WrapPlan:
-    """Choose the units of a model, without changing it. For the arguments: ``fully_shard_units``.
-
-    Raises:
-        TypeError: ``units`` is nothing that chooses modules.
-        ValueError: ``units`` chooses nothing, or is a string that is not ``"auto"``.
-    """
-    paths = list(_paths_to_modules("", (model,)))
-    chosen = _choose(paths, units)
-    if isinstance(model, TorchFSDPModule):
-        return WrapPlan([], {})
-    # Inner units first. The last position of a shared module is after all modules that contain it.
-    last = {path.module: position for position, path in enumerate(paths)}
-    names = {path.module: path.fqn for path in reversed(paths)}
-    planned = {
-        module: PlannedUnit(names[module], module)
-        for module in sorted(chosen | {model}, key=last.__getitem__, reverse=True)
-        if not isinstance(module, TorchFSDPModule)
-    }
-    uses = _uses_of_free_parameters(model, paths, ignored)
-    _distribute(uses, model, planned, min_params)
-    owner = {param: unit.module for unit in planned.values() for param in unit.params}
-    hoisted = {
-        param: owner[param]
-        for param, paths_to_users in uses.items()
-        if any(_innermost_unit(path, planned) is not owner[param] for path in paths_to_users)
-    }
-    return WrapPlan(list(planned.values()), hoisted)
-
-
-def _paths_to_modules(fqn: str, modules: tuple[nn.Module, ...]) -> Iterator[ModulePath]:
-    yield ModulePath(fqn, modules)
-    for name, child in modules[-1]._modules.items():
-        if child is not None and child not in modules:
-            yield from _paths_to_modules(f"{fqn}.{name}" if fqn else name, (*modules, child))
-
-
-# --- choice of modules ---------------------------------------------------------------------
-
-
-def _choose(paths: list[ModulePath], units: Any) -> set[nn.Module]:
-    is_auto = isinstance(units, str) and units == "auto"
-    wanted = _repeated_blocks(paths) if is_auto else _matching(paths, units)
-    chosen = {
-        path.module
-        for path in paths
-        if path.module in wanted
-        and has_forward(path.module)
-        and not any(isinstance(outer, nn.MultiheadAttention) for outer in path.modules[:-1])
-    }
-    if chosen - {paths[0].module}:
-        return chosen
-    root = own_class(paths[0].module).__name__
-    if is_auto:
-        raise ValueError(
-            f"units='auto' found no repeated blocks in {root} (two or more children of one class "
-            "in a ModuleList or Sequential); pass a module class, a tuple of classes or a "
-            "predicate (fqn, module) -> bool as units, or call fully_shard(model) to make it one "
-            "unit."
-        )
-    without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
-    reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
-    classes = sorted({own_class(path.module).__name__ for path in paths[1:]})
-    raise ValueError(
-        f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
-        f"{', '.join(classes) or 'none'}."
-    )
-
-
-def _matching(paths: list[ModulePath], units: Any) -> set[nn.Module]:
-    if isinstance(units, str):
-        raise ValueError(
-            f"units={units!r} is not known; pass 'auto', a module class, a tuple of classes or a "
-            "predicate (fqn, module) -> bool."
-        )
-    classes = units if isinstance(units, tuple) else (units,)
-    if classes and all(isinstance(each, type) for each in classes):
-        return {path.module for path in paths if isinstance(path.module, classes)}
-    if isinstance(units, tuple) or not callable(units):
-        raise TypeError(
-            "units must be 'auto', a module class, a tuple of classes or a predicate "
-            f"(fqn, module) -> bool, got {units!r}."
-        )
-    return {path.module for path in paths if units(path.fqn, path.module)}
-
-
-def _repeated_blocks(paths: list[ModulePath]) -> set[nn.Module]:
-    """Return the outermost children of lists and sequences that have a sibling of their class."""
-    found: set[nn.Module] = set()
-    for path in paths:
-        if not isinstance(path.module, (nn.ModuleList, nn.Sequential)):
-            continue
-        if any(outer in found for outer in path.modules):
-            continue
-        by_class: dict[type, set[nn.Module]] = {}
-        for child in path.module.children():
-            if has_forward(child) and next(child.parameters(), None) is not None:
-                by_class.setdefault(own_class(child), set()).add(child)
-        found.update(*(same for same in by_class.values() if len(same) > 1))
-    return found
-
-
-# --- distribution of parameters ------------------------------------------------------------
-
-
-def _uses_of_free_parameters(
-    model: nn.Module, paths: list[ModulePath], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, list[ModulePath]]:
-    """Return every parameter that is to be sharded, with its name and path from each user."""
-    owned = owned_names(model)
-    found: dict[nn.Parameter, list[ModulePath]] = {}
-    for path in paths:
-        for name, param in path.module._parameters.items():
-            if param is None or param in ignored or (path.module, name) in owned:
-                continue
-            fqn = f"{path.fqn}.{name}" if path.fqn else name
-            found.setdefault(param, []).append(ModulePath(fqn, path.modules))
-    # A parameter that an earlier fully_shard has ignored stays ignored.
-    return {param: uses for param, uses in found.items() if not all(map(_is_in_unit, uses))}
-
-
-def _is_in_unit(use: ModulePath) -> bool:
-    return any(isinstance(module, TorchFSDPModule) for module in use.modules)
-
-
-def _distribute(
-    uses: dict[nn.Parameter, list[ModulePath]],
-    root: nn.Module,
-    planned: dict[nn.Module, PlannedUnit],
-    min_params: int,
-) -> None:
-    """Give every parameter to a unit, and remove the units that are too small."""
-    candidates = {param: _candidates(paths, planned) for param, paths in uses.items()}
-    inside: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in planned}
-    for param, modules in candidates.items():
-        planned[modules[-1]].params[param] = uses[param][0].fqn
-        for module in modules:
-            inside[module].append(param)
-    for module, unit in list(planned.items()):
-        num_elements = sum(param.numel() for param in unit.params)
-        if module is not root and num_elements < max(min_params, 1):
-            del planned[module]
-            for param in inside[module]:
-                candidates[param].remove(module)
-            for param, fqn in unit.params.items():
-                planned[candidates[param][-1]].params[param] = fqn
-
-
-def _candidates(uses: list[ModulePath], planned: dict[nn.Module, PlannedUnit]) -> list[nn.Module]:
-    """Return the planned modules around all uses of a parameter, from the root inwards."""
-    shared = set(uses[0].modules).intersection(*(use.modules for use in uses[1:]))
-    return [module for module in uses[0].modules if module in shared and module in planned]
-
-
-def _innermost_unit(use: ModulePath, planned: dict[nn.Module, PlannedUnit]) -> nn.Module:
-    around = (m for m in reversed(use.modules) if m in planned or isinstance(m, TorchFSDPModule))
-    return next(around)
-
-
-def unit_names(model: nn.Module) -> list[str]:
-    """Return the names of all units in ``model``, in module order."""
-    names, seen = [], set()
-    for fqn, module in model.named_modules():
-        unit = unit_of(module)
-        if unit is not None and unit not in seen:
-            seen.add(unit)
-            names.append(fqn)
-    return names
-
-
-# --- public --------------------------------------------------------------------------------
 
 
 def fully_shard_units(
@@ -253,11 +47,8 @@ def fully_shard_units(
 ) -> list[str]:
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
-    Never made units are lists and dicts without a forward, modules inside
-    ``nn.MultiheadAttention`` (which reads the weights of its children instead of calling them), and
-    modules that have no parameters left. A parameter that is used in several places, because it is
-    tied or in a shared module, goes to the innermost unit around all of them. Units that exist
-    stay as they are, so a second call changes nothing.
+    A parameter that is used in several places goes to the innermost unit around all of them. Units
+    that exist stay as they are.
 
     **Collective:** every rank of the mesh, with the same model and the same arguments.
 
@@ -265,19 +56,17 @@ def fully_shard_units(
         model: The root.
         mesh: As for ``fully_shard``.
         units: A module class or a tuple of them; a predicate ``(fqn, module) -> bool``; or
-            ``"auto"``: the outermost repeated blocks, which are the children of a ``ModuleList``
-            or ``Sequential`` that have a sibling of their own class.
+            ``"auto"``: the outermost children of a ``ModuleList`` or ``Sequential`` that have a
+            sibling of their own class.
         min_params: Fewest elements of a unit; smaller ones become part of the unit around them.
-        sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first,
-            one tensor at a time. Without it every rank must hold the same values.
-        overrides: Called as ``(fqn, module)`` for every unit, the root included (its name is
-            ``""``); returns arguments of ``fully_shard`` that differ for this unit, or None.
+        sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first.
+            Without it every rank must hold the same values.
+        overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
+            arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
         fully_shard_kwargs: All other arguments of ``fully_shard``, for every unit.
 
     Returns:
-        The names of all units in the order of ``model.named_modules()``, each good for
-        ``model.get_submodule(name)``. The root comes first; its name is ``""`` (tables and
-        ledgers show it as ``(root)``).
+        The names of all units, as in ``model.named_modules()`` and in its order: ``""`` is first.
 
     Raises:
         TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
@@ -286,99 +75,220 @@ def fully_shard_units(
 
     >>> import torch
     >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-    >>> model = torch.nn.Sequential(block(), block(), torch.nn.Linear(4, 1))
-    >>> fully_shard_units(model)
+    >>> fully_shard_units(torch.nn.Sequential(block(), block(), torch.nn.Linear(4, 1)))
     ['', '0', '1']
     """
-    _check_arguments(model, mesh, min_params, fully_shard_kwargs)
+    _check_arguments(model, mesh, min_params)
+    names = {module: fqn for fqn, module in model.named_modules()}
+    holders = _holders_in(model)
+    chosen = _choose(names, holders, units)
+    if isinstance(model, TorchFSDPModule):
+        return _unit_names(model)
     ignored = set(fully_shard_kwargs.get("ignored_params") or ())
-    wrap_plan = plan_units(model, units, min_params=min_params, ignored=ignored)
-    if not wrap_plan.units:
-        return unit_names(model)
+    planned: Planned = {
+        module: []
+        for module in reversed(holders)  # inner units first
+        if (module in chosen or module is model) and not isinstance(module, TorchFSDPModule)
+    }
+    _distribute(_free_parameters(names, holders, ignored), planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
-    arguments = [
-        {"mesh": mesh, **fully_shard_kwargs, **_overrides_of(unit, overrides)}
-        for unit in wrap_plan.units
-    ]
-    for unit, chosen in zip(wrap_plan.units, arguments, strict=True):
-        check_parameters(_collected(unit), device_of(chosen["mesh"]))
+    for_all = {"mesh": mesh, **fully_shard_kwargs}
+    calls = {module: _arguments(names[module], module, for_all, overrides) for module in planned}
+    for module, found in planned.items():
+        check_parameters(found, device_of(calls[module]["mesh"]))
     if sync_init:
-        _take_values_of_first_rank(wrap_plan.units, arguments)
+        for module, found in planned.items():
+            _take_values_of_first_rank(found, calls[module])
         mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
-        take_values_of_first_rank(model.named_buffers(), mesh_info, device_of(mesh))
-    _warn_about_narrow(wrap_plan.units)
-    with hoisting(wrap_plan.hoisted):
-        for unit, chosen in zip(wrap_plan.units, arguments, strict=True):
-            fully_shard(unit.module, **chosen)
-    return unit_names(model)
+        take_values_of_first_rank(model.named_buffers(), mesh_info)
+    _warn_about_narrow(planned)
+    with hoisting({each.param: module for module, found in planned.items() for each in found}):
+        for module, arguments in calls.items():
+            fully_shard(module, **arguments)
+    return _unit_names(model)
 
 
-def _collected(unit: PlannedUnit) -> list[Collected]:
-    return [Collected(fqn, param, []) for param, fqn in unit.params.items()]
+def _unit_names(model: nn.Module) -> list[str]:
+    names: dict[Any, str] = {}  # a unit of several modules has the name of the first
+    for fqn, module in model.named_modules():
+        names.setdefault(unit_of(module), fqn)
+    names.pop(None, None)
+    return list(names.values())
 
 
-def _take_values_of_first_rank(units: list[PlannedUnit], arguments: list[dict[str, Any]]) -> None:
-    for unit, chosen in zip(units, arguments, strict=True):
-        mesh_info = resolve_mesh_info(chosen["mesh"], chosen.get("dp_mesh_dims"))
-        specs = {
-            each.param: unit_plan.mesh_info
-            for unit_plan in plan(_collected(unit), mesh_info, chosen.get("shard_placement_fn"))
-            for each in unit_plan.params
-        }
-        for param, fqn in unit.params.items():
-            # Over the parameter's own mesh: experts on another mesh differ over this one.
-            own = specs[param]
-            take_values_of_first_rank([(fqn, param)], own, device_of(own.mesh))
+def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]) -> None:
+    mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
+    for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
+        # Over the parameters' own mesh: experts on another mesh differ over this one.
+        named = [(param.fqn, param.param) for param in each.params]
+        take_values_of_first_rank(named, each.mesh_info)
+
+
+# --- the model as a graph --------------------------------------------------------------------
+
+Holders = dict[nn.Module, list[nn.Module]]  # of each module, after those of its holders
+Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
+
+
+def _holders_in(model: nn.Module) -> Holders:
+    holders: Holders = {module: [] for module in model.modules()}
+    for module in holders:
+        for child in module.children():
+            holders[child].append(module)
+    return {module: holders[module] for module in TopologicalSorter(holders).static_order()}
+
+
+def _outside(kind: type, holders: Holders) -> set[nn.Module]:
+    """Return the modules that some path reaches without a ``kind``, itself included."""
+    found: set[nn.Module] = set()
+    for module, around in holders.items():
+        if not isinstance(module, kind) and (not around or not found.isdisjoint(around)):
+            found.add(module)
+    return found
+
+
+def _in_all(chains: list[list[nn.Module]]) -> list[nn.Module]:
+    return [module for module in chains[0] if all(module in chain for chain in chains[1:])]
+
+
+# --- choice of modules -----------------------------------------------------------------------
+
+_CHOICES = "'auto', a module class, a tuple of classes or a predicate (fqn, module) -> bool"
+
+
+def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn.Module]:
+    is_auto = isinstance(units, str) and units == "auto"
+    wanted = _repeated_blocks(holders) if is_auto else _matching(names, units)
+    # nn.MultiheadAttention reads the weights of its children instead of calling them.
+    reached = _outside(nn.MultiheadAttention, holders)
+    chosen = {
+        module
+        for module in wanted
+        if has_forward(module) and not reached.isdisjoint(holders[module])
+    }
+    if chosen:
+        return chosen
+    root, *inside = (own_class(module).__name__ for module in names)
+    without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
+    reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
+    raise ValueError(
+        f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
+        f"{', '.join(sorted(set(inside))) or 'none'}. ('auto' takes repeated blocks: two or more "
+        "children of one class in a ModuleList or Sequential.) Choose others, or call "
+        "fully_shard(model) to make it one unit."
+    )
+
+
+def _matching(names: dict[nn.Module, str], units: Any) -> set[nn.Module]:
+    classes = units if isinstance(units, tuple) else (units,)
+    if classes and all(isinstance(each, type) for each in classes):
+        return {module for module in names if isinstance(module, classes)}
+    if callable(units):
+        return {module for module, fqn in names.items() if units(fqn, module)}
+    error = ValueError if isinstance(units, str) else TypeError
+    raise error(f"units must be {_CHOICES}, got {units!r}.")
+
+
+def _repeated_blocks(holders: Holders) -> set[nn.Module]:
+    """Return the outermost children of lists and sequences that have a sibling of their class."""
+    found: set[nn.Module] = set()
+    outside: set[nn.Module] = set()
+    for module, around in holders.items():
+        if module in found or (around and outside.isdisjoint(around)):
+            continue
+        outside.add(module)
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        by_class: dict[type, set[nn.Module]] = {}
+        for child in module.children():
+            if has_forward(child) and next(child.parameters(), None) is not None:
+                by_class.setdefault(own_class(child), set()).add(child)
+        found.update(*(same for same in by_class.values() if len(same) > 1))
+    return found
+
+
+# --- distribution of parameters ----------------------------------------------------------------
+
+
+def _free_parameters(
+    names: dict[nn.Module, str], holders: Holders, ignored: set[nn.Parameter]
+) -> list[Collected]:
+    """Return the parameters that are to be sharded."""
+    owned = owned_names(next(iter(names)))
+    found: dict[nn.Parameter, Collected] = {}
+    for module, fqn in names.items():
+        for name, param in module._parameters.items():
+            if param is not None and param not in ignored and (module, name) not in owned:
+                new = Collected(f"{fqn}.{name}" if fqn else name, param, [])
+                found.setdefault(param, new).owners.append((module, name))
+    # A parameter that an earlier fully_shard has ignored stays ignored.
+    free = _outside(TorchFSDPModule, holders)
+    return [each for each in found.values() if any(owner in free for owner, _ in each.owners)]
+
+
+def _distribute(
+    params: list[Collected], planned: Planned, holders: Holders, min_params: int
+) -> None:
+    """Give every parameter to a planned unit, and remove the units that are too small."""
+    around: dict[nn.Module, list[nn.Module]] = {}  # on all paths to a module, from the root inwards
+    for module, outer in holders.items():
+        around[module] = [*(_in_all([around[each] for each in outer]) if outer else ()), module]
+
+    def give(found: list[Collected]) -> None:
+        for each in found:
+            candidates = _in_all([around[owner] for owner, _ in each.owners])
+            innermost = next(module for module in reversed(candidates) if module in planned)
+            planned[innermost].append(each)
+
+    give(params)
+    for module, own in list(planned.items())[:-1]:  # the last is the root
+        if sum(each.param.numel() for each in own) < max(min_params, 1):
+            del planned[module]
+            give(own)
 
 
 # --- checks --------------------------------------------------------------------------------
 
-_FULLY_SHARD_ARGUMENTS = frozenset(inspect.signature(fully_shard).parameters) - {"module"}
+_SIGNATURE = inspect.signature(fully_shard)
 
 
-def _check_arguments(
-    model: nn.Module, mesh: DeviceMesh | None, min_params: int, kwargs: dict[str, Any]
-) -> None:
+def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"fully_shard_units needs an nn.Module, got {type(model).__name__}.")
     check_mesh(mesh)
-    if isinstance(min_params, bool) or not isinstance(min_params, int):
-        raise TypeError(f"min_params must be an int, got {min_params!r}.")
+    check_int("min_params", min_params)
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
         raise ValueError(
             f"the root is a {type(model).__name__}, which has no forward to gather parameters "
             "for; pass the module around it."
         )
-    unknown = sorted(set(kwargs) - _FULLY_SHARD_ARGUMENTS)
-    if unknown:
-        raise TypeError(f"fully_shard_units got {unknown}, which fully_shard does not know.")
 
 
-def _overrides_of(unit: PlannedUnit, overrides: Overrides | None) -> dict[str, Any]:
-    chosen = overrides(unit.fqn, unit.module) if overrides is not None else None
-    if chosen is None:
-        return {}
-    if not isinstance(chosen, dict):
-        raise TypeError(f"overrides returned {chosen!r} for unit {unit.fqn!r}; return a dict.")
-    unknown = sorted(set(chosen) - _FULLY_SHARD_ARGUMENTS | set(chosen) & {"ignored_params"})
-    if unknown:
+def _arguments(
+    fqn: str, module: nn.Module, for_all: dict[str, Any], overrides: Overrides | None
+) -> dict[str, Any]:
+    """Return the arguments of ``fully_shard`` for one unit; None stands for the default."""
+    own = overrides(fqn, module) if overrides is not None else None
+    own = {} if own is None else own
+    if not isinstance(own, dict) or "ignored_params" in own:
         raise TypeError(
-            f"overrides returned {unknown} for unit {unit.fqn!r}; return arguments of fully_shard "
-            "only, and pass ignored_params for the whole model."
+            f"overrides returned {own!r} for unit {fqn!r}; return a dict of arguments of "
+            "fully_shard, and pass ignored_params for the whole model."
         )
+    chosen = {**for_all, **own}
+    _SIGNATURE.bind(module, **chosen)  # or a TypeError that names what fully_shard does not know
+    for name in [name for name, value in chosen.items() if value is None]:
+        chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
+    check_mesh(chosen["mesh"])
     return chosen
 
 
-def _warn_about_narrow(units: list[PlannedUnit]) -> None:
+def _warn_about_narrow(planned: Planned) -> None:
     """Warn if an optimizer would step in less than float32."""
-    narrow = [
-        (fqn, param)
-        for unit in units
-        for param, fqn in unit.params.items()
-        if param.requires_grad and is_too_narrow_to_step(param.dtype)
-    ]
+    trained = [each for each in itertools.chain(*planned.values()) if each.param.requires_grad]
+    narrow = [each for each in trained if is_too_narrow_to_step(each.param.dtype)]
     if narrow:
-        fqn, param = narrow[0]
+        fqn, param, _ = narrow[0]
         warnings.warn(
             f"{len(narrow)} trainable parameters, the first is {fqn!r}, are {param.dtype}: an "
             "optimizer that steps them rounds small updates away. Leave them in float32 and pass "

@@ -35,9 +35,8 @@ def get_total_norm(
     the same order; one all-gather of a few numbers per process group that shards any of them.
 
     Args:
-        tensors: Plain tensors count once, and must be the same on all ranks (those of
-            ``ignored_params`` are so only if you reduce them); DTensors may be sharded over
-            different meshes.
+        tensors: Plain tensors count once, and must be the same on all ranks; DTensors may be
+            sharded over different meshes.
         norm_type: ``p`` of the p-norm, positive; ``inf`` for the largest magnitude.
         error_if_nonfinite: Raise if the norm is not finite.
         foreach: Passed on to ``torch.nn.utils.get_total_norm`` for the local part.
@@ -57,23 +56,28 @@ def get_total_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for tensor in listed:
-        groups.setdefault(_sharded_over(tensor), []).append(tensor)
-    if not groups:
+        by_groups.setdefault(_sharded_over(tensor), []).append(tensor)
+    if not by_groups:
         return torch.tensor(0.0)
-    norms = []
-    for members in groups.values():
-        local = [plain_of(t) for t in members]
-        norm = _local_norm(local, norm_type, foreach)
+    norms: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    for groups, members in by_groups.items():
+        norm = _local_norm([plain_of(tensor) for tensor in members], norm_type, foreach)
         first = members[0]
         if isinstance(first, DTensor) and norm.device.type != first.device_mesh.device_type:
             norm = norm.to(device_of(first.device_mesh))  # shards are in host memory
-        norms.append(norm)
-    norms = _over_ranks(norms, list(groups), norm_type)
-    total = norms[0]
-    if len(norms) > 1:
-        total = _combine(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+        norms[groups] = norm
+    for group in dict.fromkeys(group for groups in norms for group in groups):
+        spread = [groups for groups in norms if group in groups]  # they travel together
+        dtype = functools.reduce(torch.promote_types, [norms[groups].dtype for groups in spread])
+        own = torch.stack([norms[groups].to(dtype) for groups in spread])
+        for groups, of_ranks in zip(spread, gather_values(own, group).unbind(1), strict=True):
+            norms[groups] = torch.linalg.vector_norm(of_ranks, norm_type)
+    total, *others = norms.values()
+    if others:
+        parts = torch.stack([total, *(norm.to(total.device) for norm in others)])
+        total = torch.linalg.vector_norm(parts, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the {norm_type}-norm of the gradients is {total.item()}; "
@@ -96,9 +100,9 @@ def clip_grad_norm_(
     Args:
         parameters: Parameters, sharded or plain, or the module that holds them.
         max_norm: Limit of the norm.
-        norm_type: ``p`` of the p-norm, positive, or ``inf``.
+        norm_type: As for ``get_total_norm``.
         error_if_nonfinite: Raise if the norm is not finite, and change nothing.
-        foreach: Use the fused kernels of torch for the norm. None: where they are faster.
+        foreach: As for ``get_total_norm``.
 
     Returns:
         The norm before clipping: a plain scalar, the same on all ranks.
@@ -166,29 +170,12 @@ def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(groups)
 
 
-def _over_ranks(
-    norms: list[torch.Tensor], groups_of_each: list[tuple[dist.ProcessGroup, ...]], norm_type: float
-) -> list[torch.Tensor]:
-    """Combine each norm over the groups it is spread over; all of one group travel together."""
-    for group in dict.fromkeys(group for groups in groups_of_each for group in groups):
-        positions = [position for position, groups in enumerate(groups_of_each) if group in groups]
-        dtype = functools.reduce(
-            torch.promote_types, (norms[position].dtype for position in positions)
-        )
-        own = torch.stack([norms[position].to(dtype) for position in positions])
-        of_ranks = gather_values(own, group)
-        for position, column in zip(positions, of_ranks.unbind(1), strict=True):
-            norms[position] = _combine(column, norm_type)
-    return norms
-
-
 def _local_norm(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
     # Also for a rank whose shards are all empty: ranks must gather the same dtype.
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtypes = [tensor.dtype for tensor in tensors]
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=tensors[0].device)
@@ -196,18 +183,8 @@ def _local_norm(
     return torch.nn.utils.get_total_norm(wide, norm_type, foreach=foreach).to(dtype)
 
 
-def _combine(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of a tensor from the norms of its parts."""
-    combined: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
-    return combined
-
-
 def check_limit(name: str, value: float | None) -> None:
-    """Raise unless ``value`` is None or may be a limit.
-
-    Raises:
-        ValueError: It is not a positive number.
-    """
+    """Raise a ValueError unless ``value`` is None or a positive, finite number."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -221,15 +198,7 @@ def unit_clip(
 ) -> Callable[[Sequence[torch.Tensor]], None] | None:
     """Return a function that clips the gradients of a unit in place; None if there is no limit.
 
-    **Collective:** with ``max_unit_norm`` all ranks of the meshes of the gradients must call the
-    function, as ``get_total_norm``.
-
-    Args:
-        max_unit_norm: Limit of their norm.
-        clip_value: Limit of the magnitude of an element, applied before the norm is taken.
-
-    Raises:
-        ValueError: One of them is not a positive number.
+    **Collective:** the function, with ``max_unit_norm``: as ``get_total_norm``.
     """
     check_limit("max_unit_norm", max_unit_norm)
     check_limit("clip_value", clip_value)

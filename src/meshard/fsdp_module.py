@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,14 +14,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.custom import CommSettings, memory_backend
+from meshard._comm.custom import memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
+from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import (
     DivideFactor,
     ReduceHook,
     Unit,
     check_divide_factor,
+    require_units,
     unit_of,
     units_in,
     units_of,
@@ -58,11 +60,21 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a bool, got {value!r}.")
 
 
-def _set_flag(module: Any, recurse: bool, setting: str, value: bool, argument: str = "") -> None:
-    """Write a boolean to ``setting`` of each selected unit; ``argument`` is its public name."""
-    check_bool(argument or setting, value)
+def check_int(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` is an int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+
+
+def _write(module: Any, recurse: bool, **settings: Any) -> None:
+    """Write ``settings`` of each selected unit."""
     for unit in selected_units(module, recurse):
-        setattr(unit.settings, setting, value)
+        for name, value in settings.items():
+            setattr(unit.settings, name, value)
+
+
+def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
+    return [unit.group for unit in selected_units(module, recurse) if unit.group is not None]
 
 
 # --- registered forward methods ------------------------------------------------------------------
@@ -73,31 +85,20 @@ _REGISTERED = "_meshard_forward_methods"  # on a module: name -> the instance's 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Unshard the parameters of ``module`` while ``module.method_name(...)`` runs.
 
-    The method goes through the same steps as ``module(...)``: gather, casts of inputs and outputs,
-    reshard, and a gather in backward. It may call ``module(...)``, and be called by it. Registering
-    twice, or on a module that is not sharded, does nothing.
-
-    **Collective:** a call of the method, as a call of the module.
-
-    Args:
-        module: A module that ``fully_shard`` was applied to; others are left alone.
-        method_name: Name of one of its methods.
+    The method goes through the same steps as ``module(...)``, casts and backward included, with
+    the same collectives. It may call ``module(...)``, and be called by it. Modules that are not
+    sharded are left alone.
 
     Raises:
         ValueError: ``module`` has no such method.
 
     >>> import torch, meshard
-    >>> class Tokens(torch.nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.table = torch.nn.Embedding(4, 2)
-    ...     def forward(self, ids):
-    ...         return self.table(ids)
+    >>> class Scaled(torch.nn.Linear):
     ...     def scores(self, hidden):
-    ...         return hidden @ self.table.weight.t()
-    >>> tokens = meshard.fully_shard(Tokens())
-    >>> meshard.register_fsdp_forward_method(tokens, "scores")
-    >>> tokens.scores(torch.ones(1, 2)).shape
+    ...         return hidden @ self.weight.t()
+    >>> layer = meshard.fully_shard(Scaled(2, 4))
+    >>> meshard.register_fsdp_forward_method(layer, "scores")
+    >>> layer.scores(torch.ones(1, 2)).shape
     torch.Size([1, 4])
     """
     if not callable(getattr(module, method_name, None)):
@@ -152,16 +153,12 @@ class GradientSetters:
         """Choose how far the gradients of the following backwards are reduced."""
         if not isinstance(mode, GradientSync):
             raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
-        for unit in selected_units(self, recurse):
-            unit.settings.sync = mode
+        _write(self, recurse, sync=mode)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Turn gradient reduction on (``GradientSync.FULL``) or off (``GradientSync.NONE``).
-
-        True also undoes ``set_requires_all_reduce(False)``: the last call counts.
-        """
+        """Turn gradient reduction on (``GradientSync.FULL``) or off (``GradientSync.NONE``)."""
         check_bool("requires_gradient_sync", requires_gradient_sync)
         mode = GradientSync.FULL if requires_gradient_sync else GradientSync.NONE
         self.set_gradient_sync(mode, recurse=recurse)
@@ -178,10 +175,9 @@ class GradientSetters:
                 unit.settings.sync = mode
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Declare whether the optimizer steps after the next backward. Holds for the whole root.
+        """Declare whether the optimizer steps after the next backward of the root.
 
-        After a backward that is not the last, reductions may still be in flight, to overlap with
-        the next microbatch.
+        Reductions of a backward that is not the last may overlap with the next microbatch.
         """
         check_bool("is_last_backward", is_last_backward)
         own_unit(self).lifecycle.is_last_backward = is_last_backward
@@ -191,33 +187,22 @@ class GradientSetters:
     ) -> None:
         """Divide gradients by ``factor`` in all, instead of by the number of ranks of their mesh.
 
-        Args:
-            factor: A positive number; or a callable or a 0-d tensor that gives one (or a 0-d
-                tensor) when gradients are reduced, as for a count of tokens over all ranks: read
-                once per backward, which waits for a tensor on a device. It must be the same on
-                every rank, and for all microbatches of a window. None: the number of ranks.
-            recurse: Also for the units inside.
+        A positive number, or a callable or 0-d tensor that gives one and is read once per backward:
+        the same on every rank, and for all microbatches of a window. None: the number of ranks.
 
         Raises:
             ValueError: ``factor`` is not positive and finite.
-            RuntimeError: A window is open, and part of it was divided by the old factor. A callable
-                or a tensor whose value changes within a window raises in backward.
+            RuntimeError: A window is open, part of which was divided by the old factor.
         """
-        chosen = factor
-        if isinstance(factor, torch.Tensor):
-            if factor.dim():
-                check_divide_factor(factor)
-        elif factor is not None and not callable(factor):
-            chosen = check_divide_factor(factor)
-        units = list(selected_units(self, recurse))
-        for unit in units:
+        is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())
+        chosen = factor if factor is None or is_read_later else check_divide_factor(factor)
+        for unit in selected_units(self, recurse):
             if unit.gradients is not None and unit.gradients.window.is_open:
                 raise RuntimeError(
                     f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
                     "be divided by the same factor; set it before the first microbatch."
                 )
-        for unit in units:
-            unit.settings.divide_factor = chosen
+        _write(self, recurse, divide_factor=chosen)
 
     def set_reduce_scatter_divide_factor(self, factor: DivideFactor) -> None:
         """Call ``set_gradient_divide_factor``, of which this is FSDP2's deprecated name."""
@@ -226,12 +211,9 @@ class GradientSetters:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set the gradient of parameters that no rank used to zero instead of None.
-
-        What is communicated is the same: unused parameters are always part of it.
-        """
-        name = "reduce_scatter_unused_params"
-        _set_flag(self, recurse, "zero_unused", reduce_scatter_unused_params, argument=name)
+        """Set the gradient of parameters that no rank used to zero instead of None."""
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _write(self, recurse, zero_unused=reduce_scatter_unused_params)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's setting, without effect: meshard always sums and divides by itself."""
@@ -244,29 +226,21 @@ class GradientSetters:
         stream: torch.Stream | None = None,
         recurse: bool = True,
     ) -> None:
-        """Call ``hook(shard)`` on reduced gradients, which it may change in place.
+        """Call ``hook(shard)`` on what is about to be added to ``.grad``, to change it in place.
 
-        It runs once per unit and window on what is about to be added to ``.grad``, after the
-        reduction over replicas. A second call replaces the hook; ``meshard.register_reduce_hook``
-        chains several.
-
-        Args:
-            hook: Gets the flat shard ``[shard_numel]``. None: remove the hook.
-            stream: Run the hook on it; the current stream waits. None: the current stream.
-            recurse: Also for the units inside.
-
-        Raises:
-            ValueError: There is a stream, but the mesh is on the CPU.
+        ``hook`` gets the flat shard ``[shard_numel]`` of a unit, once per window, after the
+        reduction over replicas, on ``stream`` (None: the current one), which the current stream
+        waits for. A second call replaces the hook, None removes it;
+        ``meshard.register_reduce_hook`` chains several.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be callable or None, got {hook!r}.")
+        if stream is not None and any(g.spec.device.type == "cpu" for g in _groups(self, recurse)):
+            raise ValueError("a CPU mesh has no streams; leave stream out.")
+        after = hook if hook is None or stream is None else on_stream(hook, stream)
         for unit in selected_units(self, recurse):
-            on_cpu = unit.group is not None and unit.group.spec.device.type == "cpu"
-            if stream is not None and on_cpu:
-                raise ValueError("a CPU mesh has no streams; leave stream out.")
             hooks = [other for other in unit.settings.reduce_hooks if not other.is_all_reduce]
-            if hook is not None:
-                after = hook if stream is None else on_stream(hook, stream)
+            if after is not None:
                 hooks.append(ReduceHook(after=after, is_all_reduce=True))
             unit.settings.reduce_hooks[:] = hooks
 
@@ -283,8 +257,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     """What ``fully_shard`` adds to the class of a module.
 
     A sharded module is an instance of this, of ``torch.distributed.fsdp.FSDPModule`` and of its
-    own class. Its setters may be called at any time between steps; with ``recurse`` they also reach
-    the units inside. All raise a TypeError for an argument of the wrong type.
+    own class. Its setters may be called at any time between steps.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))
@@ -300,19 +273,15 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     # --- gather and reshard ----------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
-        """Gather the parameters of this unit now.
+        """Gather the parameters of this unit; with ``async_op``, ``wait()`` installs them.
 
         **Collective:** the shard group. **Lifetime:** until ``reshard``, or the end of the
         unit's next forward if that reshards.
-
-        Args:
-            async_op: Return a handle at once, whose ``wait()`` installs the parameters.
         """
-        units = [unit for unit in units_of(as_module(self)) if unit.group is not None]
-        for unit in units:
-            assert unit.group is not None
-            unit.group.check_not_summoned("gathered by unshard()")
-        handle = UnshardHandle(units)
+        groups = _groups(self, recurse=False)
+        for group in groups:
+            group.check_not_summoned("gathered by unshard()")
+        handle = UnshardHandle(groups)
         if async_op:
             return handle
         handle.wait()
@@ -320,38 +289,35 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
-        for unit in units_of(as_module(self)):
+        for unit in selected_units(self, recurse=False):
             if unit.group is not None:
                 unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or retain them for backward."""
-        _set_flag(self, recurse, "reshard_after_forward", reshard_after_forward)
-        for unit in selected_units(self, recurse):
-            unit.settings.post_forward_group = None
+        check_bool("reshard_after_forward", reshard_after_forward)
+        chosen = {"reshard_after_forward": reshard_after_forward, "post_forward_group": None}
+        _write(self, recurse, **chosen)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Free unsharded parameters after backward, or retain them for the next forward."""
-        _set_flag(self, recurse, "reshard_after_backward", reshard_after_backward)
+        check_bool("reshard_after_backward", reshard_after_backward)
+        _write(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Gather this unit in backward, or not because its backward does not read parameters.
-
-        The only setter that does not recurse by default: it is a promise about one unit.
-        """
-        _set_flag(self, recurse, "unshard_in_backward", unshard_in_backward)
+        """Gather this unit in backward, or not because its backward does not read parameters."""
+        check_bool("unshard_in_backward", unshard_in_backward)
+        _write(self, recurse, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather these modules when this one begins its forward, instead of the predicted one."""
-        for unit in units_of(as_module(self)):
-            unit.settings.forward_prefetch = _refs("forward", modules)
+        _write(self, recurse=False, forward_prefetch=_refs(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Gather these modules when this one begins its backward, instead of the predicted one."""
-        for unit in units_of(as_module(self)):
-            unit.settings.backward_prefetch = _refs("backward", modules)
+        _write(self, recurse=False, backward_prefetch=_refs(modules))
 
     # --- communication, set between steps ----------------------------------------------------
 
@@ -360,11 +326,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Reduce gradients on a second process group, so that gathers need not queue behind them.
 
-        A backend may run one collective of a group after the other (NCCL does); with a second
-        group of the same ranks, a reduce-scatter and an all-gather run at the same time.
-
-        **Collective:** all ranks of the shard group, the first time for a mesh. **Lifetime:** the
-        group is destroyed with the others by ``destroy_process_group()``.
+        **Collective:** all ranks of the shard group, the first time for a mesh.
         """
         check_bool("enable", enable)
         for unit in selected_units(self, recurse):
@@ -379,40 +341,25 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Bound how many units may have unsharded gradients in flight at once.
 
-        Each takes the bytes of its unit's unsharded gradients. With 1, a unit waits until the unit
-        before it is reduced; more hide slow reductions. The default is 3, of which 2 are in use
-        unless replicas are reduced over as well.
-        The one that is being filled counts.
-
-        Raises:
-            ValueError: It is less than 1.
+        The unit that is being filled counts: with 1, it waits until the one before it is reduced.
+        The default is 3, of which 2 are in use unless replicas are reduced over as well.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}.")
+        check_int("max_input_buffers", max_input_buffers)
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}.")
-        for unit in selected_units(self, recurse):
-            unit.settings.max_input_buffers = max_input_buffers
+        _write(self, recurse, max_input_buffers=max_input_buffers)
 
     def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        Groups of one rank do not use it. ``meshard.CommLedger`` and ``MESHARD_DEBUG`` record it. A
-        ``comm`` written for FSDP2 fits: see ``meshard.AllGather``.
-
-        Raises:
-            ValueError: ``set_allocate_memory_from_process_group_for_comm`` is on.
+        Groups of one rank do not use it. A ``comm`` written for FSDP2 fits.
         """
         _replace_comm(self, recurse, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = True) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        Its operation is always SUM; meshard divides before and after. A ``comm`` written for FSDP2
-        fits: see ``meshard.ReduceScatter``.
-
-        Raises:
-            ValueError: ``set_allocate_memory_from_process_group_for_comm`` is on.
+        Its operation is always SUM. A ``comm`` written for FSDP2 fits.
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
@@ -421,17 +368,12 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Allocate the buffers of this unit's collectives by the process group's own allocator.
 
-        These are the output of all-gathers, and input and output of reduce-scatters. NCCL may then
-        send without copying.
-
-        Raises:
-            RuntimeError: The backend cannot allocate memory (gloo cannot).
-            ValueError: A custom collective is set, which allocates by itself.
+        NCCL may then send without copying. Custom collectives, which allocate by themselves, and
+        backends that cannot (gloo) raise an error.
         """
         check_bool("enable", enable)
-        for unit in selected_units(self, recurse):
-            if enable and unit.group is not None:
-                memory_backend(unit.group.spec.mesh_info.shard_group, unit.group.spec.device)
+        for group in _groups(self, recurse) if enable else ():
+            memory_backend(group.spec.mesh_info.shard_group, group.spec.device)
         _replace_comm(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -444,9 +386,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Wait for ``event`` before the next gather, instead of for all that is queued by then.
 
-        For an optimizer that steps on a stream of its own. Used once: record and set a new one
-        after each step. **Stream:** the event must come after the optimizer's step, and that after
-        the backward. On a CPU mesh the host has waited already.
+        For an optimizer that steps on a stream of its own: set a new event after each step.
         """
         if not hasattr(event, "wait") or not hasattr(event, "record"):
             raise TypeError(f"event must be a torch.Event, got {event!r}.")
@@ -456,12 +396,12 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast the sharded parameters; unsharded ones are freed first."""
-        for unit in units_in(as_module(self)):
-            if unit.group is not None:
-                unit.group.check_not_summoned("moved or cast")
-                unit.group.finish_pending_step()
-                unit.group.end_manual_unshard()
-                unit.group.reshard()
+        groups = _groups(self, recurse=True)
+        for group in groups:
+            group.check_not_summoned("moved or cast")
+            group.finish_pending_step()
+            group.end_manual_unshard()
+            group.reshard()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
@@ -470,9 +410,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         # Not torch's FSDPModule._apply, which reads torch's own state.
         result = super(TorchFSDPModule, self)._apply(apply, recurse)  # type: ignore[misc]
-        for unit in units_in(as_module(self)):
-            if unit.group is not None:
-                unit.group.adopt_edits()
+        for group in groups:
+            group.adopt_edits()
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -485,17 +424,11 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
 
 class UnshardHandle:
-    """An ``unshard(async_op=True)`` in flight.
+    """An ``unshard(async_op=True)`` in flight."""
 
-    Args:
-        units: The units that are gathered.
-    """
-
-    def __init__(self, units: Iterable[Unit]) -> None:
+    def __init__(self, groups: list[ParamGroup]) -> None:
         self._manual_unshards = [
-            (weakref.ref(unit.group), unit.group.start_manual_unshard())
-            for unit in units
-            if unit.group is not None
+            (weakref.ref(group), group.start_manual_unshard()) for group in groups
         ]
 
     def wait(self) -> None:
@@ -510,36 +443,27 @@ class UnshardHandle:
         self._manual_unshards.clear()
 
 
-def _refs(direction: str, modules: list[TorchFSDPModule]) -> list[weakref.ref[Unit]]:
-    refs: list[weakref.ref[Unit]] = []
-    for module in modules:
-        units = units_of(module) if isinstance(module, nn.Module) else []
-        if not units:
-            name = type(module).__name__
-            raise ValueError(
-                f"modules to {direction} prefetch must be sharded by fully_shard, got {name}."
-            )
-        refs.extend(weakref.ref(unit) for unit in units)
-    return refs
+def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
+    return [weakref.ref(unit) for each in modules for unit in require_units(each, recurse=False)]
 
 
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change ``CommSettings`` of the selected units; all of them are checked before the first."""
+    """Change ``CommSettings`` of the selected units; all are checked before the first."""
     for name, comm in changes.items():
         if name != "from_group" and not (callable(comm) and hasattr(comm, "allocate")):
             raise TypeError(
                 f"set_custom_{name} needs an object with allocate() and __call__(), got {comm!r}."
             )
-    chosen: list[tuple[Unit, CommSettings]] = []
-    for unit in selected_units(module, recurse):
-        settings: CommSettings = replace(unit.settings.comm, **changes)
+    chosen = {
+        unit: replace(unit.settings.comm, **changes) for unit in selected_units(module, recurse)
+    }
+    for settings in chosen.values():
         if settings.from_group and (settings.all_gather or settings.reduce_scatter):
             raise ValueError(
                 "memory of the process group and a custom collective exclude each other, because a "
                 "custom collective allocates by itself; set only one of them."
             )
-        chosen.append((unit, settings))
-    for unit, settings in chosen:
+    for unit, settings in chosen.items():
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
         if unit.group is not None:
@@ -549,14 +473,11 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
 def share_comm_ctx(modules: list[Any]) -> None:
     """Let several roots communicate on the same streams, as the stages of a pipeline do.
 
-    Without it every root has streams of its own, and memory that one has freed cannot serve
-    another. Call it after the last ``fully_shard``, between steps.
-
-    Args:
-        modules: Modules that ``fully_shard`` was applied to.
+    Memory that one has freed can then serve another. Call it after the last ``fully_shard``,
+    between steps.
 
     Raises:
-        ValueError: One of them is not sharded, or they are on different devices.
+        ValueError: A module is not sharded by ``fully_shard``, or they are on different devices.
 
     >>> import torch, meshard
     >>> stages = [meshard.fully_shard(torch.nn.Linear(2, 2)) for _ in range(2)]
@@ -568,7 +489,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
                 f"share_comm_ctx needs modules sharded by fully_shard, got {type(module).__name__}."
             )
     units = [own_unit(module) for module in modules]
-    devices = {unit.group.spec.device.type for unit in units if unit.group is not None}
+    devices = {group.spec.device.type for module in modules for group in _groups(module, False)}
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
     for unit in units[1:]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,47 +15,31 @@ from torch.optim import Optimizer
 from meshard._comm.blocking import agree_on_max
 from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
 from meshard._mesh.mesh_info import device_of
-from meshard._torch.dtensor import local_of
-from meshard._torch.private import queue_backward_callback, unscale_each
+from meshard._torch.dtensor import plain_of
+from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
 
-
-class _ScaledBackward:
-    """A callback of a backward of a scaled loss, which autograd drops when that is over."""
-
-    num_alive = 0
-
-    def __init__(self) -> None:
-        _ScaledBackward.num_alive += 1
-
-    def __call__(self) -> None:
-        """Do nothing: other callbacks at the end belong to this backward, too."""
-
-    def __del__(self) -> None:
-        _ScaledBackward.num_alive -= 1
+# Callbacks of backwards of scaled losses, which autograd drops when those are over.
+_scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_backward_scaled() -> bool:
     """Return whether a backward of a loss is under way that a ``ShardedGradScaler`` has scaled."""
-    return _ScaledBackward.num_alive > 0
+    return len(_scaled_backwards) > 0
 
 
-def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, (list, tuple)):
-        for each in outputs:
-            yield from _tensors_in(each)
+def _mark_backward(_: Tensor) -> None:
+    def do_nothing() -> None:  # but be alive: other callbacks at the end belong to it, too
+        pass
+
+    _scaled_backwards.add(do_nothing)
+    queue_backward_callback(do_nothing)
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` whose ranks agree on whether a step is skipped.
 
-    An inf or NaN in one shard on one rank skips the step and lowers the scale on every rank.
-
-    Args:
-        *args: As for ``torch.amp.GradScaler``: device, init_scale, growth_factor, ...
-        process_group: All ranks that step together. None: the default group.
-        **kwargs: As for ``torch.amp.GradScaler``.
+    An inf or NaN in one shard on one rank skips the step and lowers the scale on every rank of
+    ``process_group`` (None: the default group). Other arguments are torch's.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -81,22 +66,20 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         scaled = super().scale(outputs)
         if self.is_enabled() and overlapped_optimizers:
-            for loss in _tensors_in(scaled):
+            for loss in tree_flatten(scaled)[0]:
                 if loss.requires_grad:
-                    loss.register_hook(lambda _: queue_backward_callback(_ScaledBackward()))
+                    loss.register_hook(_mark_backward)
         return scaled
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.
 
-        **Collective:** as ``unscale_``, which it calls if that has not been done. Waits for what
-        was found.
+        **Collective:** every rank of the process group, as for ``unscale_``.
         """
         loss = super().step(optimizer, *args, **kwargs)
-        if self.is_enabled():
-            found = self._found_inf_per_device(optimizer).values()
-            if any(each.item() for each in found):
-                optimizer.zero_grad()
+        found = self._found_inf_per_device(optimizer).values() if self.is_enabled() else ()
+        if any(each.item() for each in found):
+            optimizer.zero_grad()
         return loss
 
     def _unscale_grads_(
@@ -112,7 +95,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for param in params:
             if param.grad is None:
                 continue
-            local = local_of(param.grad) if isinstance(param.grad, DTensor) else param.grad
+            local = plain_of(param.grad)
             if local.dtype == torch.float16 and not allow_fp16:
                 raise ValueError(
                     f"cannot unscale the float16 gradient of a parameter of shape "
@@ -130,21 +113,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 unscale_each(grads, found[device], scales[device])
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            _agree(found_inf, params, self._process_group)
+            # The group may not serve host memory, where shards may be.
+            meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
+            sent = found_inf.to(device_of(meshes[0]) if meshes else found_inf.device)
+            agree_on_max(sent, self._process_group)
+            found_inf.copy_(sent)
             for other in found.values():
                 other.copy_(found_inf)
         return found
-
-
-def _agree(
-    found_inf: torch.Tensor, params: list[torch.Tensor], group: dist.ProcessGroup | None
-) -> None:
-    """Set ``found_inf`` to its maximum over all ranks; their group may not serve host memory."""
-    meshes = (param.device_mesh for param in params if isinstance(param, DTensor))
-    mesh = next(meshes, None)
-    if mesh is None or mesh.device_type == found_inf.device.type:
-        agree_on_max(found_inf, group)
-        return
-    travelling = found_inf.to(device_of(mesh))
-    agree_on_max(travelling, group)
-    found_inf.copy_(travelling)

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
 from meshard._engine.param_group import ParamGroup, sharded_params
 from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
-from meshard._mesh.mesh_info import MeshInfo
+from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
-from meshard._torch.dtensor import local_of, place_like, plain_tensors_in
+from meshard._torch.dtensor import local_of, place_like, plain_of, plain_tensors_in
 from meshard.weights import SummonedUnit, check_between_steps
 
 
@@ -36,20 +36,16 @@ def _poison_of(dtype: torch.dtype) -> float | int | None:
     return None
 
 
-def _new_poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for ``like`` that shows which elements have not been written to."""
-    new = torch.empty_like(like, device=device)
+def _poisoned(new: torch.Tensor) -> torch.Tensor:
+    """Fill new memory so that it shows which elements have not been written to."""
     poison = _poison_of(new.dtype)
     return new if poison is None else new.fill_(poison)
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether a part of what ``_new_poisoned`` returned has not been written to."""
+    """Whether a part of what ``_poisoned`` returned has not been written to."""
     poison = _poison_of(tensor.dtype)
-    if poison is None:
-        return False
-    untouched = tensor.isnan() if poison != poison else tensor == poison
-    return bool(untouched.any())
+    return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
 
 
 def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
@@ -58,25 +54,20 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.finish_pending_step()
     group.finish_copies()
     group.storage.take_replacements()
-    params = sharded_params(group)
-    new = [param for param in params if local_of(param.sharded).is_meta]
+    new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
     for param in new:
-        _allocate(param, group)
+        old = param.sharded
+        local = torch.empty_like(local_of(old), device=group.spec.location.device)
+        param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
+        # It stays the same object, which an optimizer may hold. Not by set_local: the device of a
+        # DTensor is that of its first local tensor for good.
+        attributes = dict(vars(old))
+        torch.utils.swap_tensors(old, param.sharded)
+        vars(old).update(attributes)
+        param.sharded = old
     group.adopt_edits()  # moves them into one buffer
     group.storage.check_materialised()
     return new
-
-
-def _allocate(param: ShardedParam, group: ParamGroup) -> None:
-    """Allocate a shard. The parameter stays the same object, which an optimizer may hold."""
-    old = param.sharded
-    local = torch.empty_like(local_of(old), device=group.spec.location.device)
-    param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
-    attributes = dict(vars(old))
-    # Not set_local: the device of a DTensor is that of its first local tensor for good.
-    torch.utils.swap_tensors(old, param.sharded)
-    vars(old).update(attributes)
-    param.sharded = old
 
 
 def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
@@ -86,8 +77,7 @@ def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn
     """
     sharded = param.sharded
     if is_new:
-        meta = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
-        value = _new_poisoned(meta, device)
+        value = _poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
         local = local_of(sharded).to(device)  # the process groups of the mesh serve no other
         value = place_like(sharded, local).full_tensor().detach().clone()
@@ -96,52 +86,37 @@ def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 Init = Callable[[nn.Module], Any]
-_RESETS = ("reset_parameters", "_reset_parameters")  # torch's MultiheadAttention has the second
 
 
 def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     """Initialise the parameters and buffers of a sharded ``module`` like those of a plain one.
 
     Calls ``reset_parameters()`` (or ``_reset_parameters()``) of every module inside that has it,
-    children before their parents, while its parameters are unsharded. Meta tensors get memory;
-    what has values already keeps them unless a module resets it. The values are, bit for bit,
-    those of the same calls on the unsharded model on one process with the random number generator
-    of the first rank. If constructors draw random numbers in these methods only, and modules are
-    registered in the order in which they are built, these are the values of
-    ``torch.manual_seed(s); Model()`` on the device of the mesh. A tied parameter has the values of
-    its last owner.
+    children before their parents, while its parameters are unsharded. Meta tensors get memory.
+    The values are, bit for bit, those of the same calls on the unsharded model, on one process with
+    the random number generator of the first rank.
 
-    **Collective:** every rank of the mesh. One broadcast of the state of the first rank's random
-    number generator, and a gather of each parameter that has values already. Afterwards, a rank
-    whose generator was in the same state goes on as one process would; that of another rank is as
-    it was before.
-    **Stream:** the current one.
-    **Lifetime:** one unit, and the units around it, are unsharded at a time; a module that has
-    both a reset and units inside has all of them unsharded.
+    **Collective:** every rank of the mesh: a broadcast of the state of the generator, and a gather
+    of each parameter that has values already.
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
-        init: Called with every module inside instead, as ``module.apply(init)`` would: for
-            example the ``_init_weights`` of a Hugging Face model. It may write to parameters of
-            the units around the module it is given, not to those of units further inside.
-
-    Returns:
-        ``module``.
+        init: Called with every module inside instead, as by ``module.apply(init)``. It may write
+            to the unit of that module and to those around it, not to units further inside.
 
     Raises:
         ValueError: Modules hold meta tensors and nothing would initialise them, or a parameter
             belongs to a unit around ``module``. Nothing has been changed.
-        RuntimeError: A parameter or a buffer that was on the meta device was not initialised,
-            ``init`` wrote to a unit that is sharded, or a forward or backward is running.
+        RuntimeError: A meta tensor was not initialised, ``init`` wrote to a unit that is sharded,
+            or a forward or backward is running.
 
     >>> import meshard
     >>> with torch.device("meta"):
-    ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    >>> _ = meshard.fully_shard_units(model)
+    ...     layer = nn.Linear(4, 4)
     >>> _ = torch.manual_seed(0)
-    >>> _ = meshard.materialize(model)
+    >>> _ = meshard.materialize(meshard.fully_shard(layer))
     >>> _ = torch.manual_seed(0)
-    >>> bool((model[0].weight.full_tensor() == nn.Linear(4, 4).weight).all())
+    >>> bool((layer.weight.full_tensor() == nn.Linear(4, 4).weight).all())
     True
     """
     if init is None:
@@ -163,17 +138,12 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
 
 
 class _Initialisation:
-    """One walk over a model, children first.
-
-    Args:
-        init: The user's function, called instead of ``reset_parameters``.
-        device: Where tensors that belong to no unit get memory.
-    """
+    """One walk over a model, children first."""
 
     def __init__(self, init: Init | None, device: torch.device) -> None:
         self.untouched: list[str] = []
         self._init = init
-        self._device = device
+        self._device = device  # of tensors that belong to no unit
         self._seen: set[nn.Module] = set()
         self._summoned: dict[Unit, SummonedUnit] = {}
         self._new: dict[ShardedParam, str] = {}  # of summoned units: no values yet
@@ -199,48 +169,42 @@ class _Initialisation:
             self._visit(f"{fqn}.{name}" if fqn else name, child)
         if self._init is not None:
             self._call_init(fqn, module, self._init)
-        else:
-            reset = _reset_of(module)
-            if reset is not None:
-                reset()
+        elif (reset := _reset_of(module)) is not None:
+            reset()
         # A unit of several modules stays unsharded until all of them have been visited.
         self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
     def _summon_for(self, fqn: str, module: nn.Module) -> list[Unit]:
         """Unshard what initialising ``module`` may write to."""
-        wanted = dict.fromkeys(units_of(module), fqn)
-        if self._init is None and _reset_of(module) is not None:
-            for name, inner in module.named_modules(prefix=fqn):
-                for unit in units_of(inner):
-                    wanted.setdefault(unit, name)
-        wanted = {unit: name for unit, name in wanted.items() if unit not in self._summoned}
-        for unit, name in wanted.items():
-            self._summon(unit, name)
-        return [unit for unit in wanted if unit in self._summoned]
+        resets_all = self._init is None and _reset_of(module) is not None
+        names: dict[Unit, str] = {}
+        for name, inner in module.named_modules(prefix=fqn) if resets_all else [(fqn, module)]:
+            for unit in units_of(inner):
+                names.setdefault(unit, name)
+        return [unit for unit, name in names.items() if self._summon(unit, name)]
 
-    def _summon(self, unit: Unit, fqn: str) -> None:
+    def _summon(self, unit: Unit, fqn: str) -> bool:
+        """Unshard a unit, unless it is unsharded already."""
         group = unit.group
-        if group is None or isinstance(group.storage, ReplicatedParams):
-            return
+        if unit in self._summoned or group is None or isinstance(group.storage, ReplicatedParams):
+            return False
         check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
         self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
-        unsharded = [
-            _unsharded(param, group.spec.device, is_new=param in new)
-            for param in sharded_params(group)
-        ]
+        device = group.spec.device
+        unsharded = [_unsharded(p, device, is_new=p in new) for p in sharded_params(group)]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
+        return True
 
     def _finish(self, units: list[Unit]) -> None:
         """Check and write back what was initialised, and reshard."""
         for unit in units:
             summoned = self._summoned[unit]
             values = summoned.edited_values()
-            for param in summoned.params:
+            for param, value in zip(summoned.params, values, strict=True):
                 name = self._new.pop(param, None)
-                installed = param.installed()[0]
-                if name is not None and installed is not None and _is_untouched(installed):
+                if name is not None and _is_untouched(value):
                     self.untouched.append(name)
             summoned.close()
             summoned.write(values)
@@ -248,24 +212,24 @@ class _Initialisation:
 
     def _give_memory(self, fqn: str, module: nn.Module) -> None:
         """Give memory to meta tensors that ``module`` holds and that belong to no unit."""
-        held: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for position in held:
-            for name, tensor in position.items():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
                 if tensor not in self._given:
-                    new = _new_poisoned(tensor.detach(), self._device)
+                    new = _poisoned(torch.empty_like(tensor.detach(), device=self._device))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                     self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)
-                position[name] = self._given[tensor][1]
+                held[name] = self._given[tensor][1]
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
-        before = [unit.group.storage.version for unit in inside if unit.group is not None]
+        storages = [unit.group.storage for unit in inside if unit.group is not None]
+        before = [storage.version for storage in storages]
         init(module)
-        after = [unit.group.storage.version for unit in inside if unit.group is not None]
-        if before != after:
+        if before != [storage.version for storage in storages]:
             raise RuntimeError(
                 f"init({fqn or '(root)'}) wrote to parameters of a unit inside it, which holds "
                 "shards only; write to them when init is called with the module that holds them, "
@@ -274,30 +238,21 @@ class _Initialisation:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    for name in _RESETS:
-        reset = getattr(module, name, None)
-        if callable(reset):
-            return reset  # type: ignore[no-any-return]
-    return None
+    # torch's MultiheadAttention has the second.
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    return reset if callable(reset) else None
 
 
 def _check_resets(root: nn.Module) -> None:
     """Raise if a module holds meta tensors that nothing would initialise."""
-    helpless: list[str] = []
-    seen: set[nn.Module] = set()
-
-    def look(fqn: str, module: nn.Module) -> None:
-        if module in seen or _reset_of(module) is not None:
-            return  # a reset may initialise everything inside the module
-        seen.add(module)
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        names = [*module._parameters, *module._buffers]
-        if any(tensor.is_meta for tensor in tensors):
-            helpless.append(f"{fqn or '(root)'} ({own_class(module).__name__}: {', '.join(names)})")
-        for name, child in module.named_children():
-            look(f"{fqn}.{name}" if fqn else name, child)
-
-    look("", root)
+    # A reset may initialise everything inside its module.
+    reset = {inner for module in root.modules() if _reset_of(module) for inner in module.modules()}
+    helpless = []
+    for fqn, module in root.named_modules():
+        held = {**module._parameters, **module._buffers}
+        if module not in reset and any(t is not None and t.is_meta for t in held.values()):
+            name = own_class(module).__name__
+            helpless.append(f"{fqn or '(root)'} ({name}: {', '.join(held)})")
     if helpless:
         more = f", and {len(helpless) - 3} more" if len(helpless) > 3 else ""
         raise ValueError(
@@ -337,28 +292,22 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
 @contextlib.contextmanager
 def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
     """Draw the random numbers of the first rank of all meshes on every rank."""
-    generators: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]
-    generators = [(torch.get_rng_state, torch.set_rng_state)]
+    generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        accelerator = torch.get_device_module(device.type)
-        generators.append(
-            (
-                lambda: accelerator.get_rng_state(device),
-                lambda state: accelerator.set_rng_state(state, device),
-            )
-        )
-    own = [get_state() for get_state, _ in generators]
+        generators.append(torch.get_device_module(device))  # of the current device
+    own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
-    for (_, set_state), state in zip(generators, first, strict=True):
+    for generator, state in zip(generators, first, strict=True):
         for mesh_info in meshes:
-            overwrite_by_first_rank(state, mesh_info, device, label="(materialize)")
-        set_state(state)
+            overwrite_by_first_rank(state, mesh_info, label="(materialize)")
+        generator.set_rng_state(state)
     try:
         yield
     finally:
-        for (_, set_state), before, state in zip(generators, own, first, strict=True):
+        # Ranks whose generator was in the same state go on as one process would.
+        for generator, before, state in zip(generators, own, first, strict=True):
             if not torch.equal(before, state):
-                set_state(before)
+                generator.set_rng_state(before)
 
 
 # --- the same values on all ranks ----------------------------------------------------------
@@ -372,19 +321,11 @@ _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def take_values_of_first_rank(
-    named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo, device: torch.device
+    named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo
 ) -> None:
     """Overwrite tensors by those of the first rank of the mesh, one at a time.
 
-    **Collective:** all ranks of the mesh. **Stream:** the current one.
-
-    Args:
-        named: Names and tensors, the same on every rank.
-        mesh_info: The mesh.
-        device: Where its groups communicate; a tensor elsewhere is copied there and back.
-
-    Raises:
-        ValueError: A tensor is on the meta device.
+    **Collective:** all ranks of the mesh, with the same names.
     """
     for name, tensor in named:
         if tensor.is_meta:
@@ -392,23 +333,15 @@ def take_values_of_first_rank(
                 f"sync_init=True has no values to send for {name!r}, which is on the meta device; "
                 "leave sync_init out and call meshard.materialize(model) after sharding."
             )
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        overwrite_by_first_rank(local, mesh_info, device, label="(sync_init)")
+        overwrite_by_first_rank(plain_of(tensor).detach(), mesh_info, label="(sync_init)")
 
 
-def overwrite_by_first_rank(
-    local: torch.Tensor, mesh_info: MeshInfo, device: torch.device, *, label: str
-) -> None:
-    """Overwrite ``local`` by that of the first rank of the mesh.
+def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: str) -> None:
+    """Overwrite ``local``, on any device, by that of the first rank of the mesh.
 
-    **Collective:** all ranks of the mesh. **Stream:** the current one.
-
-    Args:
-        local: A plain tensor, or a subclass that has ``__tensor_flatten__``.
-        mesh_info: The mesh.
-        device: Where its groups communicate; a tensor elsewhere is copied there and back.
-        label: What observers see in the place of a unit.
+    **Collective:** all ranks of the mesh; observers see ``label`` in the place of a unit.
     """
+    device = device_of(mesh_info.mesh)
     for plain in plain_tensors_in(local):
         buffer = plain.to(device).contiguous()
         broadcast_from_first(buffer, mesh_info.shard_group, label=label)
@@ -418,28 +351,19 @@ def overwrite_by_first_rank(
             plain.copy_(buffer)
 
 
-def check_same_start(
-    named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, device: torch.device, unit: str
-) -> None:
+def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, unit: str) -> None:
     """Raise if the ranks are about to shard different parameters, or other values, as one unit.
 
-    ``MESHARD_DEBUG=1`` asks for this check.
-
-    **Collective:** all ranks of the mesh; two small all-gathers per axis of the mesh.
-
-    Args:
-        named: Names and values of the unit's parameters.
-        mesh_info: The mesh.
-        device: Where its groups communicate.
-        unit: The unit in the error; it has no name yet.
-
-    Raises:
-        RuntimeError: Naming the first parameter and the ranks that differ.
+    **Collective:** all ranks of the mesh, with ``MESHARD_DEBUG=1``; two small all-gathers per axis.
     """
+    device = device_of(mesh_info.mesh)
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
     outlines = _of_all_ranks(outline, mesh_info)
-    ranks = mesh_info.mesh.mesh.flatten().tolist()
+    grid = mesh_info.mesh.mesh
+    if mesh_info.shard_axis is not None:
+        grid = grid.movedim(mesh_info.shard_axis, -1)  # the order of _of_all_ranks
+    ranks = grid.flatten().tolist()
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
         raise RuntimeError(
@@ -467,7 +391,7 @@ def check_same_start(
 
 
 def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return every rank's ``row [n]`` as ``[ranks, n]``, in the order of the mesh."""
+    """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
     rows = gather_from_all(row, mesh_info.shard_group, label="(same start)")
     if mesh_info.replicate_group is not None:
         rows = gather_from_all(rows, mesh_info.replicate_group, label="(same start)")
@@ -477,18 +401,13 @@ def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 @torch.no_grad()
 def _checksum(param: torch.Tensor) -> int:
     """Return 64 bits that depend on every bit of ``param`` and on its position."""
-    local = local_of(param) if isinstance(param, DTensor) else param.detach()
-    if local.is_meta:
-        return 0
-    return sum(map(_checksum_of_plain, plain_tensors_in(local))) % 2**63
-
-
-def _checksum_of_plain(local: torch.Tensor) -> int:
-    flat = local.contiguous().view(-1)
-    bits = flat.view(_INT_OF_SIZE[flat.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for number, chunk in enumerate(bits.split(_CHUNK)):
-        weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
-        weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd, so that no bit is multiplied away
-        total += weights.mul_(chunk).sum()
-    return int(total)
+    total = 0
+    for plain in plain_tensors_in(plain_of(param).detach()):
+        if plain.is_meta:
+            continue
+        bits = plain.contiguous().view(-1).view(_INT_OF_SIZE[plain.itemsize])
+        for number, chunk in enumerate(bits.split(_CHUNK)):
+            weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
+            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: no bit is multiplied away
+            total += int(weights.mul_(chunk).sum())
+    return total % 2**63

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,45 +14,21 @@ from meshard._engine.unit import Unit, require_units
 from meshard._gradients.sharded_grads import ShardedGrads
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
-from meshard._torch.dtensor import local_of, move_local
+from meshard._torch.dtensor import move_local, plain_of
+from meshard._torch.private import tree_flatten
 from meshard.optim.flat import forget_slices
 
 
-class Offloaded:
-    """A context manager around an offloaded model, which brings it back at the end.
-
-    Args:
-        module: The module that was offloaded.
-        optimizer: The optimizer whose state was offloaded with it.
-    """
-
-    def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        self._module = module
-        self._optimizer = optimizer
-
-    def __enter__(self) -> None:
-        """Do nothing: the model is offloaded already."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Bring the model back, also after an exception."""
-        onload(self._module, self._optimizer)
+class Offloaded(contextlib.ExitStack):
+    """A context manager around an offloaded model, which brings it back at the end."""
 
 
 def offload(module: nn.Module, optimizer: Optimizer | None = None) -> Offloaded:
     """Move all shards, gradients and optimizer state to the host, until ``onload``.
 
-    For phases in which something else needs the device, such as generation between two phases of
-    training. Parameters, gradients and state tensors stay the same objects, so an optimizer that
-    holds them goes on as before. The device's memory is free when this returns. State dicts may be
-    read and loaded meanwhile; a forward raises. Nothing is communicated: ranks may do this at
-    different times. Buffers, ``ignored_params`` and their state stay where they are.
-
-    **Stream:** the current one; the host waits for the copies.
+    Parameters, gradients and state tensors stay the same objects, so an optimizer that holds them
+    goes on as before. The device's memory is free when this returns. Nothing is communicated.
+    Buffers, ``ignored_params`` and their state stay where they are; a forward raises.
 
     Args:
         module: A module with units in it, usually the root. Units with a ``CPUOffloadPolicy`` are
@@ -66,8 +40,7 @@ def offload(module: nn.Module, optimizer: Optimizer | None = None) -> Offloaded:
 
     Raises:
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
-        RuntimeError: A forward or backward is running, or accumulated gradients are not in
-            ``.grad`` yet.
+        RuntimeError: A step is running, or accumulated gradients are not in ``.grad`` yet.
         ValueError: There is no unit in ``module``.
 
     >>> import torch, meshard
@@ -75,23 +48,18 @@ def offload(module: nn.Module, optimizer: Optimizer | None = None) -> Offloaded:
     >>> optimizer = torch.optim.AdamW(layer.parameters())
     >>> with meshard.offload(layer, optimizer):
     ...     pass  # the device is free
-    >>> layer(torch.ones(1, 2)).shape
-    torch.Size([1, 2])
     """
     _move(module, optimizer, to_host=True)
-    return Offloaded(module, optimizer)
+    offloaded = Offloaded()
+    offloaded.callback(onload, module, optimizer)
+    return offloaded
 
 
 def onload(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Undo ``offload``: bring shards, gradients and optimizer state back to the device.
 
-    Training continues bit for bit as without the two calls. Does nothing to what is not offloaded.
-
-    **Stream:** the current one; the host waits for the copies.
-
-    Args:
-        module: The module that was passed to ``offload``.
-        optimizer: The optimizer that was passed to ``offload``.
+    Training continues bit for bit as without the two calls. Arguments are those of ``offload``;
+    what is not offloaded stays where it is.
 
     Raises:
         RuntimeError: A forward or backward is running.
@@ -126,9 +94,12 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:
             sources += _move_state(optimizer, unit, location)
-    _synchronize(units)
+    groups = [unit.group for unit in units if unit.group is not None]
+    for group in groups:
+        group.comm.record().synchronize()
     del sources
-    _release_memory(units)
+    for kind in {group.spec.device.type for group in groups} - {"cpu"}:
+        torch.get_device_module(kind).empty_cache()  # for other processes
 
 
 def _check_between_steps(unit: Unit, what: str) -> None:
@@ -154,19 +125,18 @@ def _move_state(
 ) -> list[torch.Tensor]:
     """Start moving the optimizer state of a unit's parameters; return the tensors it was in.
 
-    Args:
-        optimizer: The owner of the state.
-        unit: A unit with parameters.
-        location: None: back to where each tensor was.
+    ``location`` None: back to where each tensor was.
     """
     assert unit.group is not None
     device = unit.group.spec.device
     moved = _moved.setdefault(optimizer, {})
     sources = []
     for param in unit.group.params:
-        for tensor in _tensors_in(optimizer.state.get(param.sharded)):
+        for tensor in tree_flatten(optimizer.state.get(param.sharded))[0]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
             is_sharded = isinstance(tensor, DTensor)
-            local = local_of(tensor) if is_sharded else tensor
+            local = plain_of(tensor)
             if location is not None:
                 if id(tensor) in moved or local.device != device:
                     continue  # moved already, or on the host anyway, like AdamW's step count
@@ -186,28 +156,3 @@ def _move_state(
             else:
                 tensor.data = new
     return sources
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-
-
-def _synchronize(units: list[Unit]) -> None:
-    """Wait until the work that was queued on the current stream is done."""
-    for unit in units:
-        if unit.group is not None:
-            unit.group.comm.record().synchronize()
-
-
-def _release_memory(units: list[Unit]) -> None:
-    """Release freed blocks of the caching allocator, for other processes."""
-    for kind in {unit.group.spec.device.type for unit in units if unit.group is not None}:
-        if kind != "cpu":
-            torch.get_device_module(kind).empty_cache()

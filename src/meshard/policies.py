@@ -51,12 +51,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         output_dtype: To which floating-point outputs of forward are cast. None: no cast.
         cast_forward_inputs: Cast floating-point inputs of forward to ``param_dtype``.
         accumulate_dtype: In which gradients are added up across microbatches, and across ranks
-            where the backend allows it. None: the wider of float32 and the parameters' dtype, so
-            that 512 microbatches of ones reduced in bfloat16 add up to 512.
-
-    Raises:
-        TypeError: A dtype is not a ``torch.dtype``.
-        ValueError: A dtype is not a floating-point dtype.
+            where the backend allows it. None: the wider of float32 and the parameters' dtype.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
     torch.bfloat16
@@ -84,14 +79,7 @@ class OffloadPolicy(TorchOffloadPolicy):
 class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
     """Offload of shards, their gradients and optimizer state to host memory.
 
-    Args:
-        pin_memory: Page-lock the host shards, so that copies to the device are asynchronous.
-
-    Raises:
-        TypeError: ``pin_memory`` is not a bool.
-
-    >>> CPUOffloadPolicy(pin_memory=False)
-    CPUOffloadPolicy(pin_memory=False)
+    ``pin_memory``: page-lock the host shards, so that copies to the device are asynchronous.
     """
 
     def __post_init__(self) -> None:
@@ -105,10 +93,6 @@ class ShardPlacementResult:
 
     Its gradient is divided by the number of ranks of that mesh, unless
     ``set_gradient_divide_factor`` says otherwise.
-
-    Args:
-        placement: The tensor dim that is sharded; ``Replicate()``: none.
-        mesh: The mesh whose ranks hold the shards.
     """
 
     placement: Shard | Replicate
@@ -123,10 +107,6 @@ class DataParallelMeshDims:
         shard: Axis name, or names that are flattened into one, over which parameters are sharded.
             None: parameters are not sharded, and gradients are all-reduced.
         replicate: Axis name, or names, over which parameters are replicated.
-
-    Raises:
-        TypeError: A name is not a string.
-        ValueError: Neither is given, or an axis is named twice.
 
     >>> DataParallelMeshDims(shard=("dp", "cp"), replicate="nodes").shard
     ('dp', 'cp')

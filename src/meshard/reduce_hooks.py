@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +12,7 @@ from meshard._engine.unit import ReduceHook, Unit, require_units
 
 
 class ReduceHookHandle:
-    """Removes a hook.
-
-    Args:
-        units: The units that the hook was registered on.
-        registration: What was registered.
-    """
+    """Removes a hook from the units that it was registered on."""
 
     def __init__(self, units: list[Unit], registration: ReduceHook) -> None:
         self._lists = [unit.settings.reduce_hooks for unit in units]
@@ -33,28 +29,17 @@ def register_reduce_hook(
 ) -> ReduceHookHandle:
     """Register ``hook`` on the reduction of gradients.
 
-    A hook is an object with at least one of these methods. Each changes its tensor in place,
-    returns nothing, and must not keep the tensor:
+    A hook has at least one of these methods, which change their tensor in place and must not keep
+    it; an attribute ``wire_dtype`` sets the dtype in which gradients are sent.
 
-    * ``arrived(unsharded)``: the unsharded gradients of one backward of one unit on this rank,
-      ``[shard_count, shard_numel]`` in the order of the wire, before they are added to anything.
-      Called once per unit and microbatch, under every ``GradientSync``.
+    * ``arrived(unsharded)``: the unsharded gradients of one backward of one unit,
+      ``[shard_count, shard_numel]``, before they are added to anything. Called per microbatch.
     * ``before(unsharded)``: what is about to be sent, of the same shape, before any division.
-      Called once per reduction; not at all under ``GradientSync.NONE``.
     * ``after(shard)``: what is about to be added to ``.grad``, ``[shard_numel]`` in
-      ``accumulate_dtype``. Called once per window on a 2D mesh; on a 1D mesh once per reduction.
+      ``accumulate_dtype``.
 
-    An attribute ``wire_dtype`` sets the dtype in which gradients are sent.
-
-    Hooks form a chain: ``arrived`` and ``before`` run in the order of registration, ``after`` in
-    the opposite order. A reduction keeps the hooks that it started with. **Collective:** hooks run
-    in the same order on all ranks, so a hook may communicate, if it does so on every rank.
-    **Stream:** the current one.
-
-    Args:
-        module: A module with units in it.
-        hook: The object with the methods.
-        recurse: Also for the units inside.
+    Hooks form a chain: ``after`` runs in the opposite order of registration. **Collective:** hooks
+    run in the same order on all ranks, so they may communicate. **Stream:** the current one.
 
     Returns:
         A handle whose ``remove()`` takes the hook off.
@@ -72,14 +57,10 @@ def register_reduce_hook(
     >>> layer(torch.ones(1, 1)).sum().backward()
     >>> layer.bias.grad.full_tensor()
     tensor([0.5000])
-    >>> handle.remove()
     """
-    registration = ReduceHook(
-        arrived=getattr(hook, "arrived", None),
-        before=getattr(hook, "before", None),
-        after=getattr(hook, "after", None),
-        wire_dtype=getattr(hook, "wire_dtype", None),
-    )
+    parts = ("arrived", "before", "after", "wire_dtype")
+    given: dict[str, Any] = {part: getattr(hook, part, None) for part in parts}
+    registration = ReduceHook(**given)
     if registration.is_idle:
         raise TypeError(
             f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."
@@ -95,12 +76,6 @@ class WireCompression:
 
     Bytes and numbers are those of ``reduce_dtype=dtype``, but a hook can be added and removed
     between steps. Sums are still added up in ``accumulate_dtype``.
-
-    Args:
-        dtype: Such as ``torch.bfloat16``.
-
-    Raises:
-        TypeError: ``dtype`` is not a floating-point dtype.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))

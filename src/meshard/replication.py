@@ -417,7 +417,7 @@ def replicate(
     if init_sync:
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
-                overwrite_by_first_rank(tensor.detach(), mesh_info, device, label="(replicate)")
+                overwrite_by_first_rank(tensor.detach(), mesh_info, label="(replicate)")
     cap = int(bucket_cap_mb * 2**20)
     num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
     buckets = Buckets(

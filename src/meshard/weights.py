@@ -47,25 +47,18 @@ def unsharded_params(
 ) -> Iterator[None]:
     """Unshard the parameters of ``module`` inside the block; write edits back to the shards.
 
-    Inside, parameters are plain tensors of the dtype that the shards have, so that nothing is
-    rounded (those that tensor parallelism has placed are the DTensors that forward uses);
-    ``state_dict``, ``load_state_dict``, ``functional_call`` and ``module(...)`` work as on a plain
-    module, without communication. Edit them in place, or assign others of the same shape.
-    ``.grad`` is None; gradients of what is computed from them reach the shards, also after the
-    block. An exception leaves the shards of all ranks as they were.
+    Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
+    parallelism), and the module is as a plain one: edit them in place, or assign others of the same
+    shape. Gradients of what is computed from them reach the shards, also after the block. An
+    exception leaves the shards of all ranks as they were.
 
     **Collective:** every rank of the mesh, entry and exit.
-    **Stream:** the current one.
-    **Lifetime:** the unsharded parameters live until the exit, unless something else refers to
-    them.
 
     Args:
         module: A module with units in it.
         recurse: Also the units inside ``module``, which must be one itself otherwise.
-        rank0_only: Unshard on the first rank of the mesh only, whose edits are sent to all. The
-            others keep their shards, which they must not edit.
-        writeback: Write edits back. Every rank writes its own part, so all must make the same
-            edits; of several replicas, the first one's are used.
+        rank0_only: Unshard on the first rank of the mesh only, whose edits are sent to all.
+        writeback: Write edits back. Every rank writes its own part, so all must make the same.
         offload_to_cpu: Hold the unsharded parameters in host memory.
 
     Raises:
@@ -84,16 +77,14 @@ def unsharded_params(
     """
     options = SummonOptions("unsharded_params", writeback, rank0_only, offload_to_cpu)
     summoned: list[SummonedUnit] = []
-    values: list[list[torch.Tensor]] = []
-    has_failed = False
     try:
         units = require_units(module, recurse=recurse)
         for unit in [each for each in units if _needs_summon(each, options)]:
-            summoned.append(SummonedUnit(unit, options, _gather(unit, options)))
+            assert unit.group is not None  # see _needs_summon
+            summoned.append(SummonedUnit(unit, options, _gather(unit.group, options)))
         try:
             yield
-            if writeback:
-                values += [each.edited_values() for each in summoned]
+            values = [each.edited_values() for each in summoned if writeback]
         except Exception:
             if writeback:
                 _has_any_failed(summoned, here=True)
@@ -106,24 +97,17 @@ def unsharded_params(
         raise RuntimeError(
             "another rank raised inside unsharded_params; nothing was written back on any rank."
         )
-    if writeback:
-        for each, edited in zip(summoned, values, strict=True):
-            if rank0_only:
-                _write_from_first(each.unit, edited)
-            else:
-                each.write(edited)
-                _send_to_replicas(each.unit)
-            edited.clear()
+    for each, edited in zip(summoned if writeback else (), values, strict=True):
+        if rank0_only:
+            _write_from_first(each.group, edited)
+        else:
+            each.write(edited)
+            _send_to_replicas(each.group)
+        edited.clear()
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit: not without shards, nor if that was done.
-
-    Raises:
-        NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
-        RuntimeError: It cannot be summoned now, or was with other options.
-        ValueError: It is replicated, so that edits of rank 0 would stay there.
-    """
+    """Return whether to summon a unit: not without shards, nor if that was done; or raise."""
     if unit.group is None:
         return False
     if isinstance(unit.group.storage, ReplicatedParams):
@@ -156,35 +140,28 @@ def check_between_steps(unit: Unit, caller: str) -> None:
 
 def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none."""
-    groups = {group: None for each in summoned for group in each.mesh_info.groups}
+    groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
     if not groups:
         return here
-    failed = torch.tensor(float(here), device=summoned[0].device)
+    failed = torch.tensor(float(here), device=summoned[0].group.spec.device)
     for group in groups:
         agree_on_max(failed, group, "(unsharded_params)")
     return bool(failed.item())
 
 
 class SummonedUnit:
-    """A unit whose modules hold unsharded parameters of their own, until ``close``.
-
-    Args:
-        unit: With parameters, between two steps, not summoned.
-        options: What was asked for.
-        unsharded: A parameter for each of the unit's; empty on ranks that keep their shards.
-    """
+    """A unit whose modules hold unsharded parameters of their own, until ``close``."""
 
     def __init__(self, unit: Unit, options: SummonOptions, unsharded: list[nn.Parameter]) -> None:
+        """``unsharded``: a parameter for each of the unit's; none on ranks that keep shards."""
         assert unit.group is not None
         self.unit = unit
-        self.mesh_info = unit.group.spec.mesh_info
-        self.device = unit.group.spec.device
         self.params = sharded_params(unit.group)
         self._options = options
-        self._group: ParamGroup = unit.group
-        self._group.reshard()
-        self._group.summon()
-        self._version = self._group.version
+        self.group = unit.group
+        self.group.reshard()
+        self.group.summon()
+        self._version = self.group.version
         self._is_unsharded = bool(unsharded)
         unit.summoned = options
         unit_ref = weakref.ref(unit)
@@ -197,14 +174,11 @@ class SummonedUnit:
             param.install(unsharded_param)
 
     def edited_values(self) -> list[torch.Tensor]:
-        """Return what the modules hold now, a tensor per parameter; none if they hold shards.
+        """Return what the modules hold now, to be written back; none if they hold shards.
 
         Of parameters that tensor parallelism has placed: this rank's part of them.
-
-        Raises:
-            RuntimeError: That cannot be written back.
         """
-        if self._group.version != self._version:
+        if self.group.version != self._version:
             raise RuntimeError(
                 f"the shards of unit {self.unit.label!r} were edited inside {self._options.caller} "
                 "(by an optimizer's step?), and writing back would undo that; step outside of it, "
@@ -213,30 +187,25 @@ class SummonedUnit:
         return [self._value_of(param) for param in self.params if self._is_unsharded]
 
     def _value_of(self, param: ShardedParam) -> torch.Tensor:
-        name = f"parameter {param.fqn!r} of unit {self.unit.label!r}"
-        installed = {id(value): value for value in param.installed()}
-        if len(installed) != 1:
-            raise RuntimeError(
-                f"{name} is tied, and another tensor was assigned to some of its names only; "
-                "assign to all of them, or edit it in place."
-            )
-        (value,) = installed.values()
-        if value is None:
-            raise RuntimeError(
-                f"{name} was removed inside {self._options.caller}; edit it in place."
-            )
-        if param.dtensor_placement is not None:
-            if is_placed_like(value, param.unsharded):
+        held = list({id(value): value for value in param.installed()}.values())
+        value, placement = held[0], param.dtensor_placement
+        if len(held) == 1 and value is not None and not value.is_meta:
+            if placement is not None and is_placed_like(value, param.unsharded):
                 return local_of(value.detach())
-            if not isinstance(value, DTensor) and value.shape == param.sharded.shape:
-                return param.dtensor_placement.cut(value.detach())
-        if isinstance(value, DTensor) or value.is_meta or value.shape != param.layout.shape:
-            raise RuntimeError(
-                f"{name} was replaced inside {self._options.caller} by a {type(value).__name__} of "
-                f"shape {tuple(value.shape)} on {value.device}, which cannot be written back; "
-                f"assign a plain tensor of shape {tuple(param.layout.shape)}."
-            )
-        return value.detach()
+            if not isinstance(value, DTensor):
+                if placement is not None and value.shape == param.sharded.shape:
+                    return placement.cut(value.detach())
+                if value.shape == param.layout.shape:
+                    return value.detach()
+        found = " and ".join(
+            "nothing" if each is None else f"a {type(each).__name__} of shape {tuple(each.shape)}"
+            for each in held
+        )
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {self.unit.label!r} was replaced inside "
+            f"{self._options.caller} by {found}, which cannot be written back; assign one plain "
+            f"tensor of shape {tuple(param.layout.shape)} to all of its names, or edit it in place."
+        )
 
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
@@ -246,15 +215,16 @@ class SummonedUnit:
             if self._is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
-        self._group.dismiss()
+        self.group.dismiss()
         self.unit.summoned = None
 
     @torch.no_grad()
     def write(self, values: list[torch.Tensor]) -> None:
         """Copy this rank's part of what ``edited_values`` returned into the shards."""
-        self._group.finish_copies()
+        self.group.finish_copies()
+        shard_rank = self.group.spec.mesh_info.shard_rank
         for param, value in zip(self.params, values, strict=True):
-            owned = param.layout.owned_rows(self.mesh_info.shard_rank)
+            owned = param.layout.owned_rows(shard_rank)
             part = value.narrow(param.layout.shard_dim, owned.start, len(owned))
             local_of(param.sharded).copy_(part)
 
@@ -262,21 +232,19 @@ class SummonedUnit:
 # --- collectives ---------------------------------------------------------------------------
 
 
-def _gather(unit: Unit, options: SummonOptions) -> list[nn.Parameter]:
+def _gather(group: ParamGroup, options: SummonOptions) -> list[nn.Parameter]:
     """Return the unsharded parameters; none on ranks that are not to have them.
 
     **Collective:** the shard group; with ``rank0_only`` that of the first replica.
     """
-    group, storage = unit.group, _storage_of(unit)
-    assert group is not None
-    mesh_info = group.spec.mesh_info
+    storage, mesh_info = _storage_of(group), group.spec.mesh_info
     group.reshard()
     own = storage.buffer.to(group.spec.device)
     rows = None
     if not options.rank0_only:
-        rows = gather_from_all(own, mesh_info.shard_group, label=unit.label)
+        rows = gather_from_all(own, mesh_info.shard_group, label=group.label)
     elif mesh_info.is_in_first_replica:
-        rows = gather_to_first(own, mesh_info.shard_group, unit.label)
+        rows = gather_to_first(own, mesh_info.shard_group, group.label)
     if rows is None:
         return []
     with torch.inference_mode(False), torch.no_grad():
@@ -296,46 +264,43 @@ def _gather(unit: Unit, options: SummonOptions) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def _write_from_first(unit: Unit, values: list[torch.Tensor]) -> None:
+def _write_from_first(group: ParamGroup, values: list[torch.Tensor]) -> None:
     """Write the values of the first rank into the shards of all.
 
     **Collective:** the shard group of the first replica, then the replica groups.
     """
-    group, storage = unit.group, _storage_of(unit)
-    assert group is not None
+    storage, mesh_info = _storage_of(group), group.spec.mesh_info
     group.finish_copies()
-    if group.spec.mesh_info.is_in_first_replica:
+    if mesh_info.is_in_first_replica:
         buffer = storage.buffer.to(group.spec.device)
         rows = None
         if values:
-            rows = buffer.new_zeros(group.spec.mesh_info.shard_count, buffer.numel())
+            rows = buffer.new_zeros(mesh_info.shard_count, buffer.numel())
             for ours, theirs in _pairs(storage, rows, values):
                 ours.copy_(theirs)
-        scatter_from_first(buffer, rows, group.spec.mesh_info.shard_group, unit.label)
+        scatter_from_first(buffer, rows, mesh_info.shard_group, group.label)
         storage.buffer.copy_(buffer)
-    _send_to_replicas(unit)
+    _send_to_replicas(group)
     increment_version(storage.locals)
 
 
 @torch.no_grad()
-def _send_to_replicas(unit: Unit) -> None:
+def _send_to_replicas(group: ParamGroup) -> None:
     """Overwrite the shards of every replica by those of the first.
 
     **Collective:** the replica group.
     """
-    group, storage = unit.group, _storage_of(unit)
-    assert group is not None
-    if group.spec.mesh_info.replicate_group is not None:
+    storage, replicas = _storage_of(group), group.spec.mesh_info.replicate_group
+    if replicas is not None:
         buffer = storage.buffer.to(group.spec.device)
-        broadcast_from_first(buffer, group.spec.mesh_info.replicate_group, label=unit.label)
+        broadcast_from_first(buffer, replicas, label=group.label)
         storage.buffer.copy_(buffer)
         increment_version(storage.locals)
 
 
-def _storage_of(unit: Unit) -> FlatShard:
-    assert unit.group is not None
-    assert isinstance(unit.group.storage, FlatParams)  # see _needs_summon
-    return unit.group.storage.flat_shard
+def _storage_of(group: ParamGroup) -> FlatShard:
+    assert isinstance(group.storage, FlatParams)  # see _needs_summon
+    return group.storage.flat_shard
 
 
 def _pairs(

@@ -47,7 +47,7 @@ def test_auto_wants_siblings_of_the_same_class_that_hold_parameters():
 
 
 def test_auto_without_repeated_blocks_says_what_to_do():
-    with pytest.raises(ValueError, match=r"found no repeated blocks.*call fully_shard"):
+    with pytest.raises(ValueError, match=r"repeated blocks.*call fully_shard"):
         fully_shard_units(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
 
 
@@ -212,6 +212,21 @@ def test_a_unit_may_have_a_mesh_of_its_own():
     assert model.blocks[0].up.weight.device_mesh.ndim == 2
 
 
+@pytest.mark.parametrize("name", ["mesh", "mp_policy", "offload_policy", "reshard_after_forward"])
+def test_none_in_overrides_is_the_default(name):
+    model = MlpStack()
+    mesh = init_device_mesh("cpu", (2, 2))
+    chosen = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "reshard_after_forward": False,
+    }
+    fully_shard_units(model, mesh, overrides=lambda fqn, _: {name: None}, **chosen)
+    unit = vars(model.blocks[0])["_meshard_unit"]
+    assert model.blocks[0].up.weight.device_mesh == mesh  # that of the call
+    assert (unit.casts.inputs is None) is (name == "mp_policy")
+    assert (unit.settings.reshard_after_forward is None) is (name == "reshard_after_forward")
+
+
 def test_ignored_params_stay_and_do_not_count():
     model = MlpStack()
     ignored = {model.scale, *model.blocks[1].parameters()}
@@ -229,7 +244,7 @@ def unchanged_after(error, match, model, *args, **kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"units": "MlpBlock"}, ValueError, "units='MlpBlock' is not known; pass 'auto'"),
+        ({"units": "MlpBlock"}, ValueError, "units must be .auto., .*got .MlpBlock."),
         ({"units": nn.Conv2d}, ValueError, "matches no module inside MlpStack.*Linear, MlpBlock"),
         ({"units": lambda fqn, module: False}, ValueError, "matches no module"),
         ({"units": [MlpBlock]}, TypeError, "units must be 'auto'"),
@@ -238,11 +253,12 @@ def unchanged_after(error, match, model, *args, **kwargs):
         ({"units": None}, TypeError, "units must be 'auto'"),
         ({"mesh": 4}, TypeError, "mesh must be a DeviceMesh or None, got int"),
         ({"min_params": 1.5}, TypeError, "min_params must be an int"),
-        ({"reshard": True}, TypeError, r"got \['reshard'\], which fully_shard does not know"),
-        ({"module": None}, TypeError, "fully_shard does not know"),
+        ({"reshard": True}, TypeError, "unexpected keyword argument .reshard"),
+        ({"module": None}, TypeError, "multiple values for argument .module"),
         ({"reshard_after_forward": 3}, ValueError, "must divide the 4 ranks"),
         ({"overrides": lambda fqn, m: 1}, TypeError, "overrides returned 1 for unit"),
-        ({"overrides": lambda fqn, m: {"x": 1}}, TypeError, r"overrides returned \['x'\]"),
+        ({"overrides": lambda fqn, m: {"x": 1}}, TypeError, "unexpected keyword argument .x"),
+        ({"overrides": lambda fqn, m: {"mesh": 4}}, TypeError, "mesh must be a DeviceMesh"),
         ({"overrides": lambda fqn, m: {"ignored_params": set()}}, TypeError, "whole model"),
     ],
 )

@@ -1,5 +1,7 @@
 """Parameters that are tied, or in a module that is registered twice: which unit takes them."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,6 +83,16 @@ def test_a_shared_module_that_is_no_unit_is_owned_around_both_uses():
     model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(4), shared) for _ in range(2)])
     assert fully_shard_units(model) == ["", "0", "1"]
     assert taken_by(model)[""] == [["0.1.weight"], ["0.1.bias"]]
+
+
+def test_modules_that_hold_the_same_child_twice_may_be_nested_deep():
+    model = nn.Linear(4, 4)
+    for _ in range(25):  # 2**25 paths lead to the innermost layer
+        model = nn.Sequential(model, model)
+    start = time.perf_counter()
+    names = fully_shard_units(model, units=lambda fqn, _: fqn == "0.0.0.0.0")
+    assert names == ["", "0.0.0.0.0"] and len(list(model.parameters())) == 2
+    assert time.perf_counter() - start < 5
 
 
 def test_marks_do_not_outlive_the_call():

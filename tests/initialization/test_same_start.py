@@ -163,6 +163,18 @@ def test_different_values_are_refused_and_named(
         assert not is_sharded
 
 
+def one_rank_differs_where_shards_are_the_first_axis():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    layer = seeded(nn.Linear(4, 4), seed=int(dist.get_rank() == 1))
+    axes = meshard.DataParallelMeshDims(shard="shard", replicate="replicate")
+    with pytest.raises(RuntimeError, match=r"where rank\(s\) 1 differ from rank 0\."):
+        fully_shard(layer, mesh, dp_mesh_dims=axes)
+
+
+def test_the_right_ranks_are_named_whatever_the_order_of_the_axes(run_ranks, debug):
+    run_ranks(one_rank_differs_where_shards_are_the_first_axis, 4)
+
+
 def nothing(model):
     pass
 
