@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import DTensorPlacement
-from meshard._torch.dtensor import copy_dtensor, make_dtensor, own_local, place_like, set_local
+from meshard._torch.dtensor import copy_dtensor, local_of, make_dtensor, place_like, set_local
 from meshard._torch.private import version_of, without_torch_function
 
 
@@ -353,7 +353,7 @@ def version_unless_replaced(
                 installed = parameters.get(name)
                 if installed is not sharded and installed is not param.unsharded:
                     return None
-            if own_local(sharded) is not own:
+            if local_of(sharded) is not own:
                 return None
             version += version_of(sharded) + version_of(own)
     return version
@@ -362,4 +362,4 @@ def version_unless_replaced(
 def version_of_shards(params: Sequence[UnitParam]) -> int:
     """Return the same number without looking for replacements."""
     shards = [param.sharded for param in params]
-    return sum(version_of(shard) + version_of(own_local(shard)) for shard in shards)
+    return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
