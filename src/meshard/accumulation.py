@@ -262,7 +262,7 @@ def _uneven_batches(
     spec = next(unit.group.spec for unit in units if unit.group is not None)
     pg = spec.mesh_info.replicate_group
     assert pg is not None
-    before_forward = module.__dict__["_meshard_before_forward"]
+    buckets = module.__dict__["_meshard_buckets"]
     factors = [unit.settings.divide_factor for unit in units]
     remaining = iter(batches)
     try:
@@ -274,15 +274,15 @@ def _uneven_batches(
                 return
             for unit, factor in zip(units, factors, strict=True):
                 unit.settings.divide_factor = float(sum(have)) if factor is None else factor
-            before_forward.source = have.index(1)  # the rank whose buffers count
+            buckets.buffers_from = have.index(1)  # the rank whose buffers count
             if batch is _END:
-                before_forward(module, ())
+                buckets.before_forward(module, ())
                 _reduce_zeros(units)
             yield None if batch is _END else cast("Batch", batch)
     finally:
         for unit, factor in zip(units, factors, strict=True):
             unit.settings.divide_factor = factor
-        before_forward.source = 0
+        buckets.buffers_from = 0
 
 
 def _reduce_zeros(units: list[Unit]) -> None:
