@@ -32,7 +32,7 @@ from meshard._engine.build import (
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
@@ -89,8 +89,8 @@ class Buckets:
     """The buckets of one replicated module, a unit each: the first to be reduced is the innermost.
 
     Args:
-        units: Outermost first; they get their parameters here.
-        params: All parameters, in the order of the module.
+        module: The module.
+        params: All its parameters, in its order.
         spec: Mesh and device.
         policy: dtypes.
         cap: Bytes of a bucket.
@@ -98,12 +98,13 @@ class Buckets:
         sends_buffers: Whether forwards overwrite buffers by those of one rank.
 
     Attributes:
+        units: Outermost first.
         buffers_from: Rank in the mesh whose buffers are sent.
     """
 
     def __init__(
         self,
-        units: list[Unit],
+        module: nn.Module,
         params: list[ReplicatedParam],
         *,
         spec: GroupSpec,
@@ -112,7 +113,6 @@ class Buckets:
         are_views: bool,
         sends_buffers: bool,
     ) -> None:
-        self.units = units
         self.buffers_from = 0
         self.replaced = ReplacedCount()
         self._params = params
@@ -121,7 +121,13 @@ class Buckets:
         self._cap = cap
         self._are_views = are_views
         self._sends_buffers = sends_buffers
-        self._fill(list(reversed(range(len(params)))))
+        order = list(reversed(range(len(params))))
+        count = max(1, len(partition([params[position].sharded for position in order], cap)))
+        self.units = [Unit([module], casts_of(policy), UnitSettings()) for _ in range(count)]
+        nest(self.units)
+        for number, unit in enumerate(reversed(self.units)):
+            unit.mesh_name = f" bucket {number}" if count > 1 else ""
+        self._fill(order)
         # The order of the first backward, by which the buckets are rebuilt once.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
@@ -362,14 +368,12 @@ def replicate(
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
                 overwrite_by_first_rank(tensor.detach(), mesh_info, device, label="(replicate)")
-    cap = int(bucket_cap_mb * 2**20)
-    num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
     buckets = Buckets(
-        _make_units(module, max(1, num_buckets), policy),
+        module,
         [ReplicatedParam(fqn, owners, param) for fqn, param, owners in found],
         spec=GroupSpec(mesh_info, device),
         policy=policy,
-        cap=cap,
+        cap=int(bucket_cap_mb * 2**20),
         are_views=gradient_as_bucket_view,
         sends_buffers=broadcast_buffers,
     )
@@ -382,16 +386,6 @@ def replicate(
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
     patch_zero_grad(clear_pending)
     return module
-
-
-def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> list[Unit]:
-    """Return one unit per bucket, outermost first, each inside the one before."""
-    units = [Unit([module], casts_of(policy), UnitSettings())]
-    units += [Unit([module], Casts(None, None), UnitSettings()) for _ in range(count - 1)]
-    nest(units)
-    for number, unit in enumerate(reversed(units)):
-        unit.mesh_name = f" bucket {number}" if count > 1 else ""
-    return units
 
 
 # --- checks --------------------------------------------------------------------------------

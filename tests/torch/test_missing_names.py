@@ -23,7 +23,7 @@ WITH_ERROR = {
     "torch._amp_foreach_non_finite_check_and_unscale_": "unscale_each([], None, None)",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "concatenate_meshes([])",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "flatten_mesh(None)",
-    "torch.distributed.tensor.placement_types._StridedShard": "strided_shard(0, 2)",
+    "torch.distributed.tensor.placement_types._StridedShard": "strided_shard(0, split_factor=2)",
 }
 
 SCRIPT = """

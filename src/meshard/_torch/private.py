@@ -1,15 +1,16 @@
-"""Private names of torch.
+"""Private names of torch, and names that differ between its supported versions.
 
-None is needed to import meshard. Where one is gone there is a slower way, or its first use raises
-an AttributeError that names it. ``tests/torch/test_missing_names.py`` takes each away.
+``import meshard`` needs no private name. Where one is gone there is a slower way, or its first use
+raises an AttributeError that names it. ``tests/torch/test_missing_names.py`` takes each away.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -55,9 +57,6 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     module. The mark on the code makes it skip this frame and all below; the attribute ends a graph
     where a trace would call the function. Calls cost nothing, where the public
     ``torch.compiler.disable`` adds a wrapper of 0.9 us.
-
-    Returns:
-        ``function`` itself, if marks are to be had.
     """
     if not _CAN_MARK_CODE:
         disabled: Function = torch.compiler.disable(function, recursive=recursive)
@@ -69,9 +68,8 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     return function
 
 
-def skip_dynamo_once(function: Function) -> Function:
-    """Make ``torch.compile`` run ``function`` uncompiled, but not what it calls."""
-    return skip_dynamo(function, recursive=False)
+# Likewise, but what the function calls may be compiled.
+skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
 
 
 # --- autograd ------------------------------------------------------------------------------
@@ -100,10 +98,7 @@ _OWN_KEYS = itertools.count(-1, -1)  # those of torch's handles count up from 0
 def hook_gradient(
     tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
-    """Do what ``tensor.register_hook(hook)`` does, without the handle, which takes 3 us to make.
-
-    The hook is never removed.
-    """
+    """Do what ``tensor.register_hook(hook)`` does, without the handle, which takes 3 us to make."""
     if type(tensor) is not torch.Tensor:
         tensor.register_hook(hook)
         return
@@ -167,24 +162,20 @@ tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 # --- meshes and placements -----------------------------------------------------------------
 
 
-def concatenate_meshes(parts: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the axes, and the process groups, of all ``parts`` of one mesh."""
-    # A public DeviceMesh over the same ranks would make new process groups.
-    return DeviceMesh._concatenate([*parts])
-
-
-def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with all axes of ``mesh`` as one, and a process group that it remembers."""
-    return DeviceMesh._flatten(mesh)
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return a shard of dim ``dim`` that was sharded ``split_factor`` times before.
-
-    torch's own fully_shard puts it on parameters, and checkpoints know it.
-    """
-    placement_types = torch.distributed.tensor.placement_types
-    return placement_types._StridedShard(dim, split_factor=split_factor)
+# A mesh with the axes, and the process groups, of all parts (a list) of one mesh. A public
+# DeviceMesh over the same ranks would make new process groups.
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
+    "torch.distributed.device_mesh.DeviceMesh._concatenate"
+)
+# A mesh with all axes of a mesh as one, and a process group that it remembers.
+flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
+    "torch.distributed.device_mesh.DeviceMesh._flatten"
+)
+# ``(dim, split_factor=)``: a shard of a dim that was sharded so many times before. torch's own
+# fully_shard puts it on parameters, and checkpoints know it.
+strided_shard: Callable[..., Placement] = _or_error(
+    "torch.distributed.tensor.placement_types._StridedShard"
+)
 
 
 # --- process groups ------------------------------------------------------------------------
@@ -200,3 +191,37 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     options = getattr(backend_of(group, torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
+
+
+# --- names that differ between the supported versions --------------------------------------
+
+# torch 2.13 renamed the collectives on one tensor; the old names warn there.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
+_METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+
+# Since torch 2.13; an instance of () does not exist.
+TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
+
+
+def start_all_gather_on(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
+) -> dist.Work:
+    """Start an all-gather without the checks of arguments that torch's function repeats."""
+    if _METHODS_ARE_RENAMED:
+        return group.all_gather_single(output, source)
+    return group._allgather_base(output, source)
+
+
+def start_all_to_all_on(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
+) -> dist.Work:
+    """Start an all-to-all, likewise; ``sizes`` by rank, empty for equal sizes."""
+    if _METHODS_ARE_RENAMED:
+        return group.all_to_all_single(output, source, sizes, sizes)
+    return group.alltoall_base(output, source, sizes, sizes)

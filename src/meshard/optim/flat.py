@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -62,16 +62,14 @@ class FlatStepper:
     pointwise are *loose*: stepped one by one.
 
     Args:
-        make: Makes an optimizer from param groups that have all hyperparameters.
-        is_pointwise: The optimizer does the same to an element whatever lies around it.
+        make: Makes an optimizer from param groups that have all hyperparameters; it is pointwise if
+            this is one of the classes ``POINTWISE``.
         group: Whose step may be pending when slices are dropped, held weakly.
     """
 
-    def __init__(
-        self, make: MakeOptimizer, *, is_pointwise: bool = True, group: ParamGroup | None = None
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, group: ParamGroup | None = None) -> None:
         self._make = make
-        self._is_pointwise = is_pointwise
+        self._is_pointwise = make in POINTWISE
         self._group: Callable[[], ParamGroup | None]
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self._optim_groups: OptimGroups = []  # as they were when gradients were taken
@@ -98,9 +96,7 @@ class FlatStepper:
     def take(self, optim_groups: OptimGroups, state: States) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
 
-        Args:
-            optim_groups: Param groups; those of their parameters that have a gradient are stepped.
-            state: Of the optimizer that users hold; ``run`` writes to it.
+        ``state`` is that of the optimizer that users hold, and ``run`` writes to it.
         """
         self._optim_groups, self._state = optim_groups, state
         if self._left is None or not self._left.holds(optim_groups, state):
@@ -129,7 +125,7 @@ class FlatStepper:
         self._left = left
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of the slices."""
+        """Drop the gradients that were taken."""
         for flat_slice in self.slices:
             flat_slice.flat.grad = None
 
@@ -183,8 +179,8 @@ class FlatStepper:
         owner = self._group()
         for flat_slice in self.slices:
             states = self._states_of(flat_slice)
-            if owner is not None:  # the states are copied on the stream of the step
-                values = chain.from_iterable(map(dict.values, states))
+            if owner is not None:  # states are copied on the stream of the step
+                values = [value for each in states for value in each.values()]
                 tensors = [plain_of(each) for each in values if isinstance(each, torch.Tensor)]
                 owner.comm.hold_until_done(tensors)
             own = flat_slice.pull(states)
@@ -224,18 +220,14 @@ def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
     slices: list[FlatSlice] = []
     shard = storage.flat_shard
     for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
-        members: list[Member] = []
-        for position, param_range in enumerate(segment.ranges):
-            number = numbers.get(param_range.index)
+        for number, ranges in groupby(segment.ranges, lambda each: numbers.get(each.index)):
             if number is None:
                 continue
-            sharded = storage.params[param_range.index].sharded
-            numel = shard.locals[param_range.index].numel()
-            members.append(Member(sharded, param_range.offset, numel))
-            following = segment.ranges[position + 1 : position + 2]
-            if not following or numbers.get(following[0].index) != number:
-                slices.append(FlatSlice(flat, members, number))
-                members = []
+            members = [
+                Member(storage.params[i].sharded, offset, shard.locals[i].numel())
+                for i, offset in ((each.index, each.offset) for each in ranges)
+            ]
+            slices.append(FlatSlice(flat, members, number))
     return slices
 
 
@@ -290,10 +282,8 @@ def flat_optimizer(
 class FlatOptimizer(Optimizer):
     """An optimizer on slices of flat shards: see ``flat_optimizer``.
 
-    Parameters in no unit and tensor subclasses are stepped one by one.
-
-    Args:
-        template: The ordinary optimizer, whose param groups and state it takes over.
+    Parameters in no unit and tensor subclasses are stepped one by one. It takes over the param
+    groups and the state of ``template``, the ordinary optimizer.
     """
 
     def __init__(self, template: Optimizer) -> None:
@@ -312,9 +302,7 @@ class FlatOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient.
-
-        **Collective:** no, but every rank must step.
+        """Step every parameter that has a gradient. **Collective:** no, but every rank must step.
 
         Args:
             closure: Computes the loss anew, and is called first.

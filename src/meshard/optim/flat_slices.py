@@ -10,7 +10,7 @@ are thousands of objects in every step, so the loops over them run in C.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -60,11 +60,7 @@ class FlatSlice:
         self._distances = [each - self._before_owned for each in distances]  # from the first owned
 
     def take_gradient(self) -> bool:
-        """Set ``flat.grad`` from the gradients of the members.
-
-        Returns:
-            False: only some members have a gradient, so the slice must be split.
-        """
+        """Set ``flat.grad`` from those of the members; return False if only some have one."""
         with without_torch_function():
             gradients = list(map(attrgetter("grad"), self._params))
         missing = sum(map(is_, gradients, repeat(None)))
@@ -124,12 +120,7 @@ class FlatSlice:
         return state
 
     def show(self, state: State, states: Mapping[torch.Tensor, State]) -> None:
-        """Make the states of the members views of ``state``; ``Counters`` shows what has no dims.
-
-        Args:
-            state: Of the slice, after a step.
-            states: Of all parameters, where the members have one already or get it now.
-        """
+        """Make ``states`` of members views of ``state``; ``Counters`` shows what has no dims."""
         if not self.states:
             self.states = [states[param] for param in self._params]
         for key, value in state.items():
@@ -159,12 +150,10 @@ class FlatSlice:
         return self._split([_history(state) for state in states])
 
     def _split(self, keys: Sequence[object]) -> list[FlatSlice]:
-        slices, first = [], 0
-        for position in range(1, len(self.members) + 1):
-            if position == len(self.members) or keys[position] != keys[first]:
-                slices.append(FlatSlice(self._segment, self.members[first:position], self.number))
-                first = position
-        return slices
+        return [
+            FlatSlice(self._segment, [member for _, member in pairs], self.number)
+            for _, pairs in groupby(zip(keys, self.members, strict=True), itemgetter(0))
+        ]
 
 
 def _history(state: State) -> tuple[object, ...]:
@@ -178,14 +167,10 @@ def _history(state: State) -> tuple[object, ...]:
 
 
 class Counters:
-    """States without dims, one number per slice and a copy of it for each of its members.
+    """States without dims (``step``), one number per slice and a copy of it for each member.
 
-    An ordinary optimizer adds 1 to each number of a parameter; here the copies follow the slices.
-
-    Args:
-        key: Name of the state, ``step`` for instance.
-        slices: Slices that have it, on one device.
-        inner: States of the slices.
+    An ordinary optimizer adds 1 to each number of a parameter; here the copies follow the slices,
+    which are on one device. ``inner`` has the states of the slices.
     """
 
     def __init__(
@@ -221,11 +206,7 @@ class Counters:
 class Snapshot:
     """The objects that a step has left: parameters, their states, and what is in these.
 
-    Args:
-        optim_groups: Param groups of the optimizer.
-        state: Of their parameters, and maybe of others.
-        slices: Slices that were stepped.
-        inner: States of the slices, and of parameters that were stepped by themselves.
+    ``inner`` has the states of the slices, and of parameters that were stepped by themselves.
     """
 
     def __init__(
@@ -259,11 +240,7 @@ class Snapshot:
         )
 
     def follow(self) -> bool:
-        """Show every parameter how often its slice was stepped.
-
-        Returns:
-            False: the step has replaced states of the slices, which must be shown anew.
-        """
+        """Update the counts of steps; return False if the step has replaced states of slices."""
         if not _are_same(self._values_inside(), self._inner_values):
             return False
         for counters in self._counters:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class OverlappedOptimizer(Optimizer):
         make: Makes another optimizer of its kind from param groups.
         units: Units that may have the parameters.
         change: Clips the gradients of a unit in place.
-        max_norm: Limit of the norm of all gradients together; steps are deferred until it is known.
+        max_norm: Limit of the norm of all gradients together, for which steps are deferred.
         waits_in_step: ``step`` returns when all steps are over; else the next gathers wait.
     """
 
@@ -63,9 +63,12 @@ class OverlappedOptimizer(Optimizer):
         max_norm: float | None = None,
         waits_in_step: bool = True,
     ) -> None:
-        self._make = make
-        self._is_pointwise = type(template) in POINTWISE
-        self._change = change
+        self._make_stepper = functools.partial(
+            UnitStepper,
+            make=make,
+            worker=ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer"),
+            change=change,
+        )
         self._max_norm = max_norm
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
@@ -74,7 +77,6 @@ class OverlappedOptimizer(Optimizer):
         self._stepped: set[UnitStepper] = set()  # in the present window
         self._window: DeferredWindow | None = None
         self._is_attached = False
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
         self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
         self._state.update(template.state)
@@ -98,10 +100,7 @@ class OverlappedOptimizer(Optimizer):
 
     @property
     def total_norm(self) -> torch.Tensor | None:
-        """With ``clip="deferred"``: the norm of all gradients of the last window, before clipping.
-
-        None: no window has ended yet.
-        """
+        """With ``clip="deferred"``: the norm of the last window's gradients, before clipping."""
         return None if self._window is None else self._window.total_norm
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,11 +120,8 @@ class OverlappedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the steps of backward, and step what has not been stepped there.
 
-        That is nothing, as a rule: only gradients that no window has ended (the last backward was
-        not the last one by ``set_is_last_backward``), that you have put there yourself, or any
-        gradients after ``detach()``. With ``wait="gather"`` steps may be under way afterwards.
-
-        **Stream:** the current one waits for all steps, unless ``wait="gather"``.
+        That is, gradients that no window has ended, that you have put there yourself, or all after
+        ``detach()``. **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Args:
             closure: Computes the loss and runs backward; called first.
@@ -147,9 +143,7 @@ class OverlappedOptimizer(Optimizer):
     def wait(self) -> None:
         """Order what you do next after all steps that have been begun; deferred ones are taken.
 
-        Needed only with ``wait="gather"``, or before ``step``, to read parameters or to change
-        them: units wait by themselves before they are gathered.
-
+        Needed with ``wait="gather"``, or before ``step``, to read parameters or to change them.
         **Stream:** the current one waits; for units in host memory the host does.
 
         Raises:
@@ -168,13 +162,9 @@ class OverlappedOptimizer(Optimizer):
     def detach(self) -> None:
         """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
 
-        Param groups, state and LR schedulers stay as they are. Steps that ``clip="deferred"`` has
-        put off are taken, clipped: their window had ended. What a window that has not ended has
-        accumulated stays, and its last backward leaves it in ``.grad``.
-
-        To go back, call ``overlap_optimizer`` and load the ``state_dict``. It must have the same
-        parameters: by default those that require a gradient at that time, so pass ``param_groups``
-        if some were frozen or thawed since.
+        Steps that ``clip="deferred"`` has put off are taken. What a window that has not ended has
+        accumulated stays, and its last backward leaves it in ``.grad``. To go back, call
+        ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
 
         Raises:
             RuntimeError: A forward or backward is under way.
@@ -188,13 +178,10 @@ class OverlappedOptimizer(Optimizer):
         overlapped_optimizers.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step further parameters, of the same units or of others of the same module.
-
-        Args:
-            param_group: As for every optimizer.
+        """Step further parameters of the module.
 
         Raises:
-            ValueError: A parameter is in none of the units, or stepped in backward by another
+            ValueError: A parameter is in none of its units, or stepped in backward by another
                 optimizer already.
         """
         super().add_param_group(param_group)
@@ -208,11 +195,7 @@ class OverlappedOptimizer(Optimizer):
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
-        """Return the optimizers that step units of ``module`` in backward, each once.
-
-        Args:
-            module: With units in it.
-        """
+        """Return the optimizers that step units of ``module`` in backward, each once."""
         found = {id(each): each for unit in units_in(module) for each in _subscribers(unit)}
         return list(found.values())
 
@@ -305,14 +288,7 @@ class OverlappedOptimizer(Optimizer):
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             assert unit.group is not None
-            self._steppers[unit] = UnitStepper(
-                unit.group,
-                members[unit],
-                self._make,
-                is_pointwise=self._is_pointwise,
-                worker=self._worker,
-                change=self._change,
-            )
+            self._steppers[unit] = self._make_stepper(unit.group, members[unit])
         self._planned = [param for group in self.param_groups for param in group["params"]]
 
 
@@ -380,12 +356,12 @@ def overlap_optimizer(
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
     if param_groups is None:
         param_groups = trainable_params(module)
-    make = functools.partial(cast("MakeOptimizer", optimizer), **optimizer_kwargs)
-    template = make(cast("list[dict[str, Any]]", param_groups))
+    make: Any = functools.partial(optimizer, **optimizer_kwargs)
+    template = make(param_groups)
     _check_template(template)
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
-        make = functools.partial(type(template))
+        make = type(template)
     return OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
@@ -433,8 +409,7 @@ def _check_deferred(clip: str | None, max_norm: float | None, units: Iterable[Un
 def _check_template(template: object) -> None:
     if not isinstance(template, Optimizer):
         raise TypeError(
-            f"optimizer must be a class of optimizers, or make one; got a "
-            f"{type(template).__name__}."
+            f"optimizer must be a class of optimizers or make one, got a {type(template).__name__}."
         )
     if isinstance(template, torch.optim.LBFGS):
         raise TypeError(

@@ -103,8 +103,8 @@ class PendingStep:
     def before_gather(self) -> None:
         """Order the next gather of the unit after the step, which is taken now if it was deferred.
 
-        **Collective:** as ``DeferredWindow.close``. **Stream:** the gather stream waits; for a step
-        in host memory the host does.
+        **Collective:** as ``DeferredWindow.close``. **Stream:** the gather stream waits; the host
+        does for a step in host memory.
         """
         group = self._stepper.group
         if group.storage.host_copies is not None:
@@ -154,7 +154,6 @@ class UnitStepper:
         group: All parameters of the unit, held weakly.
         members: Those that are stepped, by the index of their param group.
         make: Makes an optimizer from param groups.
-        is_pointwise: The optimizer may step slices of flat shards.
         worker: Steps the unit if its shards live in host memory.
         change: Clips gradients in place before the step.
     """
@@ -163,9 +162,8 @@ class UnitStepper:
         self,
         group: ParamGroup,
         members: Mapping[int, list[torch.Tensor]],
-        make: MakeOptimizer,
         *,
-        is_pointwise: bool,
+        make: MakeOptimizer,
         worker: Executor,
         change: ChangeGradients | None,
     ) -> None:
@@ -173,7 +171,7 @@ class UnitStepper:
         self._members = dict(members)
         self._worker = worker
         self._change = change
-        self.flat = FlatStepper(make, is_pointwise=is_pointwise, group=group)
+        self.flat = FlatStepper(make, group)
         self.params = [param for params in members.values() for param in params]
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # taken, and not stepped yet
 
@@ -189,12 +187,7 @@ class UnitStepper:
         return self._group() is unit.group
 
     def step(self, groups: OptimGroups, state: States) -> None:
-        """Step by ``.grad``, if there is any, and drop it.
-
-        Args:
-            groups: All param groups of the optimizer.
-            state: State of the optimizer.
-        """
+        """Step by ``.grad``, if there is any, and drop it. ``groups`` are all of the optimizer."""
         group = self.group
         host_copies = group.storage.host_copies
         if not self._take(groups, state, is_deferred=False):
@@ -221,10 +214,7 @@ class UnitStepper:
     ) -> None:
         """Take the gradients out of ``.grad``, to step by them once the norm of all is known.
 
-        Args:
-            groups: As for ``step``; the hyperparameters of now count.
-            state: Likewise.
-            open_window: Returns the window of these gradients, if there are any.
+        The hyperparameters of now count. A window is opened only if there are gradients.
         """
         if self._take(groups, state, is_deferred=True):
             window = open_window()
