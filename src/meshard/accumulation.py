@@ -211,7 +211,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     spec = groups[0].spec
     pg = spec.mesh_info.replicate_group
     assert pg is not None
-    before_forward = module.__dict__["_meshard_before_forward"]
+    buckets = module.__dict__["_meshard_buckets"]
     averaging = [unit for unit in units if unit.settings.divide_factor is None]
     remaining = iter(batches)
     try:
@@ -223,16 +223,16 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
                 return
             for unit in averaging:
                 unit.settings.divide_factor = float(sum(have))
-            before_forward.source = have.index(1)  # the rank whose buffers count
+            buckets.buffers_from = have.index(1)  # the rank whose buffers count
             if batch is _END:
-                before_forward(module, ())
+                buckets.before_forward(module, ())
                 _reduce_zeros(units)
                 batch = None
             yield batch
     finally:
         for unit in averaging:
             unit.settings.divide_factor = None
-        before_forward.source = 0
+        buckets.buffers_from = 0
 
 
 def _reduce_zeros(units: list[Unit]) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from meshard._engine.build import (
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
@@ -52,45 +51,30 @@ _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication st
 
 
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
-    """Cut a list of parameters into buckets.
+    """Cut a list of parameters into buckets of one dtype each, the first of which is small.
 
     Args:
         params: In the order in which gradients are expected.
         cap: Bytes that a bucket may have, unless one parameter alone has more.
 
     Returns:
-        Positions in ``params``. Each bucket is of one dtype, and the first one small.
-
-    >>> half = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    >>> partition([nn.Parameter(torch.zeros(4)), half, nn.Parameter(torch.zeros(4))], cap=64)
-    [[0, 2], [1]]
+        Positions in ``params``.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
     for position, param in enumerate(params):
-        num_bytes = param.numel() * param.element_size()
         bucket, size = open_buckets.get(param.dtype, ([], 0))
         limit = min(cap, _FIRST_CAP) if not buckets or bucket is buckets[0] else cap
-        if not bucket or size + num_bytes > limit:
+        if not bucket or size + param.nbytes > limit:
             bucket, size = [], 0
             buckets.append(bucket)
         bucket.append(position)
-        open_buckets[param.dtype] = bucket, size + num_bytes
+        open_buckets[param.dtype] = bucket, size + param.nbytes
     return buckets
 
 
 def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Join the last two buckets of one dtype; the last two, if all have different dtypes.
-
-    Args:
-        buckets: At least two, as ``partition`` returns them.
-        dtypes: Of the parameters.
-
-    >>> buckets = [[0], [1], [2], [3]]
-    >>> join_two(buckets, [torch.float32, torch.float32, torch.float32, torch.bfloat16])
-    >>> buckets
-    [[0], [1, 2], [3]]
-    """
+    """Join the last two buckets of one dtype; the last two, if all have different dtypes."""
     seen: dict[torch.dtype, int] = {}
     for number in range(len(buckets) - 1, -1, -1):
         later = seen.setdefault(dtypes[buckets[number][0]], number)
@@ -105,41 +89,62 @@ class Buckets:
     """The buckets of one replicated module, a unit each: the first to be reduced is the innermost.
 
     Args:
-        units: Outermost first; they get their parameters here.
-        params: All parameters, in the order of the module.
+        module: The module.
+        params: All its parameters, in its order.
         spec: Mesh and device.
         policy: dtypes.
         cap: Bytes of a bucket.
         are_views: Whether ``.grad`` are views of the buckets.
+        sends_buffers: Whether forwards overwrite buffers by those of one rank.
+
+    Attributes:
+        units: Outermost first.
+        buffers_from: Rank in the mesh whose buffers are sent.
     """
 
     def __init__(
         self,
-        units: list[Unit],
+        module: nn.Module,
         params: list[ReplicatedParam],
         *,
         spec: GroupSpec,
         policy: MixedPrecisionPolicy,
         cap: int,
         are_views: bool,
+        sends_buffers: bool,
     ) -> None:
-        self.units = units
+        self.buffers_from = 0
+        self.replaced = ReplacedCount()
         self._params = params
         self._spec = spec
         self._policy = policy
         self._cap = cap
         self._are_views = are_views
+        self._sends_buffers = sends_buffers
+        order = list(reversed(range(len(params))))
+        count = max(1, len(partition([params[position].sharded for position in order], cap)))
+        self.units = [Unit([module], casts_of(policy), UnitSettings()) for _ in range(count)]
+        nest(self.units)
+        for number, unit in enumerate(reversed(self.units)):
+            unit.mesh_name = f" bucket {number}" if count > 1 else ""
+        self._fill(order)
+        # The order of the first backward, by which the buckets are rebuilt once.
+        self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
-        self._recorders: list[torch.utils.hooks.RemovableHandle] = []
-        self.replaced = ReplacedCount()
-        self._fill(list(reversed(range(len(params)))))
-        self._record_arrivals()
+        self._recorders = [
+            param.unsharded.register_post_accumulate_grad_hook(
+                partial(_record_arrival, self._arrivals, index)
+            )
+            for index, param in enumerate(params)
+            if param.unsharded.is_floating_point() and param.unsharded.requires_grad
+        ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
         """Return buckets of the units' copies, which keep their present order."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied._params, copied._recorders, copied.replaced = [], [], ReplacedCount()
+        copied.replaced = ReplacedCount()
+        copied._params, copied._recorders, copied._is_final = [], [], True
         for unit in copied.units:
             copied._configure_gradients(unit)
         return copied
@@ -153,23 +158,16 @@ class Buckets:
             join_two(parts, dtypes)
         innermost_first = list(reversed(self.units))
         for unit, part in zip(innermost_first, parts, strict=False):
-            self._fill_unit(unit, [params[position] for position in part])
+            storage = ReplicatedParams(
+                [params[position] for position in part],
+                spec=self._spec,
+                param_dtype=self._policy.param_dtype,
+                gradient_hook=gradient_hook_maker(unit),
+            )
+            give_params(unit, storage, self._policy)
+            self._configure_gradients(unit)
         for unit in innermost_first[len(parts) :]:
             unit.group = None
-
-    def _fill_unit(self, unit: Unit, params: list[ReplicatedParam]) -> None:
-        storage = ReplicatedParams(
-            params,
-            spec=self._spec,
-            param_dtype=self._policy.param_dtype,
-            gradient_hook=gradient_hook_maker(unit),
-        )
-        give_params(unit, storage, self._policy)
-        self._configure_gradients(unit)
-        lifecycle = getattr(unit, "lifecycle", None)  # not the first time
-        if lifecycle is not None and unit.group is not None:
-            storage.label = unit.label
-            unit.group.comm = lifecycle.comm.with_custom(unit.settings.comm)
 
     def _configure_gradients(self, unit: Unit) -> None:
         if unit.gradients is not None:
@@ -177,29 +175,26 @@ class Buckets:
             unit.gradients.sharded.are_views = self._are_views
             unit.gradients.sharded.replaced = self.replaced
 
-    # --- the order of the first backward -----------------------------------------------------
+    @skip_dynamo
+    def before_forward(self, module: nn.Module, _: Any) -> None:
+        """Rebuild the buckets if it is time, and send buffers, before a forward with a graph.
 
-    def _record_arrivals(self) -> None:
-        for index, param in enumerate(self._params):
-            if param.unsharded.is_floating_point() and param.unsharded.requires_grad:
-                hook = partial(_record_arrival, weakref.ref(self), index)
-                self._recorders.append(param.unsharded.register_post_accumulate_grad_hook(hook))
+        A forward pre-hook of the module, which runs before the hooks of its units.
 
-    def record_arrival(self, index: int) -> None:
-        """Record that the gradient of parameter ``index`` has arrived."""
-        self._arrivals.setdefault(index)
-
-    def begin_iteration(self) -> bool:
-        """Rebuild the buckets at the first forward after a backward.
-
-        **Collective:** the mesh, when they are rebuilt: the first rank sends its order.
-
-        Returns:
-            Whether they were rebuilt, which happens once.
+        **Collective:** all ranks of the mesh.
         """
+        if not torch.is_grad_enabled():
+            return
         # The same on all ranks, because all run the same forwards and backwards.
-        if self.units[0].lifecycle.backward_number < 2 or any(map(_is_in_use, self.units)):
-            return False
+        is_late = not self._is_final and self.units[0].lifecycle.backward_number >= 2
+        if is_late and not any(map(_is_in_use, self.units)):
+            self._rebuild()
+        if self._sends_buffers:
+            self._send_buffers(module)
+
+    def _rebuild(self) -> None:
+        """Rebuild the buckets in the order in which gradients arrived on the first rank."""
+        self._is_final = True
         for handle in self._recorders:
             handle.remove()
         order = self._agreed_order()
@@ -210,16 +205,35 @@ class Buckets:
                 unit.gradients.sharded.give_away()
                 unit.group.storage.unhook()
         self._fill(order)
-        return True
+        for unit in self.units:
+            if unit.group is not None:
+                unit.group.storage.label = unit.label
+                unit.group.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order; parameters without a gradient come last."""
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
+        broadcast_from_first(order, self._group, label="(order of gradients)")
+        return [int(index) for index in order.tolist()]
+
+    @torch.no_grad()
+    def _send_buffers(self, module: nn.Module) -> None:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            broadcast_from(self.buffers_from, flat, self._group, label="(buffers)")
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
         group = self._spec.mesh_info.replicate_group
         assert group is not None
-        broadcast_from_first(order, group, label="(order of gradients)")
-        return [int(index) for index in order.tolist()]
+        return group
 
 
 def _is_in_use(unit: Unit) -> bool:
@@ -232,66 +246,8 @@ def _is_in_use(unit: Unit) -> bool:
     )
 
 
-def _record_arrival(ref: weakref.ref[Buckets], index: int, _: Any) -> None:
-    buckets = ref()
-    if buckets is not None:
-        buckets.record_arrival(index)
-
-
-# --- before a forward ----------------------------------------------------------------------
-
-
-class BeforeForward:
-    """The forward pre-hook of a replicated module, which runs before the hooks of its units.
-
-    Args:
-        buckets: Of the module; referred to weakly.
-        buffers_over: Group over which buffers are broadcast. None: they are not.
-
-    Attributes:
-        source: Rank in that group whose buffers are sent.
-    """
-
-    def __init__(self, buckets: Buckets, buffers_over: dist.ProcessGroup | None) -> None:
-        self._buckets: Callable[[], Buckets | None] = weakref.ref(buckets)
-        self._buffers_over = buffers_over
-        self.source = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BeforeForward:
-        """Return the hook of a copied module, whose buckets are not rebuilt."""
-        copied = copy.copy(self)
-        copied._buckets = _no_buckets
-        return copied
-
-    @skip_dynamo
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """Rebuild the buckets if it is time, and send buffers, before a forward with a graph.
-
-        **Collective:** all ranks of the mesh.
-        """
-        if not torch.is_grad_enabled():
-            return
-        buckets = self._buckets()
-        if buckets is not None and buckets.begin_iteration():
-            self._buckets = _no_buckets
-        if self._buffers_over is not None:
-            self._send_buffers(module, self._buffers_over)
-
-    @torch.no_grad()
-    def _send_buffers(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast_from(self.source, flat, group, label="(buffers)")
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
-
-
-def _no_buckets() -> None:
-    return None
+def _record_arrival(arrivals: dict[int, None], index: int, _: Any) -> None:
+    arrivals.setdefault(index)
 
 
 # --- public --------------------------------------------------------------------------------
@@ -356,15 +312,10 @@ def replicate(
 ) -> Module:
     """Average the gradients of ``module`` over the ranks of ``mesh``, in place.
 
-    Every rank keeps all parameters as the same tensor objects, so an optimizer may be built before
-    or after. Gradients are accumulated in buckets; each is all-reduced as soon as all its gradients
-    have arrived, while backward goes on. After backward every ``.grad`` is a view of its bucket,
-    which keeps its memory from step to step. Unused parameters may differ between ranks and steps:
-    a parameter that any rank has used gets its averaged gradient on all ranks.
-
-    Accumulation, clipping, scaling and reduce hooks are those of ``fully_shard``: ``microbatches``,
-    ``no_sync``, ``set_gradient_sync``, ``clip_grad_norm_`` and so on. Parameters in units of
-    ``fully_shard`` stay in those.
+    Every rank keeps all parameters as the same tensor objects. Gradients are accumulated in
+    buckets; each is all-reduced as soon as all its gradients have arrived, while backward goes on.
+    A parameter that any rank has used gets its averaged gradient on all ranks. Functions around the
+    step are those of ``fully_shard``, whose units inside ``module`` keep their parameters.
 
     **Collective:** every rank of the mesh, in the same order; also the first forward after a
     backward, and with ``broadcast_buffers`` every forward that records a graph.
@@ -373,8 +324,7 @@ def replicate(
     Args:
         module: The outermost module that is called.
         mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as for ``fully_shard``.
-        bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB. The second
-            iteration rebuilds the buckets in the order in which gradients arrived.
+        bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB.
         gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own, which takes twice
             the memory.
         mp_policy: dtypes for compute, communication and accumulation. With a ``param_dtype``, each
@@ -418,43 +368,24 @@ def replicate(
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
                 overwrite_by_first_rank(tensor.detach(), mesh_info, label="(replicate)")
-    cap = int(bucket_cap_mb * 2**20)
-    num_buckets = len(partition([entry.param for entry in reversed(found)], cap))
     buckets = Buckets(
-        _make_units(module, max(1, num_buckets), policy),
+        module,
         [ReplicatedParam(fqn, owners, param) for fqn, param, owners in found],
         spec=GroupSpec(mesh_info, device),
         policy=policy,
-        cap=cap,
+        cap=int(bucket_cap_mb * 2**20),
         are_views=gradient_as_bucket_view,
+        sends_buffers=broadcast_buffers,
     )
-    buffers_over = mesh_info.replicate_group if broadcast_buffers else None
-    _commit(module, buckets, BeforeForward(buckets, buffers_over), device)
-    patch_zero_grad(clear_pending)
-    return module
-
-
-def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> list[Unit]:
-    """Return one unit per bucket, outermost first, each inside the one before."""
-    units = [Unit([module], casts_of(policy), UnitSettings())]
-    units += [Unit([module], Casts(None, None), UnitSettings()) for _ in range(count - 1)]
-    nest(units)
-    for number, unit in enumerate(reversed(units)):
-        unit.mesh_name = f" bucket {number}" if count > 1 else ""
-    return units
-
-
-def _commit(
-    module: nn.Module, buckets: Buckets, before_forward: BeforeForward, device: torch.device
-) -> None:
     unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
     module.__dict__["_meshard_buckets"] = buckets
-    module.__dict__["_meshard_before_forward"] = before_forward
     for each in reversed(with_siblings(unit)):  # the hooks of the outermost run first, and last
         register_hooks(each)
     adopt_inner_units(unit, [module], device)
-    module.register_forward_pre_hook(before_forward, prepend=True)
+    module.register_forward_pre_hook(buckets.before_forward, prepend=True)
+    patch_zero_grad(clear_pending)
+    return module
 
 
 # --- checks --------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from meshard import CommLedger
 from meshard._comm.cpu import WorkCommunicator
-from meshard._torch.versions import all_gather_single, reduce_scatter_single
+from meshard._torch.private import all_gather_single, reduce_scatter_single
 from tests.benchmarks.rounds import on_ranks
 from tests.comm.test_overlap import (
     BLOCKS,

@@ -83,7 +83,7 @@ def noted():
     run = UnitStepper.run
 
     def note(self, *args):
-        stepped.append(self._unit().label)
+        stepped.append(self.group.label)
         return run(self, *args)
 
     UnitStepper.run = note

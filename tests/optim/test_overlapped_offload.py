@@ -75,12 +75,12 @@ def gated(wait):
     optimizer.wait()
     before = full_state(model)
     gate, links, names = threading.Event(), [], []
-    wait, run = HostCopies.wait, meshard.optim.flat.FlatStepper.run
+    wait_for_copies, run = HostCopies.wait, meshard.optim.flat.FlatStepper.run
 
     def note_wait(self):
         if threading.current_thread().name.startswith("meshard optimizer"):
             links.append(self)
-        wait(self)
+        wait_for_copies(self)
 
     def gated_run(self, *args):
         assert gate.wait(30)
@@ -106,7 +106,7 @@ def gated(wait):
         assert not torch.equal(after["first.weight"], before["first.weight"])
     finally:
         gate.set()
-        HostCopies.wait, meshard.optim.flat.FlatStepper.run = wait, run
+        HostCopies.wait, meshard.optim.flat.FlatStepper.run = wait_for_copies, run
 
 
 def test_backward_does_not_wait_for_a_step(run_ranks):

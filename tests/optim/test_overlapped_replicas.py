@@ -9,6 +9,7 @@ from tests.optim.test_flat_optimizer import MANY
 from tests.optim.test_overlapped_steps import SCHEDULES, Net, train_both
 from tests.optim.test_overlapped_use import SignDescent
 from tests.support.models import seeded
+from tests.support.parity import assert_same, full_state
 
 
 def make():
@@ -35,3 +36,37 @@ def refused():
 
 def test_deferred_steps_are_refused(run_ranks):
     run_ranks(refused, 2)
+
+
+class Shuffled(torch.nn.Module):
+    """Used in another order than listed, in which the parameters fit into fewer buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.full((n,), 0.1) for n in (10, 10, 15, 15))
+
+    def forward(self, x):
+        for index in (0, 2, 1, 3):
+            x = torch.tanh(x * self.weights[index].sum())
+        return x
+
+
+def detached():
+    models = [meshard.replicate(Shuffled(), bucket_cap_mb=100 / 2**20) for _ in range(2)]
+    overlapped = meshard.overlap_optimizer(models[0], torch.optim.SGD, lr=0.1)
+    overlapped.detach()
+    plain = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    for model, optimizer in zip(models, (overlapped, plain), strict=True):
+        counts = []
+        for _ in range(3):
+            model(torch.ones(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            units = model._meshard_buckets.units
+            counts.append(sum(unit.group is not None for unit in units))
+        assert counts == [3, 2, 2]
+    assert_same(full_state(models[0]), full_state(models[1]), bitwise=True)
+
+
+def test_detached_before_the_buckets_are_rebuilt(run_ranks):
+    run_ranks(detached, 2)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import announce
-from meshard._torch.versions import all_gather_single
+from meshard._torch.private import all_gather_single
 
 
 def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> None:

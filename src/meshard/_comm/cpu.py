@@ -18,7 +18,7 @@ from meshard._comm.communicator import (
     RecordedWork,
     Rows,
 )
-from meshard._torch.versions import start_all_gather_on, start_all_to_all_on
+from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
 
 def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:

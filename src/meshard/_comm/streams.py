@@ -45,7 +45,7 @@ from meshard._comm.communicator import (
     Rows,
     StepPhase,
 )
-from meshard._torch.versions import all_gather_single, reduce_scatter_single
+from meshard._torch.private import all_gather_single, reduce_scatter_single
 
 
 class _EventInFlight:

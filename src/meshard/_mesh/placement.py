@@ -70,7 +70,7 @@ class DTensorPlacement:
             for other in range(axis + 1, self.mesh.ndim)
             if self.others[other] == placement
         )
-        return placement if cuts == 1 else strided_shard(placement.dim, cuts)
+        return placement if cuts == 1 else strided_shard(placement.dim, split_factor=cuts)
 
     def cut(self, unsharded: torch.Tensor) -> torch.Tensor:
         """Return this rank's local tensor of ``unsharded``, a plain tensor: a view of it."""

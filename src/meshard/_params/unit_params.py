@@ -24,7 +24,7 @@ from meshard._params.sharded_param import (
     tag_tensor,
 )
 from meshard._params.storage import MemoryLocation
-from meshard._torch.dtensor import is_placed_like, is_plain, local_of, own_local, set_local
+from meshard._torch.dtensor import is_placed_like, is_plain, local_of, set_local
 from meshard._torch.private import version_of, without_torch_function
 
 GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
@@ -122,7 +122,7 @@ class ShardedUnitParams(UnitParams):
     @property
     def version(self) -> int:
         shards = [param.sharded for param in self.params]
-        return sum(version_of(shard) + version_of(own_local(shard)) for shard in shards)
+        return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
         # Before each gather: one loop, no calls inside.
@@ -134,7 +134,7 @@ class ShardedUnitParams(UnitParams):
                     installed = parameters.get(name)
                     if installed is not sharded and installed is not param.unsharded:
                         return None
-                if own_local(sharded) is not own:
+                if local_of(sharded) is not own:
                     return None
                 version += version_of(sharded) + version_of(own)
         return version

@@ -7,7 +7,7 @@ gradient once, so both are avoided: ``DTensor(local, spec, requires_grad=False)`
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def make_dtensor(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: torch.Size,
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
     """Return a DTensor of global ``shape`` (contiguous) over this rank's ``local`` shard."""
     stride = torch.empty(shape, device="meta").stride()
@@ -38,23 +35,13 @@ def make_dtensor(
     return _made_over(local, meta._spec)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor object itself, without a copy and without autograd."""
-    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
-
-
-# The same for loops over many tensors: a call of it runs in C.
-own_local: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+# The local tensor object itself, without a copy and without autograd; a call of it runs in C.
+local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, and any other tensor itself."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def locals_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Iterate over the local tensor of each, in a loop in C."""
-    return map(own_local, tensors)
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
@@ -119,11 +106,7 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
 
 
 def plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the ordinary tensors that hold the values of ``tensor``.
-
-    Raises:
-        TypeError: Its class has no ``__tensor_flatten__``.
-    """
+    """Return the ordinary tensors that hold the values of ``tensor``."""
     if is_plain(tensor):
         return [tensor]
     flatten = getattr(tensor, "__tensor_flatten__", None)

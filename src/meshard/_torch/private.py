@@ -1,15 +1,16 @@
-"""Private names of torch, one function for each use.
+"""Private names of torch, and names that differ between its supported versions.
 
-None is needed to import meshard. Where one is gone there is a slower way, or the first use raises
-an AttributeError that names it. ``tests/torch/test_missing_names.py`` takes each away.
+``import meshard`` needs no private name. Where one is gone there is a slower way, or its first use
+raises an AttributeError that names it. ``tests/torch/test_missing_names.py`` takes each away.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -31,6 +33,15 @@ def _find(path: str) -> Any:
     return value
 
 
+def _or_error(path: str) -> Callable[..., Any]:
+    """Return what a dotted name stands for, or a function that raises an error that names it."""
+
+    def is_gone(*_: Any, **__: Any) -> Any:
+        raise AttributeError(f"torch {torch.__version__} has no {path}, which meshard needs here.")
+
+    return _find(path) or is_gone
+
+
 # --- torch.compile -------------------------------------------------------------------------
 
 _set_strategy = _find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
@@ -39,59 +50,40 @@ _Action = _find("torch._C._dynamo.eval_frame._FrameAction")
 _CAN_MARK_CODE = None not in (_set_strategy, _Strategy, _Action)
 
 
-def skip_dynamo(function: Function) -> Function:
+def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     """Make ``torch.compile`` run ``function``, and what it calls, uncompiled.
 
     Dynamo inspects every frame that Python is about to run, also those of hooks around a compiled
     module. The mark on the code makes it skip this frame and all below; the attribute ends a graph
     where a trace would call the function. Calls cost nothing, where the public
     ``torch.compiler.disable`` adds a wrapper of 0.9 us.
-
-    Returns:
-        ``function`` itself, if marks are to be had.
     """
     if not _CAN_MARK_CODE:
-        disabled: Function = torch.compiler.disable(function)
+        disabled: Function = torch.compiler.disable(function, recursive=recursive)
         return disabled
-    return _marked(function, _Strategy(_Action.SKIP, _Action.SKIP))
-
-
-def skip_dynamo_once(function: Function) -> Function:
-    """Make ``torch.compile`` run ``function`` uncompiled, but not what it calls."""
-    if not _CAN_MARK_CODE:
-        disabled: Function = torch.compiler.disable(function, recursive=False)
-        return disabled
-    return _marked(function, _Strategy(_Action.SKIP, _Action.DEFAULT))
-
-
-def _marked(function: Function, strategy: Any) -> Function:
-    _set_strategy(function.__code__, strategy)
+    below = _Action.SKIP if recursive else _Action.DEFAULT
+    _set_strategy(function.__code__, _Strategy(_Action.SKIP, below))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "the border of a meshard unit"  # type: ignore[attr-defined]
     return function
 
 
+# Likewise, but what the function calls may be compiled.
+skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
+
+
 # --- autograd ------------------------------------------------------------------------------
 
-
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the present backward ends; torch's own DDP does so too."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def graph_task_id() -> int:
-    """Return the number of the autograd run of this thread; -1 outside of a backward."""
-    return torch._C._current_graph_task_id()
-
-
-def keeps_graph() -> bool:
-    """Whether the backward that is running has ``retain_graph`` or ``create_graph``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def next_node() -> int:
-    """Return the number of the next autograd node of this thread; they count up."""
-    return torch._C._autograd._get_sequence_nr()
+# Calls a function when the present backward ends; torch's own DDP does so too.
+queue_backward_callback: Callable[[Callable[[], None]], None] = _or_error(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+# The number of the autograd run of this thread; -1 outside of a backward.
+graph_task_id: Callable[[], int] = _or_error("torch._C._current_graph_task_id")
+# Whether the backward that is running has ``retain_graph`` or ``create_graph``.
+keeps_graph: Callable[[], bool] = _or_error("torch._C._autograd._get_current_graph_task_keep_graph")
+# The number of the next autograd node of this thread; they count up.
+next_node: Callable[[], int] = _or_error("torch._C._autograd._get_sequence_nr")
 
 
 def number_of(tensor: torch.Tensor) -> int:
@@ -106,12 +98,7 @@ _OWN_KEYS = itertools.count(-1, -1)  # those of torch's handles count up from 0
 def hook_gradient(
     tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
-    """Do what ``tensor.register_hook(hook)`` does, without the handle, which takes 3 us to make.
-
-    Args:
-        tensor: One that requires a gradient.
-        hook: Never removed.
-    """
+    """Do what ``tensor.register_hook(hook)`` does, without the handle, which takes 3 us to make."""
     if type(tensor) is not torch.Tensor:
         tensor.register_hook(hook)
         return
@@ -124,25 +111,19 @@ def hook_gradient(
     hooks[next(_OWN_KEYS)] = hook
 
 
-Hooks = Mapping[int, Callable[..., Any]]
-
+HooksOf = Callable[[torch.Tensor], Mapping[int, Callable[..., Any]] | None]
 # The hooks of ``tensor.register_hook``; None or empty if there are none.
-gradient_hooks_of: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
+gradient_hooks_of: HooksOf = attrgetter("_backward_hooks")
 # Those of ``tensor.register_post_accumulate_grad_hook``, likewise.
-accumulation_hooks_of: Callable[[torch.Tensor], Hooks | None] = attrgetter(
-    "_post_accumulate_grad_hooks"
-)
+accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 
 # --- tensors -------------------------------------------------------------------------------
 
 # Grows with every edit of a tensor in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that ``tensor`` is a view of, to autograd; None if it is no view."""
-    return tensor._base
+# The tensor that a tensor is a view of, to autograd; None if it is no view.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
 def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
@@ -159,62 +140,20 @@ def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
 without_torch_function: Callable[[], AbstractContextManager[None]] = (
     _find("torch._C.DisableTorchFunctionSubclass") or contextlib.nullcontext
 )
-
-
-def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def _multiply_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def _concatenate_chunks(
-    tensors: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
-) -> torch.Tensor:
-    assert dim == 0
-    return torch.cat([each.reshape(num_chunks, -1) for each in tensors], dim=1, out=out)
-
-
-# One kernel for a list of tensors: ``target.copy_(source)`` for each.
-foreach_copy_: Callable[..., Any] = _find("torch._foreach_copy_") or _copy_each
+# One kernel for lists of tensors: ``target.copy_(source)`` for each.
+foreach_copy_ = _or_error("torch._foreach_copy_")
 # Likewise ``tensor.mul_(factor)``: a fifth of the time of one by one.
-foreach_mul_: Callable[..., Any] = _find("torch._foreach_mul_") or _multiply_each
+foreach_mul_ = _or_error("torch._foreach_mul_")
 # ``[num_chunks, -1]`` of each tensor, all side by side. Sizes of dim 0 are multiples of num_chunks.
-chunk_cat: Callable[..., Any] = _find("torch._chunk_cat") or _concatenate_chunks
+chunk_cat = _or_error("torch._chunk_cat")
+# Multiplies plain tensors by ``inv_scale``, and sets ``found_inf`` to 1 if one was not finite.
+unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
 
+# --- profiler, modules, pytree -------------------------------------------------------------
 
-def unscale_each(
-    grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
-    """Multiply plain tensors by ``inv_scale``, and set ``found_inf`` to 1 if one was not finite."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def _never() -> bool:
-    return False
-
-
-is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or _never
-
+is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
 # The code of a module's call around its forward, which has the module as ``self``.
 module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
-
-
-# --- pytree --------------------------------------------------------------------------------
-
-
-def _or_error(path: str) -> Callable[..., Any]:
-    """Return what a dotted name stands for, or a function that raises an error that names it."""
-
-    def is_gone(*_: Any, **__: Any) -> Any:
-        raise AttributeError(f"torch {torch.__version__} has no {path}, which meshard needs here.")
-
-    return _find(path) or is_gone
-
-
 # Nested containers that are registered with torch, and back.
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
@@ -223,24 +162,20 @@ tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 # --- meshes and placements -----------------------------------------------------------------
 
 
-def concatenate_meshes(parts: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the axes, and the process groups, of all ``parts`` of one mesh."""
-    # A public DeviceMesh over the same ranks would make new process groups.
-    return DeviceMesh._concatenate([*parts])
-
-
-def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with all axes of ``mesh`` as one, and a process group that it remembers."""
-    return DeviceMesh._flatten(mesh)
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Return a shard of dim ``dim`` that was sharded ``split_factor`` times before.
-
-    torch's own fully_shard puts it on parameters, and checkpoints know it.
-    """
-    placement_types = torch.distributed.tensor.placement_types
-    return placement_types._StridedShard(dim, split_factor=split_factor)
+# A mesh with the axes, and the process groups, of all parts (a list) of one mesh. A public
+# DeviceMesh over the same ranks would make new process groups.
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
+    "torch.distributed.device_mesh.DeviceMesh._concatenate"
+)
+# A mesh with all axes of a mesh as one, and a process group that it remembers.
+flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
+    "torch.distributed.device_mesh.DeviceMesh._flatten"
+)
+# ``(dim, split_factor=)``: a shard of a dim that was sharded so many times before. torch's own
+# fully_shard puts it on parameters, and checkpoints know it.
+strided_shard: Callable[..., Placement] = _or_error(
+    "torch.distributed.tensor.placement_types._StridedShard"
+)
 
 
 # --- process groups ------------------------------------------------------------------------
@@ -256,3 +191,37 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     options = getattr(backend_of(group, torch.device("cpu")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
+
+
+# --- names that differ between the supported versions --------------------------------------
+
+# torch 2.13 renamed the collectives on one tensor; the old names warn there.
+if hasattr(dist, "all_gather_single"):
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
+else:
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
+_METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+
+# Since torch 2.13; an instance of () does not exist.
+TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
+
+
+def start_all_gather_on(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
+) -> dist.Work:
+    """Start an all-gather without the checks of arguments that torch's function repeats."""
+    if _METHODS_ARE_RENAMED:
+        return group.all_gather_single(output, source)
+    return group._allgather_base(output, source)
+
+
+def start_all_to_all_on(
+    group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
+) -> dist.Work:
+    """Start an all-to-all, likewise; ``sizes`` by rank, empty for equal sizes."""
+    if _METHODS_ARE_RENAMED:
+        return group.all_to_all_single(output, source, sizes, sizes)
+    return group.alltoall_base(output, source, sizes, sizes)

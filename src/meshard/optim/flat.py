@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
-from meshard._torch.dtensor import local_of, plain_of
+from meshard._torch.dtensor import plain_of
 from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
 
 POINTWISE: tuple[type[Optimizer], ...] = (
@@ -61,38 +62,31 @@ class FlatStepper:
     pointwise are *loose*: stepped one by one.
 
     Args:
-        make: Makes an optimizer from param groups that have all hyperparameters.
-        is_pointwise: The optimizer does the same to an element whatever lies around it.
-        before_forgetting: Called before slices are dropped.
-        on_replaced: Called with the tensors of states whose values were copied.
+        make: Makes an optimizer from param groups that have all hyperparameters; it is pointwise if
+            this is one of the classes ``POINTWISE``.
+        group: Whose step may be pending when slices are dropped, held weakly.
     """
 
-    def __init__(
-        self,
-        make: MakeOptimizer,
-        *,
-        is_pointwise: bool = True,
-        before_forgetting: Callable[[], None] = lambda: None,
-        on_replaced: Callable[[list[torch.Tensor]], None] = lambda tensors: None,
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, group: ParamGroup | None = None) -> None:
         self._make = make
-        self._is_pointwise = is_pointwise
-        self._before_forgetting = before_forgetting
-        self._on_replaced = on_replaced
-        self._reset()
+        self._is_pointwise = make in POINTWISE
+        self._group: Callable[[], ParamGroup | None]
+        self._group = (lambda: None) if group is None else weakref.ref(group)
+        self._optim_groups: OptimGroups = []  # as they were when gradients were taken
+        self._state: States = {}
+        self.forget_slices()
         _steppers.add(self)
 
-    def _reset(self) -> None:
+    def forget_slices(self) -> None:
+        """Drop all slices; the next step finds them anew."""
+        group = self._group()
+        if group is not None:
+            group.finish_pending_step()
         self._inner: Optimizer | None = None
         self.slices: list[FlatSlice] = []
         self._loose: list[tuple[int, torch.Tensor]] = []
         self._numbers: list[int] = []  # for each group of the inner optimizer, the index of ours
         self._left: Snapshot | None = None  # what the last step has left
-
-    def forget_slices(self) -> None:
-        """Drop all slices; the next step finds them anew."""
-        self._before_forgetting()
-        self._reset()
 
     @property
     def is_flat(self) -> bool:
@@ -102,61 +96,55 @@ class FlatStepper:
     def take(self, optim_groups: OptimGroups, state: States) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
 
-        Args:
-            optim_groups: Param groups; those of their parameters that have a gradient are stepped.
-            state: Of the optimizer that users hold.
+        ``state`` is that of the optimizer that users hold, and ``run`` writes to it.
         """
+        self._optim_groups, self._state = optim_groups, state
         if self._left is None or not self._left.holds(optim_groups, state):
             self.forget_slices()
-            self._find_slices(optim_groups)
+            self._find_slices()
         # All of them, and not only up to the first that lacks some.
         if sum([each.take_gradient() for each in self.slices]) < len(self.slices):
             # Never joined again: what is stepped less often has another history.
             self.slices = [part for each in self.slices for part in each.split_by_gradient()]
             self._inner = None
-        inner = self._inner or self._make_inner(optim_groups, state)
+        inner = self._inner or self._make_inner()
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = optim_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
 
-    def run(self, optim_groups: OptimGroups, state: States) -> None:
-        """Step what was taken. The gradients of loose parameters must still be there.
-
-        Args:
-            optim_groups: As for ``take``.
-            state: Likewise; written to.
-        """
+    def run(self) -> None:
+        """Step what was taken. The gradients of loose parameters must still be there."""
         inner, left = self._inner, self._left
         assert inner is not None
         self._left = None  # if the step raises, the next one looks at everything anew
         self._step(inner)
-        for flat_slice in self.slices:
-            flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
-        if left is not None and left.was_stepped_in_place():
-            left.follow()
-        else:
-            left = self._show(inner, optim_groups, state)
+        self.drop_gradients()  # or they would keep the memory after zero_grad
+        if left is None or not left.follow():
+            self._show(inner)
+            left = Snapshot(self._optim_groups, self._state, self.slices, inner.state)
         self._left = left
 
-    def _show(self, inner: Optimizer, optim_groups: OptimGroups, state: States) -> Snapshot:
+    def drop_gradients(self) -> None:
+        """Drop the gradients that were taken."""
+        for flat_slice in self.slices:
+            flat_slice.flat.grad = None
+
+    def _show(self, inner: Optimizer) -> None:
         """Put the state of the inner optimizer into that of the parameters."""
         for flat_slice in self.slices:
             own = inner.state.get(flat_slice.flat)
             if own:
-                flat_slice.show(own, state)
+                flat_slice.show(own, self._state)
         for _, param in self._loose:
             if param in inner.state:
-                state[param] = inner.state[param]
-        return Snapshot(optim_groups, state, self.slices, inner.state)
+                self._state[param] = inner.state[param]
 
-    # --- the slices ------------------------------------------------------------------------
-
-    def _find_slices(self, optim_groups: OptimGroups) -> None:
+    def _find_slices(self) -> None:
         found: dict[ParamGroup, dict[int, int]] = {}  # the optim group of each sharded parameter
-        for number, group in enumerate(optim_groups):
+        for number, group in enumerate(self._optim_groups):
             for param in group["params"]:
                 owner = owner_of(param) if self._is_pointwise else None
-                if isinstance(owner, ParamGroup) and isinstance(owner.storage, FlatParams):
+                if owner is not None and isinstance(owner.storage, FlatParams):
                     owner.adopt_edits()
                     index = next(i for i, p in enumerate(owner.params) if p.sharded is param)
                     found.setdefault(owner, {})[index] = number
@@ -166,14 +154,14 @@ class FlatStepper:
             assert isinstance(owner.storage, FlatParams)
             self.slices += _slices_of(owner.storage, numbers)
 
-    def _make_inner(self, optim_groups: OptimGroups, state: States) -> Optimizer:
+    def _make_inner(self) -> Optimizer:
         self.slices = [
-            part for each in self.slices for part in each.split_by_history(_states_of(each, state))
+            part for each in self.slices for part in each.split_by_history(self._states_of(each))
         ]
         self._left = None
         made: list[dict[str, Any]] = []
         self._numbers = []
-        for number, group in enumerate(optim_groups):
+        for number, group in enumerate(self._optim_groups):
             loose = [param for other, param in self._loose if other == number]
             flat: list[torch.Tensor] = [each.flat for each in self.slices if each.number == number]
             flat += [param for param in loose if not isinstance(param, DTensor)]
@@ -188,25 +176,32 @@ class FlatStepper:
         # also without the decorators for a differentiable step.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
+        owner = self._group()
         for flat_slice in self.slices:
-            states = _states_of(flat_slice, state)
-            self._on_replaced(list(_tensors_in(states)))
+            states = self._states_of(flat_slice)
+            if owner is not None:  # states are copied on the stream of the step
+                values = [value for each in states for value in each.values()]
+                tensors = [plain_of(each) for each in values if isinstance(each, torch.Tensor)]
+                owner.comm.hold_until_done(tensors)
             own = flat_slice.pull(states)
             if own:
                 inner.state[flat_slice.flat] = own
             flat_slice.take_gradient()
         for _, param in self._loose:
-            known = state.get(param)
+            known = self._state.get(param)
             if known:
                 inner.state[param] = known
         return inner
+
+    def _states_of(self, flat_slice: FlatSlice) -> list[State]:
+        return [self._state.get(member.param, {}) for member in flat_slice.members]
 
     def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Iterate over neighbours that are stepped at once: see ``_PORTION``."""
         portion: list[torch.Tensor] = []
         room = _PORTION
         for param in params:
-            num_bytes = local_of(param).nbytes if isinstance(param, DTensor) else param.nbytes
+            num_bytes = plain_of(param).nbytes
             # An optimizer that is not pointwise may need all of its group.
             if portion and num_bytes > room and self._is_pointwise:
                 yield portion
@@ -217,17 +212,6 @@ class FlatStepper:
             yield portion
 
 
-def _states_of(flat_slice: FlatSlice, state: Mapping[torch.Tensor, State]) -> list[State]:
-    return [state.get(member.param, {}) for member in flat_slice.members]
-
-
-def _tensors_in(states: list[State]) -> Iterator[torch.Tensor]:
-    for state in states:
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield plain_of(value)
-
-
 def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
     """Return the longest slices of a unit whose members are in one optim group each.
 
@@ -236,18 +220,14 @@ def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
     slices: list[FlatSlice] = []
     shard = storage.flat_shard
     for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
-        members: list[Member] = []
-        for position, param_range in enumerate(segment.ranges):
-            number = numbers.get(param_range.index)
+        for number, ranges in groupby(segment.ranges, lambda each: numbers.get(each.index)):
             if number is None:
                 continue
-            sharded = storage.params[param_range.index].sharded
-            numel = shard.locals[param_range.index].numel()
-            members.append(Member(sharded, param_range.offset, numel))
-            following = segment.ranges[position + 1 : position + 2]
-            if not following or numbers.get(following[0].index) != number:
-                slices.append(FlatSlice(flat, members, number))
-                members = []
+            members = [
+                Member(storage.params[i].sharded, offset, shard.locals[i].numel())
+                for i, offset in ((each.index, each.offset) for each in ranges)
+            ]
+            slices.append(FlatSlice(flat, members, number))
     return slices
 
 
@@ -274,8 +254,7 @@ def flat_optimizer(
         of the ordinary one, in both directions.
 
     Raises:
-        TypeError: ``optimizer`` is not one of these classes, or a subclass of one: what it does to
-            a parameter may depend on other elements of that parameter.
+        TypeError: ``optimizer`` is none of these classes; also a subclass of one is not.
         ValueError: There is no unit in ``module``, or ``differentiable=True``.
 
     >>> import torch, meshard
@@ -283,7 +262,6 @@ def flat_optimizer(
     >>> optimizer = meshard.flat_optimizer(layer, torch.optim.AdamW, lr=1e-3)
     >>> layer(torch.ones(1, 2)).sum().backward()
     >>> optimizer.step()
-    >>> optimizer.zero_grad()
     """
     if optimizer not in POINTWISE:
         names = ", ".join(each.__name__ for each in POINTWISE)
@@ -296,7 +274,7 @@ def flat_optimizer(
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
     if param_groups is None:
-        param_groups = [param for param in module.parameters() if param.requires_grad]
+        param_groups = trainable_params(module)
     make: Callable[..., Optimizer] = optimizer
     return FlatOptimizer(make(param_groups, **optimizer_kwargs))
 
@@ -304,10 +282,8 @@ def flat_optimizer(
 class FlatOptimizer(Optimizer):
     """An optimizer on slices of flat shards: see ``flat_optimizer``.
 
-    Parameters in no unit and tensor subclasses are stepped one by one.
-
-    Args:
-        template: The ordinary optimizer, whose param groups and state it takes over.
+    Parameters in no unit and tensor subclasses are stepped one by one. It takes over the param
+    groups and the state of ``template``, the ordinary optimizer.
     """
 
     def __init__(self, template: Optimizer) -> None:
@@ -321,16 +297,12 @@ class FlatOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for each in self.state.values():
-            if isinstance(each.get("step"), (int, float)):  # of a torch before 1.12
-                each["step"] = torch.tensor(float(each["step"]))
+        count_in_tensors(self.state)
         self._stepper = FlatStepper(self._class)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient.
-
-        **Collective:** no, but every rank must step.
+        """Step every parameter that has a gradient. **Collective:** no, but every rank must step.
 
         Args:
             closure: Computes the loss anew, and is called first.
@@ -338,10 +310,27 @@ class FlatOptimizer(Optimizer):
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._stepper.take(self.param_groups, self.state)
-        self._stepper.run(self.param_groups, self.state)
+        self._stepper.run()
         return loss
+
+
+def trainable_params(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer of ``module`` steps by default."""
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of an optimizer's step returns."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def count_in_tensors(states: Mapping[torch.Tensor, State]) -> None:
+    """Make tensors of the counts of steps that torch before 1.12 has saved as numbers."""
+    for each in states.values():
+        if isinstance(each.get("step"), (int, float)):
+            each["step"] = torch.tensor(float(each["step"]))

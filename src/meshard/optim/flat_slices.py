@@ -10,7 +10,7 @@ are thousands of objects in every step, so the loops over them run in C.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -19,14 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, locals_of, own_local, plain_of, set_local, wrap_like
-from meshard._torch.private import without_torch_function
+from meshard._torch.dtensor import local_of, plain_of, set_local, wrap_like
+from meshard._torch.private import version_of, without_torch_function
 
 State = dict[str, Any]
 OptimGroups = Sequence[dict[str, Any]]
-
-_GRADIENT, _PARAMS, _VERSION = attrgetter("grad"), itemgetter("params"), attrgetter("_version")
-_ADDRESS, _IS_CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
 
 class Member(NamedTuple):
@@ -51,35 +48,26 @@ class FlatSlice:
         self.number = number
         self._segment = segment
         self._start = members[0].offset
-        self._numel = 0  # where this rank owns nothing of any member, all in between is padding
-        if any(member.numel for member in members):
-            self._numel = members[-1].offset + members[-1].numel - self._start
-        self.flat = nn.Parameter(segment.narrow(0, self._start, self._numel), requires_grad=False)
+        # Members of which this rank owns something; if none, all in between is padding.
+        self._owned = [position for position, member in enumerate(members) if member.numel]
+        numel = members[-1].offset + members[-1].numel - self._start if self._owned else 0
+        self.flat = nn.Parameter(segment.narrow(0, self._start, numel), requires_grad=False)
         self.states: list[State] = []  # of the members, once they have one
         self._shown: State = {}  # the state that those of the members are views of
-        self._params = [member.param for member in self.members]
-        # Members of which this rank owns something, and their distances in bytes from the first.
-        self._owned = [position for position, member in enumerate(self.members) if member.numel]
-        first = self.members[self._owned[0]].offset if self._owned else self._start
-        size = self.flat.itemsize
-        self._before_owned = (first - self._start) * size
-        self._distances = [(self.members[i].offset - first) * size for i in self._owned]
-
-    # --- gradients -------------------------------------------------------------------------
+        self._params = [member.param for member in members]
+        distances = [(members[i].offset - self._start) * segment.itemsize for i in self._owned]
+        self._before_owned = distances[0] if distances else 0  # bytes
+        self._distances = [each - self._before_owned for each in distances]  # from the first owned
 
     def take_gradient(self) -> bool:
-        """Set ``flat.grad`` from the gradients of the members.
-
-        Returns:
-            False: only some members have a gradient, so the slice must be split.
-        """
+        """Set ``flat.grad`` from those of the members; return False if only some have one."""
         with without_torch_function():
-            gradients = list(map(_GRADIENT, self._params))
+            gradients = list(map(attrgetter("grad"), self._params))
         missing = sum(map(is_, gradients, repeat(None)))
         if missing:
             self.flat.grad = None
             return missing == len(gradients)
-        locals_ = list(locals_of(gradients))
+        locals_ = list(map(local_of, gradients))
         view = self._view_of(locals_)
         self.flat.grad = self._joined(locals_) if view is None else view
         return True
@@ -92,31 +80,28 @@ class FlatSlice:
         first = owned[0]
         start = first.data_ptr()
         if (
-            [address - start for address in map(_ADDRESS, owned)] != self._distances
+            [address - start for address in map(torch.Tensor.data_ptr, owned)] != self._distances
             or first.dtype != self.flat.dtype
-            or not all(map(_IS_CONTIGUOUS, owned))
+            or not all(map(torch.Tensor.is_contiguous, owned))
         ):
             return None
         # What lies at these addresses is one storage if that of the first reaches so far.
-        storage = first.untyped_storage()
+        storage, numel = first.untyped_storage(), self.flat.numel()
         begin = start - storage.data_ptr() - self._before_owned
-        if begin < 0 or begin + self._numel * first.itemsize > storage.nbytes():
+        if begin < 0 or begin + numel * first.itemsize > storage.nbytes():
             return None
-        return first.as_strided((self._numel,), (1,), begin // first.itemsize)
+        return first.as_strided((numel,), (1,), begin // first.itemsize)
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return ``tensors`` copied next to each other, as the members lie; padding is zero."""
-        flat = torch.zeros(self._numel, dtype=tensors[0].dtype, device=tensors[0].device)
+        flat = torch.zeros(self.flat.numel(), dtype=tensors[0].dtype, device=tensors[0].device)
         for member, tensor in zip(self.members, tensors, strict=True):
             self._range_of(flat, member).copy_(tensor.reshape(-1))
         return flat
 
     def _range_of(self, flat: torch.Tensor, member: Member) -> torch.Tensor:
-        """Return the range of one member in a tensor of the size of the slice."""
         start = member.offset - self._start if member.numel else 0
         return flat.narrow(0, start, member.numel)
-
-    # --- state -----------------------------------------------------------------------------
 
     def pull(self, states: list[State]) -> State:
         """Return the state of the slice from those of its members, which become views of it."""
@@ -135,14 +120,9 @@ class FlatSlice:
         return state
 
     def show(self, state: State, states: Mapping[torch.Tensor, State]) -> None:
-        """Make the states of the members views of ``state``; ``Counters`` shows what has no dims.
-
-        Args:
-            state: Of the slice, after a step.
-            states: Of all parameters, where the members have one already or get it now.
-        """
+        """Make ``states`` of members views of ``state``; ``Counters`` shows what has no dims."""
         if not self.states:
-            self.states = [states[member.param] for member in self.members]
+            self.states = [states[param] for param in self._params]
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 for each in self.states:
@@ -161,23 +141,19 @@ class FlatSlice:
             else:
                 each[key] = wrap_like(member.param, view)
 
-    # --- splits ----------------------------------------------------------------------------
-
     def split_by_gradient(self) -> list[FlatSlice]:
         """Return slices of the same memory in which all members have a gradient, or none has."""
-        return self._split([member.param.grad is not None for member in self.members])
+        return self._split([param.grad is not None for param in self._params])
 
     def split_by_history(self, states: Sequence[State]) -> list[FlatSlice]:
         """Return slices of the same memory whose members were stepped alike."""
         return self._split([_history(state) for state in states])
 
     def _split(self, keys: Sequence[object]) -> list[FlatSlice]:
-        slices, first = [], 0
-        for position in range(1, len(self.members) + 1):
-            if position == len(self.members) or keys[position] != keys[first]:
-                slices.append(FlatSlice(self._segment, self.members[first:position], self.number))
-                first = position
-        return slices
+        return [
+            FlatSlice(self._segment, [member for _, member in pairs], self.number)
+            for _, pairs in groupby(zip(keys, self.members, strict=True), itemgetter(0))
+        ]
 
 
 def _history(state: State) -> tuple[object, ...]:
@@ -191,14 +167,10 @@ def _history(state: State) -> tuple[object, ...]:
 
 
 class Counters:
-    """States without dims, one number per slice and a copy of it for each of its members.
+    """States without dims (``step``), one number per slice and a copy of it for each member.
 
-    An ordinary optimizer adds 1 to each number of a parameter; here the copies follow the slices.
-
-    Args:
-        key: Name of the state, ``step`` for instance.
-        slices: Slices that have it, on one device.
-        inner: States of the slices.
+    An ordinary optimizer adds 1 to each number of a parameter; here the copies follow the slices,
+    which are on one device. ``inner`` has the states of the slices.
     """
 
     def __init__(
@@ -212,7 +184,7 @@ class Counters:
         self._of_members = self._expected.clone()
         # Each with a storage of its own: a checkpoint would save that of all with every one.
         self._shown = [with_own_storage(each) for each in self._of_members.unbind()]
-        self._version: int = sum(map(_VERSION, self._shown))
+        self._version = sum(map(version_of, self._shown))
         for flat_slice, value in zip(slices, self._of_slices.unbind(), strict=True):
             inner[flat_slice.flat][key] = value
         for state, value in zip(_states_of(slices), self._shown, strict=True):
@@ -224,22 +196,17 @@ class Counters:
         self._of_members.copy_(self._expected)
 
     def is_edited(self) -> bool:
-        """Return whether a user has written to the number of a member."""
+        """Whether a user has written to the number of a member."""
         if self._of_members.is_cpu:
             return not torch.equal(self._of_members, self._expected)
         # Reading the values would wait for the device, so edits through ``.data`` are not seen.
-        version: int = sum(map(_VERSION, self._shown))
-        return version != self._version
+        return sum(map(version_of, self._shown)) != self._version
 
 
 class Snapshot:
     """The objects that a step has left: parameters, their states, and what is in these.
 
-    Args:
-        optim_groups: Param groups of the optimizer.
-        state: Of their parameters, and maybe of others.
-        slices: Slices that were stepped.
-        inner: States of the slices, and of parameters that were stepped by themselves.
+    ``inner`` has the states of the slices, and of parameters that were stepped by themselves.
     """
 
     def __init__(
@@ -265,34 +232,33 @@ class Snapshot:
         self._objects = self._find_objects(optim_groups, state)
 
     def holds(self, optim_groups: OptimGroups, state: Mapping[torch.Tensor, State]) -> bool:
-        """Return whether groups, parameters and states are the same objects, no count edited."""
+        """Whether groups, parameters and states are the same objects, and no count was edited."""
         return (
             [len(group["params"]) for group in optim_groups] == self._lengths
             and _are_same(self._find_objects(optim_groups, state), self._objects)
             and not any(counters.is_edited() for counters in self._counters)
         )
 
-    def was_stepped_in_place(self) -> bool:
-        """Return whether the states of the slices are the same objects, with other values."""
-        return _are_same(self._values_inside(), self._inner_values)
-
-    def follow(self) -> None:
-        """Show every parameter how often its slice was stepped."""
+    def follow(self) -> bool:
+        """Update the counts of steps; return False if the step has replaced states of slices."""
+        if not _are_same(self._values_inside(), self._inner_values):
+            return False
         for counters in self._counters:
             counters.follow()
+        return True
 
     def _find_objects(
         self, optim_groups: OptimGroups, state: Mapping[torch.Tensor, State]
     ) -> list[object]:
         """Return everything that a user may replace."""
-        params = list(chain.from_iterable(map(_PARAMS, optim_groups)))
+        params = list(chain.from_iterable(map(itemgetter("params"), optim_groups)))
         values = [
             value
             for key, states in self._states_by_key.items()
             for value in map(dict.get, states, repeat(key))
         ]
         views = [value for value in values if type(value) is DTensor]
-        locals_ = map(own_local, chain(self._sharded, views))
+        locals_ = map(local_of, chain(self._sharded, views))
         return [*params, *map(state.get, params), *values, *locals_]
 
     def _values_inside(self) -> list[Any]:

@@ -6,9 +6,10 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +20,16 @@ from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.clipping import check_limit, unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.deferred_clip import DeferredWindow
-from meshard.optim.flat import POINTWISE, MakeOptimizer, Params
+from meshard.optim.flat import (
+    POINTWISE,
+    MakeOptimizer,
+    Params,
+    count_in_tensors,
+    loss_of,
+    trainable_params,
+)
 from meshard.optim.flat_slices import State
-from meshard.optim.unit_step import ChangeGradients, HostWorker, UnitStepper
+from meshard.optim.unit_step import ChangeGradients, DeferredWindow, UnitStepper
 
 _NOT_SCALED = (
     "Compute in bfloat16, which needs no loss scaling "
@@ -42,7 +49,7 @@ class OverlappedOptimizer(Optimizer):
         make: Makes another optimizer of its kind from param groups.
         units: Units that may have the parameters.
         change: Clips the gradients of a unit in place.
-        max_norm: Limit of the norm of all gradients together; steps are deferred until it is known.
+        max_norm: Limit of the norm of all gradients together, for which steps are deferred.
         waits_in_step: ``step`` returns when all steps are over; else the next gathers wait.
     """
 
@@ -56,19 +63,20 @@ class OverlappedOptimizer(Optimizer):
         max_norm: float | None = None,
         waits_in_step: bool = True,
     ) -> None:
-        self._make = make
-        self._is_pointwise = type(template) in POINTWISE
-        self._change = change
+        self._make_stepper = functools.partial(
+            UnitStepper,
+            make=make,
+            worker=ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer"),
+            change=change,
+        )
         self._max_norm = max_norm
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._planned: list[torch.Tensor] = []  # the parameters that the steppers are for
-        self._number = 0  # of the present window
-        self._num_stepped = 0  # units, in the present window
-        self._is_attached = False
-        self._worker = HostWorker()
+        self._stepped: set[UnitStepper] = set()  # in the present window
         self._window: DeferredWindow | None = None
+        self._is_attached = False
         self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
         self._state.update(template.state)
@@ -92,22 +100,15 @@ class OverlappedOptimizer(Optimizer):
 
     @property
     def total_norm(self) -> torch.Tensor | None:
-        """With ``clip="deferred"``: the norm of all gradients of the last window, before clipping.
-
-        None: no window has ended yet.
-        """
+        """With ``clip="deferred"``: the norm of the last window's gradients, before clipping."""
         return None if self._window is None else self._window.total_norm
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wait()
-        found = state.pop("state", None)
+        if "state" in state:
+            self._state = state.pop("state")
+            count_in_tensors(self._state)
         super().__setstate__(state)
-        if found is None:
-            return
-        self.state = found
-        for each in found.values():
-            if isinstance(each.get("step"), (int, float)):  # of a torch before 1.12
-                each["step"] = torch.tensor(float(each["step"]))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickling and copying: units of a model refer to this very optimizer."""
@@ -119,11 +120,8 @@ class OverlappedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the steps of backward, and step what has not been stepped there.
 
-        That is nothing, as a rule: only gradients that no window has ended (the last backward was
-        not the last one by ``set_is_last_backward``), that you have put there yourself, or any
-        gradients after ``detach()``. With ``wait="gather"`` steps may be under way afterwards.
-
-        **Stream:** the current one waits for all steps, unless ``wait="gather"``.
+        That is, gradients that no window has ended, that you have put there yourself, or all after
+        ``detach()``. **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Args:
             closure: Computes the loss and runs backward; called first.
@@ -131,13 +129,11 @@ class OverlappedOptimizer(Optimizer):
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._begin_window()
+        loss = loss_of(closure)
+        self._stepped.clear()
         for stepper in self._fresh_steppers():
-            if stepper.may_have_gradients:
+            # Gradients on their way from the device are not in .grad yet.
+            if stepper.has_gradients() or stepper.group.storage.host_copies is not None:
                 self._step(stepper)
         self._close_window()
         if self._waits_in_step:
@@ -147,18 +143,17 @@ class OverlappedOptimizer(Optimizer):
     def wait(self) -> None:
         """Order what you do next after all steps that have been begun; deferred ones are taken.
 
-        Needed only with ``wait="gather"``, or before ``step``, to read parameters or to change
-        them: units wait by themselves before they are gathered.
-
+        Needed with ``wait="gather"``, or before ``step``, to read parameters or to change them.
         **Stream:** the current one waits; for units in host memory the host does.
 
         Raises:
             Exception: The first that a step in host memory has raised.
         """
         errors = []
-        for stepper in self._steppers.values():
+        for unit in self._steppers:
             try:
-                stepper.finish()
+                if unit.group is not None:
+                    unit.group.finish_pending_step()
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -167,13 +162,9 @@ class OverlappedOptimizer(Optimizer):
     def detach(self) -> None:
         """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
 
-        Param groups, state and LR schedulers stay as they are. Steps that ``clip="deferred"`` has
-        put off are taken, clipped: their window had ended. What a window that has not ended has
-        accumulated stays, and its last backward leaves it in ``.grad``.
-
-        To go back, call ``overlap_optimizer`` and load the ``state_dict``. It must have the same
-        parameters: by default those that require a gradient at that time, so pass ``param_groups``
-        if some were frozen or thawed since.
+        Steps that ``clip="deferred"`` has put off are taken. What a window that has not ended has
+        accumulated stays, and its last backward leaves it in ``.grad``. To go back, call
+        ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
 
         Raises:
             RuntimeError: A forward or backward is under way.
@@ -187,13 +178,10 @@ class OverlappedOptimizer(Optimizer):
         overlapped_optimizers.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Step further parameters, of the same units or of others of the same module.
-
-        Args:
-            param_group: As for every optimizer.
+        """Step further parameters of the module.
 
         Raises:
-            ValueError: A parameter is in none of the units, or stepped in backward by another
+            ValueError: A parameter is in none of its units, or stepped in backward by another
                 optimizer already.
         """
         super().add_param_group(param_group)
@@ -207,11 +195,7 @@ class OverlappedOptimizer(Optimizer):
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
-        """Return the optimizers that step units of ``module`` in backward, each once.
-
-        Args:
-            module: With units in it.
-        """
+        """Return the optimizers that step units of ``module`` in backward, each once."""
         found = {id(each): each for unit in units_in(module) for each in _subscribers(unit)}
         return list(found.values())
 
@@ -234,58 +218,51 @@ class OverlappedOptimizer(Optimizer):
                 f"{unit.label!r} in backward, before gradients could be unscaled and found to be "
                 f"finite. {_NOT_SCALED}"
             )
-        stepper = self._steppers.get(unit)
-        if stepper is not None and stepper.window == self._number:
-            self._begin_window()
-        if not self._num_stepped:
+        if self._steppers.get(unit) in self._stepped:
+            self._stepped.clear()  # another window has begun
+        if not self._stepped:
             self._fresh_steppers()
-            stepper = self._steppers.get(unit)
+        stepper = self._steppers.get(unit)
         if stepper is None:
             return
-        stepper.window = self._number
-        self._num_stepped += 1
+        self._stepped.add(stepper)
         self._step(stepper)
-        if self._num_stepped == len(self._steppers):
+        if len(self._stepped) == len(self._steppers):
             self._close_window()
-
-    def _begin_window(self) -> None:
-        self._number += 1
-        self._num_stepped = 0
 
     def _step(self, stepper: UnitStepper) -> None:
         if self._max_norm is None or not self._is_attached:
             stepper.step(self.param_groups, self._state)
-            return
-        stepper.defer(self.param_groups, self._state, self._open_window)
+        else:
+            stepper.defer(self.param_groups, self._state, self._open_window)
 
     def _open_window(self) -> DeferredWindow:
         """Return the window that gradients of now belong to."""
-        if self._window is None or self._window.is_closed or self._window.is_void:
+        if self._window is None or not self._window.is_open:
             assert self._max_norm is not None
             self._window = DeferredWindow(self._planned, self._max_norm)
         return self._window
 
     def _close_window(self) -> None:
-        if self._window is not None and not self._window.is_void:
+        if self._window is not None and self._window.is_open:
             self._window.close()
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
         lists = [group["params"] for group in self.param_groups]
-        is_planned = all(map(is_, chain.from_iterable(lists), self._planned))
-        if not is_planned or sum(map(len, lists)) != len(self._planned):
+        is_planned = (
+            sum(map(len, lists)) == len(self._planned)
+            and all(map(is_, chain.from_iterable(lists), self._planned))
+            # After detach(), replicate may rebuild its buckets.
+            and all(stepper.is_of(unit) for unit, stepper in self._steppers.items())
+        )
+        if not is_planned:
             self._plan()
         return list(self._steppers.values())
 
     def _plan(self) -> None:
-        """Make a stepper for each unit.
-
-        Raises:
-            ValueError: A parameter is in no unit, or the unit is stepped by another optimizer too,
-                and one of the two has to defer steps.
-        """
-        units: dict[object, Unit] = {unit.group: unit for unit in self._units}
-        units.pop(None, None)
+        """Make a stepper for each unit."""
+        units: dict[object, Unit] = {unit.group: unit for unit in self._units if unit.group}
         members: dict[Unit, dict[int, list[torch.Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -310,14 +287,8 @@ class OverlappedOptimizer(Optimizer):
         self.wait()
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
-            self._steppers[unit] = UnitStepper(
-                unit,
-                members[unit],
-                self._make,
-                is_pointwise=self._is_pointwise,
-                worker=self._worker,
-                change=self._change,
-            )
+            assert unit.group is not None
+            self._steppers[unit] = self._make_stepper(unit.group, members[unit])
         self._planned = [param for group in self.param_groups for param in group["params"]]
 
 
@@ -340,28 +311,23 @@ def overlap_optimizer(
 ) -> OverlappedOptimizer:
     """Step each unit of ``module`` in backward, and free its gradients at once.
 
-    A unit is stepped when the gradient of its whole window is reduced: in the last backward
-    (``GradientSync.FULL``, and the last one by ``set_is_last_backward``), once, while the backward
-    of other units goes on. ``.grad`` is None afterwards. The training loop stays as it is: when
-    ``step`` of what is returned comes back, all steps are over. The numbers are those of the
-    ordinary optimizer, bit for bit.
+    A unit is stepped once per window, in the last backward (``GradientSync.FULL``, and the last one
+    by ``set_is_last_backward``), as soon as its gradient is reduced; ``.grad`` is None afterwards.
+    The training loop stays as it is, and the numbers are those of the ordinary optimizer.
 
     Args:
         module: With units in it. Call this after the last ``fully_shard``, between two steps.
         optimizer: A class, or what makes an optimizer from param groups. torch's pointwise ones
-            (``SGD``, ``Adam``, ``AdamW``, ``Adagrad``, ``Adadelta``, ``Adamax``, ``RMSprop``,
-            ``NAdam``, ``RAdam``) step flat shards, any other one the parameters of a unit.
+            (see ``flat_optimizer``) step flat shards, any other one the parameters of a unit.
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
-        clip: ``"deferred"`` clips by the norm of all gradients together, ``max_norm``. Gradients
-            are put aside, out of ``.grad``, until that is known, and units are stepped in ``step``
-            (with ``wait="gather"``: each before its next gather). The norm is ``total_norm`` of
-            what is returned.
+        clip: ``"deferred"`` keeps gradients until the norm of all, ``total_norm`` of what is
+            returned, is known, clips them by ``max_norm``, and steps units in ``step`` (with
+            ``wait="gather"``: each before its next gather).
         max_norm: Limit of that norm.
-        wait: ``"step"``: the steps of a backward are over when ``step`` returns. ``"gather"``: the
-            next gather of each unit waits for the step of that unit; call ``wait`` of what is
-            returned before you read or change a parameter.
+        wait: ``"step"``: steps are over when ``step`` returns. ``"gather"``: the next gather of
+            each unit waits; call ``wait`` of what is returned before you use a parameter.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
@@ -371,10 +337,8 @@ def overlap_optimizer(
     Raises:
         RuntimeError: A forward or backward is under way.
         TypeError: ``optimizer`` makes no ``Optimizer``, or one that must be given a closure.
-        ValueError: There is no unit in ``module``, a parameter is in none or stepped in backward by
-            another optimizer already, ``differentiable=True``, a limit is not positive, ``clip``
-            and ``max_norm`` do not come together, ``clip`` is for a replicated module, or ``wait``
-            is neither of the two.
+        ValueError: A parameter is in no unit, or stepped in backward by another optimizer already,
+            or an argument is not as described here.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
@@ -383,7 +347,6 @@ def overlap_optimizer(
     >>> layer.weight.grad is None
     True
     >>> optimizer.step()  # waits
-    >>> optimizer.zero_grad()
     """
     units = require_units(module)
     _check_between_steps(units, "overlap_optimizer")
@@ -392,13 +355,13 @@ def overlap_optimizer(
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
     if param_groups is None:
-        param_groups = [param for param in module.parameters() if param.requires_grad]
-    make = functools.partial(cast("MakeOptimizer", optimizer), **optimizer_kwargs)
-    template = make(cast("list[dict[str, Any]]", param_groups))
+        param_groups = trainable_params(module)
+    make: Any = functools.partial(optimizer, **optimizer_kwargs)
+    template = make(param_groups)
     _check_template(template)
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
-        make = functools.partial(type(template))
+        make = type(template)
     return OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
@@ -446,8 +409,7 @@ def _check_deferred(clip: str | None, max_norm: float | None, units: Iterable[Un
 def _check_template(template: object) -> None:
     if not isinstance(template, Optimizer):
         raise TypeError(
-            f"optimizer must be a class of optimizers, or make one; got a "
-            f"{type(template).__name__}."
+            f"optimizer must be a class of optimizers or make one, got a {type(template).__name__}."
         )
     if isinstance(template, torch.optim.LBFGS):
         raise TypeError(

@@ -8,10 +8,9 @@ deferred step the gradients are taken at once, and the rest follows when their n
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from itertools import repeat
 from operator import attrgetter, is_
 
@@ -23,34 +22,51 @@ from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import without_torch_function
-from meshard.clipping import scale_gradients
-from meshard.optim.deferred_clip import DeferredWindow
+from meshard.clipping import clip_coefficient, get_total_norm, scale_gradients
 from meshard.optim.flat import FlatStepper, MakeOptimizer, States
 from meshard.optim.flat_slices import OptimGroups
 
-_GRADIENT = attrgetter("grad")
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
+_GRADIENT = attrgetter("grad")
 
 
-class HostWorker:
-    """A thread that steps units in host memory, in the order of their reductions."""
+class DeferredWindow:
+    """The gradients of one window, from the first that is put aside to the norm of all.
 
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+    Args:
+        params: Parameters in the order in which their norms are added up.
+        max_norm: Limit of the norm of all gradients together.
+    """
 
-    def submit(self, group: ParamGroup, step: Callable[[], object]) -> WorkerStep:
-        """Run ``step`` once the gradients of ``group`` have arrived in host memory."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
-        host_copies = group.storage.host_copies
-        assert host_copies is not None
+    def __init__(self, params: Sequence[torch.Tensor], max_norm: float) -> None:
+        self._params = params
+        self._max_norm = max_norm
+        self.grads: dict[torch.Tensor, torch.Tensor] = {}  # by parameter
+        self.total_norm: torch.Tensor | None = None  # known once it is closed
+        self.coefficient: torch.Tensor | None = None
+        self.is_void = False  # its backward was interrupted
 
-        def wait_and_step() -> None:
-            host_copies.wait()
-            with torch.no_grad():
-                step()
+    @property
+    def is_open(self) -> bool:
+        """Whether more gradients may come."""
+        return self.coefficient is None and not self.is_void
 
-        return WorkerStep(self._pool.submit(wait_and_step))
+    def close(self) -> torch.Tensor:
+        """Return the factor by which the gradients are clipped.
+
+        **Collective:** the first time, as ``get_total_norm``.
+        """
+        if self.coefficient is None:
+            grads = [self.grads[param] for param in self._params if param in self.grads]
+            self.grads.clear()
+            self.total_norm = get_total_norm(grads)
+            self.coefficient = clip_coefficient(self.total_norm, self._max_norm)
+        return self.coefficient
+
+    def abandon(self) -> None:
+        """Drop all gradients."""
+        self.grads.clear()
+        self.is_void = True
 
 
 class WorkerStep:
@@ -72,34 +88,25 @@ class PendingStep:
     """The step of one unit, from taking its gradients until the unit's next gather is there.
 
     Args:
-        group: Parameters of the unit.
-        work: The end of the step; None: the step is deferred.
-        stepper: Takes a deferred step.
-        window: Norm by which the gradients of a deferred step are clipped.
+        stepper: Of the unit.
+        work: The end of the step.
+        window: Instead of ``work``, with a deferred step: clips it, and is closed to take it.
     """
 
     def __init__(
-        self,
-        group: ParamGroup,
-        work: InFlight | None,
-        *,
-        stepper: UnitStepper | None = None,
-        window: DeferredWindow | None = None,
+        self, stepper: UnitStepper, work: InFlight | None, window: DeferredWindow | None = None
     ) -> None:
-        self._group = weakref.ref(group)
-        self._work = work
         self._stepper = stepper
+        self._work = work
         self._window = window
 
     def before_gather(self) -> None:
         """Order the next gather of the unit after the step, which is taken now if it was deferred.
 
-        **Collective:** as ``DeferredWindow.close``. **Stream:** the gather stream waits; for a step
-        in host memory the host does.
+        **Collective:** as ``DeferredWindow.close``. **Stream:** the gather stream waits; the host
+        does for a step in host memory.
         """
-        group = self._group()
-        if group is None:
-            return
+        group = self._stepper.group
         if group.storage.host_copies is not None:
             self.finish()
         else:
@@ -110,38 +117,33 @@ class PendingStep:
 
         **Collective:** as ``DeferredWindow.close``. **Stream:** the current one waits.
         """
-        group = self._group()
-        if group is not None and group.has_failed:
-            self.abandon()  # on this rank alone, maybe: it must not communicate
-            if group.pending_step is None:
-                return
-        self._wait(self._begun())
+        group = self._stepper.group
+        if group.has_failed:  # on this rank alone, maybe: it must not communicate
+            self.abandon()
+        if group.pending_step is self:
+            self._wait(self._begun())
 
     def abandon(self) -> None:
         """Drop a deferred step whose window was interrupted; finish a step that was begun."""
-        group, window = self._group(), self._window
         if self._work is not None:
             self._wait(self._work)
-        elif window is not None and not window.is_closed and group is not None:
-            window.abandon()
-            assert self._stepper is not None
+        elif self._window is not None and self._window.coefficient is None:
+            self._window.abandon()
             self._stepper.drop_taken()
-            group.pending_step = None
+            self._stepper.group.pending_step = None
 
     def _wait(self, work: InFlight) -> None:
         try:
             work.wait()
         finally:
-            group = self._group()
             # On a device the next gather has still to wait, from whatever stream it is started.
-            if group is not None and work.poll():
-                group.pending_step = None
+            if work.poll():
+                self._stepper.group.pending_step = None
 
     def _begun(self) -> InFlight:
         if self._work is None:
-            assert self._stepper is not None and self._window is not None
+            assert self._window is not None
             self._work = self._stepper.run(self._window.close())
-            self._stepper = self._window = None
         return self._work
 
 
@@ -149,73 +151,62 @@ class UnitStepper:
     """Steps those parameters of one unit that an optimizer holds.
 
     Args:
-        unit: The unit.
-        members: Its parameters, by the index of their param group.
+        group: All parameters of the unit, held weakly.
+        members: Those that are stepped, by the index of their param group.
         make: Makes an optimizer from param groups.
-        is_pointwise: The optimizer may step slices of flat shards.
         worker: Steps the unit if its shards live in host memory.
         change: Clips gradients in place before the step.
     """
 
     def __init__(
         self,
-        unit: Unit,
+        group: ParamGroup,
         members: Mapping[int, list[torch.Tensor]],
-        make: MakeOptimizer,
         *,
-        is_pointwise: bool,
-        worker: HostWorker,
+        make: MakeOptimizer,
+        worker: Executor,
         change: ChangeGradients | None,
     ) -> None:
-        assert unit.group is not None
-        group = weakref.ref(unit.group)
-        self._unit = weakref.ref(unit)
+        self._group = weakref.ref(group)
         self._members = dict(members)
         self._worker = worker
         self._change = change
-        self.flat = FlatStepper(
-            make,
-            is_pointwise=is_pointwise,
-            before_forgetting=functools.partial(_finish, group),
-            on_replaced=functools.partial(_hold, group),
-        )
+        self.flat = FlatStepper(make, group)
         self.params = [param for params in members.values() for param in params]
-        self.window = 0  # the last one in which the unit was stepped
-        self._groups: OptimGroups = []  # as they were when gradients were taken
-        self._state: States = {}
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []  # taken, and not stepped yet
 
     @property
-    def may_have_gradients(self) -> bool:
-        """Whether ``step`` may have anything to do: rarely, once backward has stepped."""
-        unit = self._unit()
-        if unit is None or unit.group is None:
-            return False
-        # Gradients on their way from the device are not in .grad yet.
-        return self._has_gradients() or unit.group.storage.host_copies is not None
+    def group(self) -> ParamGroup:
+        """The parameter group of the unit."""
+        group = self._group()
+        assert group is not None
+        return group
+
+    def is_of(self, unit: Unit) -> bool:
+        """Whether it still steps the parameters of ``unit``."""
+        return self._group() is unit.group
 
     def step(self, groups: OptimGroups, state: States) -> None:
-        """Step by ``.grad``, if there is any, and drop it.
-
-        Args:
-            groups: All param groups of the optimizer.
-            state: State of the optimizer.
-        """
-        group = self._take(groups, state, is_deferred=False)
-        if group is None:
+        """Step by ``.grad``, if there is any, and drop it. ``groups`` are all of the optimizer."""
+        group = self.group
+        host_copies = group.storage.host_copies
+        if not self._take(groups, state, is_deferred=False):
             return
-        if group.storage.host_copies is None:
+        if host_copies is None:
             work = self.run()
             if self._is_beside(group):
-                group.pending_step = PendingStep(group, work)
+                group.pending_step = PendingStep(self, work)
         elif self.flat.is_flat:
-            flat, taken = self.flat, self._groups
-            self._grads = []
-            group.pending_step = PendingStep(
-                group, self._worker.submit(group, lambda: flat.run(taken, state))
-            )
+            flat, self._grads = self.flat, []
+
+            def wait_and_step() -> None:
+                host_copies.wait()
+                with torch.no_grad():
+                    flat.run()
+
+            group.pending_step = PendingStep(self, WorkerStep(self._worker.submit(wait_and_step)))
         else:
-            group.storage.host_copies.wait()
+            host_copies.wait()
             self.run()
 
     def defer(
@@ -223,95 +214,68 @@ class UnitStepper:
     ) -> None:
         """Take the gradients out of ``.grad``, to step by them once the norm of all is known.
 
-        Args:
-            groups: As for ``step``; the hyperparameters of now count.
-            state: Likewise.
-            open_window: Returns the window of these gradients, if there are any.
+        The hyperparameters of now count. A window is opened only if there are gradients.
         """
-        group = self._take(groups, state, is_deferred=True)
-        if group is not None:
+        if self._take(groups, state, is_deferred=True):
             window = open_window()
-            window.add(self._grads)
-            group.pending_step = PendingStep(group, None, stepper=self, window=window)
+            window.grads.update(self._grads)
+            self.group.pending_step = PendingStep(self, None, window)
 
     def run(self, coefficient: torch.Tensor | None = None) -> InFlight:
-        """Step by what was taken.
+        """Step by what was taken, scaled by ``coefficient`` in place; return the end of the step.
 
         **Stream:** the optimizer stream.
-
-        Args:
-            coefficient: Factor for the gradients, which are scaled in place.
-
-        Returns:
-            The end of the step.
         """
-        unit = self._unit()
-        assert unit is not None and unit.group is not None
-        group, grads, loose = unit.group, self._grads, self._grads
-        self._grads = []
-        if self.flat.is_flat:
-            loose = []
+        group, grads, self._grads = self.group, self._grads, []
+        loose = [] if self.flat.is_flat else grads
         with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
-            used = _locals(grads)
+            used = [plain_of(grad) for _, grad in grads]
             if coefficient is not None:
                 scale_gradients(used, coefficient)
                 used.append(coefficient)
             for param, grad in loose:
                 param.grad = grad
-            self.flat.run(self._groups, self._state)
+            self.flat.run()
             for param, _ in loose:
                 param.grad = None
             group.comm.hold_until_done(used)
             return group.comm.record()
 
-    def finish(self) -> None:
-        """Order what the caller does next after the last step."""
-        unit = self._unit()
-        if unit is not None and unit.group is not None:
-            unit.group.finish_pending_step()
-
     def drop_taken(self) -> None:
         """Drop the gradients of a deferred step."""
         self._grads = []
-        for flat_slice in self.flat.slices:
-            flat_slice.flat.grad = None
+        self.flat.drop_gradients()
 
-    def _take(self, groups: OptimGroups, state: States, *, is_deferred: bool) -> ParamGroup | None:
-        """Take gradients and hyperparameters; None: no parameter has a gradient."""
-        unit = self._unit()
-        if unit is None or unit.group is None or unit.gradients is None:
-            return None
-        group = unit.group
+    def _take(self, groups: OptimGroups, state: States, *, is_deferred: bool) -> bool:
+        """Take gradients and hyperparameters. Return whether any parameter has a gradient."""
+        group = self.group
+        gradients, sharded = group.gradients, group.gradients.sharded
         # The worker waits for copies from the device by itself; clipping reads the values here.
-        if is_deferred or self._change is not None or not unit.gradients.sharded.are_shown:
-            unit.gradients.settle()
-        if not self._has_gradients():
-            return None
+        if is_deferred or self._change is not None or not sharded.are_shown:
+            gradients.settle()
+        if not self.has_gradients():
+            return False
         if group.state is ParamState.GATHERING:
             group.reshard()  # a prefetch that was not used has old weights
-        self.finish()  # the step of another optimizer
+        group.finish_pending_step()  # that of another optimizer
         with without_torch_function():
-            gradients = map(_GRADIENT, self.params)
-            pairs = zip(self.params, gradients, strict=True)
-            grads = [(param, grad) for param, grad in pairs if grad is not None]
+            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
+            self._grads = [(param, grad) for param, grad in pairs if grad is not None]
         with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
             if self._change is not None:
-                self._change([grad for _, grad in grads])
+                self._change([grad for _, grad in self._grads])
             members = self._members.items()
-            self._groups = [{**groups[number], "params": params} for number, params in members]
-            self._state = state
-            self.flat.take(self._groups, state)
-        self._grads = grads
+            self.flat.take([{**groups[number], "params": own} for number, own in members], state)
         with without_torch_function():
             for param in self.params:
                 param.grad = None
         group.record_step()
-        return group
+        return True
 
-    def _has_gradients(self) -> bool:
+    def has_gradients(self) -> bool:
+        """Whether any ``.grad`` is set; gradients on their way to host memory are not yet."""
         with without_torch_function():
-            num_without = sum(map(is_, map(_GRADIENT, self.params), repeat(None)))
-        return num_without < len(self.params)
+            return sum(map(is_, map(_GRADIENT, self.params), repeat(None))) < len(self.params)
 
     def _is_beside(self, group: ParamGroup) -> bool:
         """Whether steps run on a stream of their own.
@@ -328,19 +292,3 @@ class UnitStepper:
         if self._is_beside(group):
             return group.comm.on_stream(CommStream.OPTIMIZER)
         return contextlib.nullcontext()
-
-
-def _finish(ref: weakref.ref[ParamGroup]) -> None:
-    group = ref()
-    if group is not None:
-        group.finish_pending_step()
-
-
-def _hold(ref: weakref.ref[ParamGroup], tensors: Sequence[torch.Tensor]) -> None:
-    group = ref()
-    if group is not None:
-        group.comm.hold_until_done(tensors)
-
-
-def _locals(grads: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    return [plain_of(grad) for _, grad in grads]
