@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommEvent, add_observer, remove_observer
+from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, units_in
 from meshard._params.subclass_params import SubclassParams
@@ -233,7 +235,8 @@ class CommLedger:
     Read it inside the block or afterwards. Groups of one rank issue no collectives.
 
     Args:
-        module: Record only the units in this module. None: everything in this process.
+        module: Record only the units in this module, and what blocks (norms, scalers, checkpoints,
+            ``unsharded_params``) in process groups of their meshes. None: everything.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
@@ -250,43 +253,42 @@ class CommLedger:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
-        self._communicators: set[int] | None = None
+        self._recorded: set[object] | None = None  # communicators, and groups without one
         if module is not None:
-            self._communicators = {
-                id(unit.group.comm.identity) for unit in units_in(module) if unit.group is not None
-            }
+            groups = [unit.group for unit in units_in(module) if unit.group is not None]
+            self._recorded = {group.comm.identity for group in groups}
+            for group in groups:
+                self._recorded.update(group.spec.mesh_info.groups)
+                for param in group.params:
+                    if isinstance(param.sharded, DTensor):
+                        self._recorded.update(param.sharded.device_mesh.get_all_groups())
 
-    def _observe(self, event: CommEvent, communicator: object) -> None:
-        if self._communicators is None or id(communicator) in self._communicators:
+    def _observe(
+        self, event: CommEvent, group: dist.ProcessGroup, communicator: object | None
+    ) -> None:
+        source = group if communicator is None else communicator
+        if self._recorded is None or source in self._recorded:
             self.events.append(event)
 
     def __enter__(self) -> CommLedger:
-        add_observer(self._observe)
+        observers.append(self._observe)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        remove_observer(self._observe)
+    def __exit__(self, *_: object) -> None:
+        observers.remove(self._observe)
 
     @property
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind."""
-        counts: dict[str, int] = {}
-        for event in self.events:
-            counts[event.op] = counts.get(event.op, 0) + 1
-        return counts
+        return dict(Counter(event.op for event in self.events))
 
     @property
     def bytes(self) -> dict[str, int]:
         """Payload bytes of each kind: whole buffers, before they are spread over ranks."""
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for event in self.events:
-            totals[event.op] = totals.get(event.op, 0) + event.payload_bytes
-        return totals
+            totals[event.op] += event.payload_bytes
+        return dict(totals)
 
     @property
     def wire_bytes(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from meshard._mesh.layout import ParamLayout
@@ -65,7 +63,6 @@ def matching_parts(
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, which has the same shape."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])  # half the time of the foreach operator
     else:
@@ -76,42 +73,26 @@ _TINY = 2**14  # bytes
 
 
 class ReusableBuffer:
-    """A buffer ``[count, n]`` that has memory only from ``take`` to ``free``.
+    """``rows [count, numel]`` that have memory only from ``take`` to ``free``.
 
     Reusing its tensors is faster than making them in each step. Only for memory that the host alone
     uses: ``free`` waits for no stream.
-
-    Args:
-        like: A tensor of the dtype and device.
-        count: Number of rows.
-        numel: Elements of a row.
-        cut: Makes ``views`` of ``rows``.
     """
 
-    def __init__(
-        self,
-        like: torch.Tensor,
-        count: int,
-        numel: int,
-        cut: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
-    ) -> None:
+    def __init__(self, like: torch.Tensor, count: int, numel: int) -> None:
         with torch.inference_mode(False):  # a module may run under it first and train later
             self.flat = like.new_empty(count * numel)
             self.rows = self.flat.view(count, numel)
-            self.views = [] if cut is None else cut(self.rows)
         storage = self.flat.untyped_storage()
-        self._num_bytes = storage.nbytes()
-        self._resize = storage.resize_
+        self._num_bytes, self._resize = storage.nbytes(), storage.resize_
         # malloc does not return such a small block to the OS.
         self._stays = self._num_bytes <= _TINY
         self.free()
 
     def take(self) -> None:
-        """Allocate the memory, uninitialised."""
         if not self._stays:
             self._resize(self._num_bytes)
 
     def free(self) -> None:
-        """Free the memory."""
         if not self._stays:
             self._resize(0)

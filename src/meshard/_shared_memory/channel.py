@@ -132,12 +132,10 @@ class Channel:
         allocations[address] = allocation
         return tensor
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, own: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """Return a row ``[numel]`` per rank, for ``publish_rows``; ``own`` is that of this rank."""
+    def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return a row ``[numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
         rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
-        rows.insert(self.rank, torch.empty(numel, dtype=dtype) if own is None else own)
+        rows.insert(self.rank, torch.empty(numel, dtype=dtype))
         return rows
 
     def _wait_for_memory(self, num_bytes: int) -> None:
@@ -243,35 +241,44 @@ class Channel:
         slot = message % _MESSAGES
         return all(self._published[other][slot] > message for other in self.others)
 
-    def receive(self, message: int, other: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def receive(
+        self,
+        message: int,
+        other: int,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        is_row: bool = False,
+    ) -> torch.Tensor:
         """Wait for what rank ``other`` publishes as ``message``; return it in place, ``[numel]``.
+
+        With ``is_row``, return this rank's row of the rows that ``other`` publishes.
 
         Raises:
             RuntimeError: That rank publishes another size, has ended, or is not in time.
         """
-        return self._view(message, other, numel, dtype, row=0, rows=1)
-
-    def receive_own_row(
-        self, message: int, other: int, numel: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return this rank's row ``[numel]`` of the rows that rank ``other`` publishes."""
-        row = self.rank - (self.rank > other)  # a rank does not publish its own row
-        return self._view(message, other, numel, dtype, row=row, rows=len(self.others))
-
-    def _view(
-        self, message: int, other: int, numel: int, dtype: torch.dtype, *, row: int, rows: int
-    ) -> torch.Tensor:
         self._wait(self._published, message, "join the collective", other)
         slot, num_bytes = message % _MESSAGES, numel * dtype.itemsize
-        if self._size[other][slot] != rows * num_bytes:
+        count = len(self.others) if is_row else 1
+        if self._size[other][slot] != count * num_bytes:
             raise RuntimeError(
                 f"rank {other} of the group sends {self._size[other][slot]} bytes where rank "
-                f"{self.rank} expects {rows * num_bytes}: the ranks run different units. "
+                f"{self.rank} expects {count * num_bytes}: the ranks run different units. "
                 "MESHARD_DEBUG=1 says which."
             )
-        return self._segments[other].view(
-            self._position[other][slot] + row * num_bytes, numel, dtype
-        )
+        # A rank does not publish its own row.
+        row = self.rank - (self.rank > other) if is_row else 0
+        begin = self._position[other][slot] + row * num_bytes
+        return self._segments[other].view(begin, numel, dtype)
+
+    def receive_all(
+        self, message: int, own: torch.Tensor, *, is_row: bool = False
+    ) -> list[torch.Tensor]:
+        """Do ``receive`` for each rank, in rank order, where this rank's tensor is ``own``."""
+        numel, dtype = own.numel(), own.dtype
+        rows = [self.receive(message, each, numel, dtype, is_row=is_row) for each in self.others]
+        rows.insert(self.rank, own)
+        return rows
 
     def acknowledge(self, message: int) -> None:
         """Declare that this rank reads ``message`` no more; allowed before it is published."""
