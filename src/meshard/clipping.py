@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshard._comm.blocking import gather_values
+from meshard._comm.blocking import gather_from_all
 from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
@@ -176,7 +176,7 @@ def _over_ranks(
             torch.promote_types, (norms[position].dtype for position in positions)
         )
         own = torch.stack([norms[position].to(dtype) for position in positions])
-        of_ranks = gather_values(own, group)
+        of_ranks = gather_from_all(own, group, label="(norm)")
         for position, column in zip(positions, of_ranks.unbind(1), strict=True):
             norms[position] = _combine(column, norm_type)
     return norms
