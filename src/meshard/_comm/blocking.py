@@ -52,7 +52,7 @@ def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[
 def agree_on_max(
     value: torch.Tensor, group: dist.ProcessGroup | None, label: str = "(scaler)"
 ) -> None:
-    """Replace ``value`` by its maximum over ``group`` (None: the default group, if there is one)."""
+    """Replace ``value`` by its maximum over ``group``; None: the default group, if any."""
     group = dist.group.WORLD if group is None else group
     if group is not None and group.size() > 1:
         announce("all_reduce", value, group, label)

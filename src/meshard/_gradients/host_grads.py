@@ -57,12 +57,12 @@ class HostGrads:
             is_alike = arriving.layout is new.layout and arriving.flat.dtype == new.flat.dtype
             if self._is_first and is_alike and not self._in_host_memory.has_hooks(new):
                 self._arriving = arriving._replace(used=arriving.used | new.used)
-                return self._host_copies.add(arriving.flat, new.flat, comm)
+                return self._host_copies.store(arriving.flat, new.flat, comm, add=True)
             self.settle()
         open_sum = self._in_host_memory.open_sum(new)
         if open_sum is not None:
             self._growing |= new.used
-            return self._host_copies.add(open_sum, new.flat, comm)
+            return self._host_copies.store(open_sum, new.flat, comm, add=True)
         if self._growing:
             self.settle()
         self._is_first = all(param.sharded.grad is None for param in self._storage.params)
