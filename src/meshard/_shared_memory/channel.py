@@ -169,7 +169,7 @@ class Channel:
         self._is_bare = keep_for is None
         self._reclaim()
         for begin, end in self._free.ranges:
-            self._own.release_pages(max(begin, keep), end)
+            self._own.release_pages(max(begin, keep), min(end, self._free.reached))
 
     def _reclaim(self) -> None:
         while self._freed:
