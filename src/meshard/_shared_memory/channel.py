@@ -10,12 +10,14 @@ there are no locks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,16 +42,14 @@ _LARGE = 2**16  # bytes
 _SHORT = 2e-3  # seconds; bounded, because the other rank may be waiting for this one
 
 
+@dataclass(slots=True, eq=False)
 class _Allocation:
     """A range of this rank's segment."""
 
-    __slots__ = ("begin", "message", "num_bytes", "watch")
-
-    def __init__(self, begin: int, num_bytes: int) -> None:
-        self.begin = begin
-        self.num_bytes = num_bytes
-        self.message = -1  # the last one that was published from it
-        self.watch: weakref.ref[Any] | None = None
+    begin: int
+    num_bytes: int
+    message: int = -1  # the last one that was published from it
+    watch: weakref.ref[Any] | None = None
 
 
 class _Process:
@@ -174,19 +174,14 @@ class Channel:
     def _reclaim(self) -> None:
         while self._freed:
             self._unacknowledged.append(self._freed.popleft())
-        waiting = []
-        for allocation in self._unacknowledged:
-            if self._is_acknowledged(allocation.message):
-                self._free.give(allocation.begin, allocation.num_bytes)
+        freed, self._unacknowledged = self._unacknowledged, []
+        for each in freed:
+            slot = each.message % _MESSAGES
+            words = [self._acknowledged[other][slot] for other in self.others]
+            if each.message < 0 or min(words) > each.message:
+                self._free.give(each.begin, each.num_bytes)
             else:
-                waiting.append(allocation)
-        self._unacknowledged = waiting
-
-    def _is_acknowledged(self, message: int) -> bool:
-        slot = message % _MESSAGES
-        return message < 0 or all(
-            self._acknowledged[other][slot] > message for other in self.others
-        )
+                self._unacknowledged.append(each)
 
     # --- messages --------------------------------------------------------------------------
 
@@ -196,28 +191,21 @@ class Channel:
         Memory from ``allocate`` is read in place: it must not be written to again, and is reused
         only after all have acknowledged. Other memory is copied, and so is any with ``copy``.
         """
-        allocation = None if copy else self._allocations.get(tensor.data_ptr())
-        if allocation is None and tensor.numel():
-            copied = self.allocate(tensor.numel(), tensor.dtype).copy_(tensor)
-            allocation = self._allocations[copied.data_ptr()]
-        return self._publish(allocation, tensor.numel() * tensor.itemsize)
+        return self._publish([tensor.view(-1)], copy=copy)
 
     def publish_rows(self, rows: Rows) -> int:
-        """Publish to each other rank its row; return the number of the message.
-
-        Rows from ``allocate_rows`` are read in place, others are copied, as in ``publish``.
-        """
+        """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
         others = [rows[other] for other in self.others]
-        first = others[0]
-        allocation = self._allocations.get(first.data_ptr()) if isinstance(rows, list) else None
-        if allocation is None and first.numel():
-            copies = self.allocate(len(others) * first.numel(), first.dtype)
-            for copied, row in zip(copies.view(len(others), -1), others, strict=True):
-                copied.copy_(row)
-            allocation = self._allocations[copies.data_ptr()]
-        return self._publish(allocation, len(others) * first.numel() * first.itemsize)
+        return self._publish(others, copy=isinstance(rows, torch.Tensor))
 
-    def _publish(self, allocation: _Allocation | None, num_bytes: int) -> int:
+    def _publish(self, parts: list[torch.Tensor], *, copy: bool) -> int:
+        numel, dtype = parts[0].numel(), parts[0].dtype
+        allocation = None if copy else self._allocations.get(parts[0].data_ptr())
+        if allocation is None and numel:
+            copies = self.allocate(len(parts) * numel, dtype)
+            for copied, part in zip(copies.view(len(parts), -1), parts, strict=True):
+                copied.copy_(part)
+            allocation = self._allocations[copies.data_ptr()]
         message = self._next
         slot = message % _MESSAGES
         if message >= _MESSAGES:
@@ -232,7 +220,7 @@ class Channel:
         if allocation is not None:
             allocation.message = message
             self._position[self.rank][slot] = allocation.begin
-        self._size[self.rank][slot] = num_bytes
+        self._size[self.rank][slot] = len(parts) * numel * dtype.itemsize
         self._published[self.rank][slot] = message + 1  # last: it makes the rest visible
         return message
 
@@ -301,18 +289,19 @@ class Channel:
             if own[slot] > message:
                 return
         start = time.monotonic()
-        for count in range(1, 2**62):
+        for count in itertools.count(1):
             time.sleep(_NAPS[count > _NAPS_PER_CHECK])
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                self._check(other, own[slot] <= message, time.monotonic() - start, what)
-
-    def _check(self, other: int, is_missing: bool, seconds: float, what: str) -> None:
-        if self._processes[other].has_ended and is_missing:
-            raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
-        if seconds > self._patience:
-            raise RuntimeError(f"rank {other} of the group did not {what} in {seconds:.0f} s.")
+                # In this order: it may have done so and then ended.
+                if self._processes[other].has_ended and own[slot] <= message:
+                    raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
+                seconds = time.monotonic() - start
+                if seconds > self._patience:
+                    raise RuntimeError(
+                        f"rank {other} of the group did not {what} in {seconds:.0f} s."
+                    )
 
 
 def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel | None:
