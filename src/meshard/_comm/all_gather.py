@@ -10,16 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import gather_from_all
-from meshard._comm.buffers import ReusableBuffer, copy_all, matching_parts
+from meshard._comm.buffers import matching_parts
 from meshard._comm.communicator import CommStream, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange
+from meshard._torch.private import foreach_copy_
+
+_TINY = 2**14  # bytes: malloc does not return such a small block to the OS
 
 
 class _CastRange(NamedTuple):
@@ -30,6 +34,12 @@ class _CastRange(NamedTuple):
     to_segment: int
     to_offset: int
     numel: int
+
+    @property
+    def end(self) -> tuple[int, int, int, int]:
+        """Where a range that may be merged with this one begins."""
+        end = self.from_offset + self.numel
+        return self.from_segment, end, self.to_segment, self.to_offset + self.numel
 
 
 def start_all_gather(
@@ -46,13 +56,12 @@ def start_all_gather(
 
 
 class _Kept(NamedTuple):
-    """Memory that every gather of the unit is received in."""
+    """Memory that all gathers of a unit are received in: faster than new tensors in each step."""
 
     flat: torch.Tensor
-    rows: torch.Tensor  # the same memory, [ranks, n]
-    allocate: Callable[[], None]
+    rows: torch.Tensor  # the same, [ranks, n]
+    allocate: Callable[[], object] | None  # None: it always has memory
     free: Callable[[], None] | None = None
-    segments: Sequence[torch.Tensor] = ()  # views of ``rows``, one per dtype
 
 
 class _Copies(NamedTuple):
@@ -103,6 +112,7 @@ class GatherPlan:
         ]
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
         self._kept: _Kept | None = None
+        self._segments: Sequence[torch.Tensor] = ()  # of what is kept
         self._copies: _Copies | None = None
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
             flat = unsharded[0].view(-1)
@@ -131,11 +141,11 @@ class GatherPlan:
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
             if self._kept is None:
-                new = ReusableBuffer(source, group.size(), source.numel())
-                segments = self.on_wire.split(new.rows)
-                self._kept = _Kept(new.flat, new.rows, new.take, new.free, segments)
+                self._keep(source, group.size())
             kept = self._kept
-            kept.allocate()
+            assert kept is not None
+            if kept.allocate is not None:
+                kept.allocate()
             pending = comm.all_gather(kept.flat, source, group=group, label=label)
             return Gathered(kept.rows, pending, source, kept.free)
 
@@ -154,26 +164,39 @@ class GatherPlan:
             target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
         return source
 
-    def _make_copies(self, segments: Sequence[torch.Tensor]) -> _Copies:
-        """Prepare copies out of ``segments``: one for all adjacent parameters of one size."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+    def _keep(self, source: torch.Tensor, count: int) -> None:
+        with torch.inference_mode(False):  # a module may run under it first and train later
+            flat = source.new_empty(count * source.numel())
+            rows = flat.view(count, -1)
+            self._segments = self.on_wire.split(rows)
+        storage = flat.untyped_storage()
+        num_bytes, resize = storage.nbytes(), storage.resize_
+        self._kept = _Kept(flat, rows, None)
+        if num_bytes > _TINY:
+            resize(0)
+            self._kept = _Kept(flat, rows, partial(resize, num_bytes), partial(resize, 0))
+
+    def _make_copies(self) -> _Copies:
+        """Prepare copies out of ``_segments``: one for all adjacent parameters of one size."""
+        copies = _Copies([], [])
         for part, segment, unsharded in zip(
-            segments, self.on_wire.segments, self._regular, strict=True
+            self._segments, self.on_wire.segments, self._regular, strict=True
         ):
-            for first, count in _runs_of_one_size(segment.regular_sizes):
-                same, numel = unsharded[first : first + count], segment.ranges[first].numel
-                taken = part.narrow(1, segment.ranges[first].offset, count * numel)
+            sizes = segment.regular_sizes
+            for numel, run in itertools.groupby(range(len(sizes)), sizes.__getitem__):
+                positions = list(run)
+                same, count = [unsharded[position] for position in positions], len(positions)
+                taken = part.narrow(1, segment.ranges[positions[0]].offset, count * numel)
                 taken = taken.unflatten(1, (count, numel))
                 gap = _gap_between(same)
                 if gap is None:
-                    targets.extend(same)
-                    sources.extend(taken.unbind(1))
+                    copies.targets.extend(same)
+                    copies.sources.extend(taken.unbind(1))
                 else:
-                    one = same[0]
-                    targets.append(one.as_strided((count, *one.shape), (gap, *one.stride())))
-                    sources.append(taken.transpose(0, 1))
-        return _Copies(targets, sources)
+                    size, stride = (count, *same[0].shape), (gap, *same[0].stride())
+                    copies.targets.append(same[0].as_strided(size, stride))
+                    copies.sources.append(taken.transpose(0, 1))
+        return copies
 
     def copy_out(self, gathered: Rows) -> None:
         """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
@@ -181,11 +204,13 @@ class GatherPlan:
             self._copy_rows_out(gathered)
             return
         if self._kept is not None and gathered is self._kept.rows:
-            segments = self._kept.segments
+            segments = self._segments
             if self._copies is None:  # not earlier: the parameters have no memory
-                self._copies = self._make_copies(segments)
-            if self._copies.targets:
-                copy_all(*self._copies)
+                self._copies = self._make_copies()
+            if len(self._copies.targets) == 1:  # half the time of the foreach operator
+                self._copies.targets[0].copy_(self._copies.sources[0])
+            elif self._copies.targets:
+                foreach_copy_(*self._copies)
         else:
             segments = self.on_wire.split(gathered)
             self._take_apart(segments, self._regular)
@@ -220,15 +245,6 @@ class GatherPlan:
             theirs.copy_(ours)
 
 
-def _runs_of_one_size(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield where each run of equal sizes begins, and its length."""
-    first = 0
-    for _, run in itertools.groupby(sizes):
-        count = len(list(run))
-        yield first, count
-        first += count
-
-
 def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
     """Return the distance between views of one storage, in elements; None: uneven, or one view."""
     offsets = [int(view.storage_offset()) for view in views]
@@ -245,22 +261,12 @@ def _cast_ranges(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastR
     }
     ranges: list[_CastRange] = []
     for position, segment in enumerate(sharded_of_all.segments):
-        for param_range in segment.ranges:
-            to_segment, to_offset = target[param_range.index]
-            last = ranges[-1] if ranges else None
-            if (
-                last is not None
-                and (last.from_segment, last.to_segment) == (position, to_segment)
-                and last.from_offset + last.numel == param_range.offset
-                and last.to_offset + last.numel == to_offset
-            ):
-                ranges[-1] = last._replace(numel=last.numel + param_range.numel)
+        for each in segment.ranges:
+            new = _CastRange(position, each.offset, *target[each.index], each.numel)
+            if ranges and ranges[-1].end == new[:4]:
+                ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + new.numel)
             else:
-                ranges.append(
-                    _CastRange(
-                        position, param_range.offset, to_segment, to_offset, param_range.numel
-                    )
-                )
+                ranges.append(new)
     return ranges
 
 

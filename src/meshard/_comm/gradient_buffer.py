@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.buffers import ReusableBuffer, ScalarOperands, matching_parts
+from meshard._comm.buffers import ScalarOperands, matching_parts
 from meshard._comm.communicator import Rows
 from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment
@@ -62,7 +62,6 @@ class GradientLayout:
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
         self._operands = ScalarOperands()
-        self._reusable: dict[torch.dtype, ReusableBuffer] = {}
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -73,13 +72,6 @@ class GradientLayout:
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)
-
-    def reusable_buffer(self, dtype: torch.dtype) -> ReusableBuffer:
-        """Return the buffer that every step reuses, for one reduction at a time."""
-        if dtype not in self._reusable:
-            like = torch.empty(0, dtype=dtype, device=self.device)
-            self._reusable[dtype] = ReusableBuffer(like, self.shard_count, self.shard_numel)
-        return self._reusable[dtype]
 
     def shards(
         self, row: torch.Tensor, shard_rank: int, used: frozenset[int]
