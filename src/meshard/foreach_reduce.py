@@ -291,9 +291,9 @@ class Reduction:
         plan: How it goes.
         buffer: ``[shard_count, shard_numel]`` in the wire dtype, or wider if ``is_narrowed_late``;
             or the rows of ``Communicator.allocate_rows``. Consumed.
-        marks: Which parameters this rank has used; kept right through the reduction.
+        marks: Which parameters this rank has used.
         partial: ``[shard_numel]`` in the accumulate dtype, or None: what was reduced over the shard
-            group earlier in the window. Added after the reduce-scatter, before the all-reduce.
+            group earlier in the window.
         comm: Runs the collectives.
     """
 
@@ -374,10 +374,9 @@ class Reduction:
             self._after_all_reduce()
 
     def free_input_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it. Starts nothing, and does not block.
+        """Free what was sent, if all ranks have received it; return whether nothing is left.
 
-        Returns:
-            Whether there is nothing left to free.
+        Starts nothing, and does not block.
         """
         if self._stages_done or self._buffer is self._result:
             return True

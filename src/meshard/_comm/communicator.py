@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -118,16 +119,12 @@ DONE = Done()
 
 @dataclass(frozen=True, slots=True)
 class CommEvent:
-    """One collective, as issued by one rank.
-
-    ``payload_bytes`` is the size of the larger buffer: the output of an all-gather, the input of a
-    reduce-scatter or an all-reduce.
-    """
+    """One collective, as issued by one rank."""
 
     op: str
     unit: str
     group_size: int
-    payload_bytes: int
+    payload_bytes: int  # of the larger buffer: of all ranks, where there is a row for each
     dtype: torch.dtype
 
     @property
@@ -153,17 +150,8 @@ def announce(
 ) -> None:
     """Check that the ranks agree, then call the observers: a collective is about to be issued.
 
-    Args:
-        op: Name of the collective.
-        payload: Its larger buffer, or one of ``rows`` rows of it.
-        group: The ranks that take part.
-        label: Name of the unit, or of what the collective is for.
-        rows: Number of rows.
-        comm: The communicator that issues it, if it is one.
-
-    Raises:
-        RuntimeError: Under ``MESHARD_DEBUG=1``, if the ranks are about to issue different
-            collectives.
+    ``payload`` is its larger buffer, or one of ``rows`` rows of that. Under ``MESHARD_DEBUG=1``
+    this raises a RuntimeError if the ranks are about to issue different collectives.
     """
     is_checked = is_debugging() if comm is None else comm.root_numbers is not None
     if not (observers or is_checked):
@@ -205,11 +193,7 @@ _OURS = CommSettings()
 
 
 def memory_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group``, which allocates memory on ``device``.
-
-    Raises:
-        RuntimeError: The backend has no memory to give.
-    """
+    """Return the backend of ``group``, if it can allocate memory on ``device``."""
     # There is no public name for what NCCL allocates for zero-copy transfers.
     backend = backend_of(group, device)
     if not backend.supports_tensor_alloc(device):
@@ -228,21 +212,14 @@ class Communicator:
 
     Groups of one rank issue nothing; the data is copied. ``label`` is the name of the unit, for
     observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
-
-    Attributes:
-        waits_block_host: Whether ``InFlight.wait`` blocks the calling thread (and not a stream).
-        may_keep_buffers: Whether the caller may keep and resize the buffers of its collectives,
-            because only the host uses them.
-        identity: What observers are given to tell communicators apart. Communicators that share
-            streams and memory have the same.
-        root_numbers: The number of the root by group; None: collectives are not checked.
     """
 
-    waits_block_host: bool
-    may_keep_buffers = False
+    waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
+    may_keep_buffers = False  # callers may keep and resize buffers, because only the host uses them
 
     def __init__(self) -> None:
-        self.identity = object()
+        self.identity = object()  # for observers; the same where streams and memory are shared
+        # The number of the root by group; None: collectives are not checked.
         self.root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
         self._custom = _OURS
 
@@ -334,34 +311,29 @@ class Communicator:
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Free memory that is kept for later collectives, as a phase of the step begins.
 
-        Args:
-            keep_for: Keep what this phase has needed in the last steps; None: free everything.
+        Except what ``keep_for`` has needed in the last steps.
         """
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
 
-    # --- collectives -----------------------------------------------------------------------
+    # --- collectives: on all ranks of ``group``, on the stream of the caller. Tensors must live
+    # until ``wait`` has returned. ----------------------------------------------------------
 
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> GatherInFlight | None:
         """Gather every rank's ``source [n]`` without moving it; None: use ``all_gather``.
 
-        Collective and stream as for ``all_gather``. **Lifetime:** ``source`` must not be edited
-        until the rows are released.
+        **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         return None
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> InFlight:
-        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
-
-        **Collective:** all ranks of ``group``. **Stream:** the stream of the caller.
-        **Lifetime:** both tensors must live until ``wait`` has returned.
-        """
+        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order."""
         if group.size() == 1:
             output.copy_(source)
             return self.record(source)
@@ -385,8 +357,7 @@ class Communicator:
         """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
 
         ``source`` is a tensor, or the rows of ``allocate_rows``. ``output`` may have a wider dtype.
-        Collective, stream and lifetime as for ``all_gather``. With ``keep_signs`` a sum of negative
-        zeros is a negative zero.
+        With ``keep_signs`` a sum of negative zeros is a negative zero.
         """
         if group.size() == 1:
             if source[0] is not output:
@@ -434,12 +405,11 @@ class Communicator:
     def _start_custom_reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
     ) -> InFlight:
-        custom, received = self._custom.reduce_scatter, output
+        custom, received, then = self._custom.reduce_scatter, output, None
         assert custom is not None
         if output.dtype != source.dtype:
             received = custom.allocate((output.numel(),), dtype=source.dtype, device=source.device)
+            then = functools.partial(output.copy_, received)
         op = dist.ReduceOp.SUM
         work = custom(received, source.view(-1), group, op, self.waits_block_host)
-        if received is output:
-            return self._in_flight(work, (source,))
-        return self._in_flight(work, (source, received), lambda: output.copy_(received))
+        return self._in_flight(work, (source, received), then)

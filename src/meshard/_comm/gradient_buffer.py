@@ -35,10 +35,7 @@ class _Owned(NamedTuple):
 class GradientLayout:
     """Where the gradients of some of a unit's parameters lie in what is sent. Immutable.
 
-    Args:
-        params: All parameters of the unit.
-        indices: Those that take part, in the order of the unit.
-        device: Device of the buffers.
+    ``indices`` are those of all ``params`` of the unit that take part, in the order of the unit.
     """
 
     def __init__(
@@ -95,10 +92,8 @@ class GradientLayout:
     def pack(self, buffer: Rows, gradients: list[torch.Tensor | None]) -> None:
         """Overwrite ``buffer`` with unsharded gradients; ranges without one become ``-0.0``.
 
-        Args:
-            buffer: ``[shard_count, shard_numel]`` of any floating-point dtype, or a list of rows.
-            gradients: One entry per parameter of the unit. In a large unit each is replaced by None
-                once it is copied, so that not all exist twice.
+        There is a gradient, or None, for each parameter of the unit. In a large unit they are
+        replaced by None once they are copied, so that not all exist twice.
         """
         ranges = self._all_ranges
         if self.regular and not self.is_large:
@@ -172,11 +167,7 @@ class GradientLayout:
         buffer: torch.Tensor,
         used: frozenset[int],
     ) -> None:
-        """Run the user's hooks on ``buffer``, and mark unused parameters again.
-
-        Raises:
-            TypeError: A hook returned another tensor; it must change its argument in place.
-        """
+        """Run the user's hooks on ``buffer``, and mark unused parameters again."""
         for hook in hooks:
             result = hook(buffer)
             if result is not None and result is not buffer:

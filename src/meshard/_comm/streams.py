@@ -77,9 +77,7 @@ class _EventInFlight:
 class StreamCommunicator(Communicator):
     """Collectives on a device with streams and events, one stream per ``CommStream``.
 
-    Args:
-        device_module: ``torch.cuda``, or a module with its ``Stream``, ``Event``, ``stream`` and
-            ``current_stream``.
+    ``device_module`` is ``torch.cuda``, or a module like it.
     """
 
     waits_block_host = False

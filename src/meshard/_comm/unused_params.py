@@ -20,21 +20,14 @@ _SMALL, _FEW = 2**14, 8
 
 
 class UnusedParamMarks:
-    """The marks of one rank for one set of gradients. Immutable, reused from step to step.
-
-    Args:
-        offsets: Offset of the first element of each parameter's range in a row.
-        used: Parameters for which this rank has a gradient.
-        device: Device of the buffers.
-        operands: Scalars of the unit, which its reductions also divide by.
-    """
+    """The marks of one rank for one set of gradients. Immutable, reused from step to step."""
 
     def __init__(
         self,
-        offsets: dict[int, int],
-        used: frozenset[int],
+        offsets: dict[int, int],  # of the first element of each parameter's range in a row
+        used: frozenset[int],  # parameters for which this rank has a gradient
         device: torch.device,
-        operands: ScalarOperands,
+        operands: ScalarOperands,  # of the unit, whose reductions also divide by them
     ) -> None:
         self.used = used
         self.operands = operands

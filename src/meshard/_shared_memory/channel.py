@@ -67,14 +67,7 @@ class _Process:
 
 
 class Channel:
-    """The segments of all ranks of a group on one host.
-
-    Args:
-        segments: By rank.
-        processes: Process ids, by rank.
-        rank: This rank.
-        patience: Seconds after which a wait gives up.
-    """
+    """The segments and processes of all ranks of a group on one host, by rank."""
 
     def __init__(
         self, segments: list[Segment], processes: list[int], rank: int, patience: float
@@ -89,7 +82,7 @@ class Channel:
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
             for kind in (_PUBLISHED, _POSITION, _SIZE, _ACKNOWLEDGED)
         )
-        self._patience = patience
+        self._patience = patience  # seconds after which a wait gives up
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
         self._released_at = 0  # its value when cached memory was last released
@@ -148,9 +141,8 @@ class Channel:
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Return the memory of free ranges to the OS, as a phase of the step begins.
 
-        Args:
-            keep_for: Keep what lies below the highest range of the last steps: for backward, where
-                the peak is, of the last backwards, else of all phases. None: keep nothing.
+        Kept is what lies below the highest range of the last steps: for backward, where the peak
+        is, of the last backwards, else of all phases. With None nothing is kept.
         """
         is_new = self._released_at != self._next
         if is_new:
@@ -241,9 +233,6 @@ class Channel:
         """Wait for what rank ``other`` publishes as ``message``; return it in place, ``[numel]``.
 
         With ``is_row``, return this rank's row of the rows that ``other`` publishes.
-
-        Raises:
-            RuntimeError: That rank publishes another size, has ended, or is not in time.
         """
         self._wait(self._published, message, "join the collective", other)
         slot, num_bytes = message % _MESSAGES, numel * dtype.itemsize

@@ -43,10 +43,7 @@ def make_communicator(device: torch.device) -> Communicator:
 class _Receiving:
     """A collective in which this rank reads one message of every other rank.
 
-    Args:
-        channel: Between the ranks.
-        message: Its number.
-        read: Reads it. Must not refer to this object, which acknowledges the message when dropped.
+    ``read`` must not refer to this object, which acknowledges the message when it is dropped.
     """
 
     def __init__(self, channel: Channel, message: int, read: Callable[[], object]) -> None:
