@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from meshard._comm.blocking import gather_values
+from meshard._comm.blocking import gather_from_all
 from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
@@ -72,7 +72,8 @@ def get_total_norm(
         spread = [groups for groups in norms if group in groups]  # they travel together
         dtype = functools.reduce(torch.promote_types, [norms[groups].dtype for groups in spread])
         own = torch.stack([norms[groups].to(dtype) for groups in spread])
-        for groups, of_ranks in zip(spread, gather_values(own, group).unbind(1), strict=True):
+        gathered = gather_from_all(own, group, label="(norm)")
+        for groups, of_ranks in zip(spread, gathered.unbind(1), strict=True):
             norms[groups] = torch.linalg.vector_norm(of_ranks, norm_type)
     total, *others = norms.values()
     if others:

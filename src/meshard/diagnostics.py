@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommEvent, add_observer, remove_observer
+from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, units_in
 from meshard._params.subclass_params import SubclassParams
@@ -19,23 +21,19 @@ from meshard.policies import GradientSync
 
 _WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
 _COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
+_SUMMED = ("numel", "unsharded", "per_rank", "padding")
 _NUMBERS = {"parameters", "unsharded", "per rank", "padding"}
 
 
 def describe(module: nn.Module) -> str:
     """Return a table of the units in ``module``, one line each in module order, and their sum.
 
-    The columns:
-
-    * *parameters*: elements of the unit's own parameters, without those of units inside. Of a
-      parameter that tensor parallelism has cut, the part that this rank holds.
-    * *dtype*: of the shards.
-    * *unsharded*: bytes of the unsharded parameters.
-    * *per rank*: bytes of the flat shard of each rank, the same on all. Gradients and optimizer
-      states take a multiple of it.
-    * *padding*: bytes that all ranks of a shard group together hold beyond the unsharded
-      parameters, because a dim that the number of ranks does not divide is padded.
-    * *mesh*, and *policies* that differ from the defaults of ``fully_shard``.
+    *parameters* are elements of the unit's own parameters, without those of units inside; of a
+    parameter that tensor parallelism has cut, the part that this rank holds. *unsharded*: bytes of
+    the unsharded parameters. *per rank*: bytes of the flat shard of each rank, the same on all;
+    gradients and optimizer states take a multiple of it. *padding*: bytes that all ranks of a shard
+    group together hold beyond the unsharded parameters, because the number of ranks does not divide
+    a dim. *policies* are those that differ from the defaults of ``fully_shard``.
 
     Warnings below the table name units in which padding adds a quarter or more to what is gathered
     and reduced, and trainable parameters that an optimizer would step in less than float32.
@@ -55,90 +53,60 @@ def describe(module: nn.Module) -> str:
     (root)          16  float32       64 B      64 B      0 B  shard 1
     total           16                64 B      64 B      0 B
     """
-    rows = [_row_of_unit(unit) for unit in units_in(module)]
-    rows += _rows_outside_of_units(module)
-    total = _Row(
-        label="total",
-        numel=sum(row.numel for row in rows),
-        unsharded=sum(row.unsharded for row in rows),
-        per_rank=sum(row.per_rank for row in rows),
-        padding=sum(row.padding for row in rows),
-    )
-    lines = _aligned([_COLUMNS, *(row.cells() for row in [*rows, total])])
-    warnings = [warning for row in rows for warning in row.warnings]
-    return "\n".join([*lines, *warnings, *_memory_reports(units_in(module))])
+    units = list(units_in(module))
+    groups = [unit.group for unit in units if unit.group is not None]
+    sharded = {id(param.sharded) for group in groups for param in group.params}
+    left = [param for param in module.parameters() if id(param) not in sharded]
+    rows = [_row_of(unit) for unit in units]
+    if left:
+        num_bytes = sum(param.nbytes for param in left)
+        dtypes = dict.fromkeys(param.dtype for param in left)
+        numel = sum(param.numel() for param in left)
+        rows.append(_Row("(no unit)", numel, dtypes, num_bytes, num_bytes, 0, "unsharded"))
+    sums = {field: sum(getattr(row, field) for row in rows) for field in _SUMMED}
+    rows.append(_Row("total", **sums))
+    lines = [*_aligned([_COLUMNS, *(row.cells() for row in rows)])]
+    for unit, row in zip(units, rows, strict=False):
+        if unit.group is not None:
+            lines += _warnings(unit.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
+    reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
+    return "\n".join([*lines, *filter(None, dict.fromkeys(reports))])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
+class _Row(NamedTuple):
     """One line of the table."""
 
     label: str
     numel: int = 0
+    dtypes: Iterable[torch.dtype] = ()
     unsharded: int = 0  # bytes
     per_rank: int = 0  # bytes
     padding: int = 0  # bytes, on all ranks of a shard group together
-    dtypes: Iterable[torch.dtype] = ()
     mesh: str = ""
     policies: str = ""
-    warnings: tuple[str, ...] = ()
 
     def cells(self) -> tuple[str, ...]:
-        """Return the text of each column."""
-        return (
-            self.label,
-            f"{self.numel:,}",
-            " + ".join(_short(dtype) for dtype in self.dtypes),
-            readable_bytes(self.unsharded),
-            readable_bytes(self.per_rank),
-            readable_bytes(self.padding),
-            self.mesh,
-            self.policies,
-        )
+        num_bytes = (self.unsharded, self.per_rank, self.padding)
+        dtypes = " + ".join(_short(dtype) for dtype in self.dtypes)
+        numbers = (f"{self.numel:,}", dtypes, *map(readable_bytes, num_bytes))
+        return (self.label, *numbers, self.mesh, self.policies)
 
 
-def _row_of_unit(unit: Unit) -> _Row:
+def _row_of(unit: Unit) -> _Row:
     group = unit.group
     if group is None:
-        return _Row(label=unit.label)
+        return _Row(unit.label)
     mesh_info = group.spec.mesh_info
     mesh = f"shard {mesh_info.shard_count}"
     if mesh_info.replicate_group is not None:
         mesh = f"replicate {mesh_info.replicate_count} x {mesh}"
+    numel = sum(param.layout.numel for param in group.params)
+    dtypes = dict.fromkeys(param.sharded.dtype for param in group.params)
     unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
     per_rank = group.storage.layout.shard_bytes
     padding = per_rank * mesh_info.shard_count - unsharded
-    return _Row(
-        label=unit.label,
-        numel=sum(param.layout.numel for param in group.params),
-        unsharded=unsharded,
-        per_rank=per_rank,
-        padding=padding,
-        dtypes=dict.fromkeys(param.sharded.dtype for param in group.params),
-        mesh=mesh,
-        policies=", ".join(_policies(unit, group)),
-        warnings=tuple(_warnings(unit.label, group, 1 + padding / max(unsharded, 1))),
-    )
-
-
-def _rows_outside_of_units(module: nn.Module) -> list[_Row]:
-    """Return a line for the parameters that are in no unit, if there are any."""
-    groups = [unit.group for unit in units_in(module) if unit.group is not None]
-    sharded = {id(param.sharded) for group in groups for param in group.params}
-    left = [param for param in module.parameters() if id(param) not in sharded]
-    if not left:
-        return []
-    num_bytes = sum(param.nbytes for param in left)
-    return [
-        _Row(
-            label="(no unit)",
-            numel=sum(param.numel() for param in left),
-            unsharded=num_bytes,
-            per_rank=num_bytes,
-            dtypes=dict.fromkeys(param.dtype for param in left),
-            mesh="unsharded",
-        )
-    ]
+    policies = ", ".join(_policies(unit, group))
+    return _Row(unit.label, numel, dtypes, unsharded, per_rank, padding, mesh, policies)
 
 
 def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
@@ -151,12 +119,11 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
         yield f"param_dtype={'+'.join(computed)}"
-    if gradients.rules.reduce_dtype is not None:
-        yield f"reduce_dtype={_short(gradients.rules.reduce_dtype)}"
-    if gradients.rules.chosen_dtype is not None:
-        yield f"accumulate_dtype={_short(gradients.rules.chosen_dtype)}"
-    if unit.casts.outputs is not None:
-        yield f"output_dtype={_short(unit.casts.outputs)}"
+    rules = gradients.rules
+    chosen = {"reduce": rules.reduce_dtype, "accumulate": rules.chosen_dtype}
+    for name, dtype in {**chosen, "output": unit.casts.outputs}.items():
+        if dtype is not None:
+            yield f"{name}_dtype={_short(dtype)}"
     if settings.sync is not GradientSync.FULL:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
@@ -197,12 +164,6 @@ def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _memory_reports(units: Iterable[Unit]) -> list[str]:
-    groups = [unit.group for unit in units if unit.group is not None]
-    reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
-    return [report for report in dict.fromkeys(reports) if report]
-
-
 def is_too_narrow_to_step(dtype: torch.dtype) -> bool:
     """Whether an optimizer on parameters of ``dtype`` works in less than float32."""
     return dtype.is_floating_point and dtype.itemsize < 4
@@ -233,7 +194,8 @@ class CommLedger:
     Read it inside the block or afterwards. Groups of one rank issue no collectives.
 
     Args:
-        module: Record only the units in this module. None: everything in this process.
+        module: Record only the units in this module, and what blocks (norms, scalers, checkpoints,
+            ``unsharded_params``) in process groups of their meshes. None: everything.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
@@ -250,43 +212,42 @@ class CommLedger:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
-        self._communicators: set[int] | None = None
+        self._recorded: set[object] | None = None  # communicators, and groups without one
         if module is not None:
-            self._communicators = {
-                id(unit.group.comm.identity) for unit in units_in(module) if unit.group is not None
-            }
+            groups = [unit.group for unit in units_in(module) if unit.group is not None]
+            self._recorded = {group.comm.identity for group in groups}
+            for group in groups:
+                self._recorded.update(group.spec.mesh_info.groups)
+                for param in group.params:
+                    if isinstance(param.sharded, DTensor):
+                        self._recorded.update(param.sharded.device_mesh.get_all_groups())
 
-    def _observe(self, event: CommEvent, communicator: object) -> None:
-        if self._communicators is None or id(communicator) in self._communicators:
+    def _observe(
+        self, event: CommEvent, group: dist.ProcessGroup, communicator: object | None
+    ) -> None:
+        source = group if communicator is None else communicator
+        if self._recorded is None or source in self._recorded:
             self.events.append(event)
 
     def __enter__(self) -> CommLedger:
-        add_observer(self._observe)
+        observers.append(self._observe)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        remove_observer(self._observe)
+    def __exit__(self, *_: object) -> None:
+        observers.remove(self._observe)
 
     @property
     def counts(self) -> dict[str, int]:
         """How many collectives of each kind."""
-        counts: dict[str, int] = {}
-        for event in self.events:
-            counts[event.op] = counts.get(event.op, 0) + 1
-        return counts
+        return dict(Counter(event.op for event in self.events))
 
     @property
     def bytes(self) -> dict[str, int]:
         """Payload bytes of each kind: whole buffers, before they are spread over ranks."""
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for event in self.events:
-            totals[event.op] = totals.get(event.op, 0) + event.payload_bytes
-        return totals
+            totals[event.op] += event.payload_bytes
+        return dict(totals)
 
     @property
     def wire_bytes(self) -> int:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import ReusableBuffer, ScalarOperands
+from meshard._comm.buffers import ScalarOperands
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.cpu import WorkCommunicator, wider
 from meshard._comm.gradient_buffer import GradientLayout
@@ -291,11 +291,10 @@ class Reduction:
         plan: How it goes.
         buffer: ``[shard_count, shard_numel]`` in the wire dtype, or wider if ``is_narrowed_late``;
             or the rows of ``Communicator.allocate_rows``. Consumed.
-        marks: Which parameters this rank has used; kept right through the reduction.
+        marks: Which parameters this rank has used.
         partial: ``[shard_numel]`` in the accumulate dtype, or None: what was reduced over the shard
-            group earlier in the window. Added after the reduce-scatter, before the all-reduce.
+            group earlier in the window.
         comm: Runs the collectives.
-        reusable: The owner of ``buffer``, freed once that is sent.
     """
 
     def __init__(
@@ -305,14 +304,12 @@ class Reduction:
         marks: UnusedParamMarks,
         partial: torch.Tensor | None,
         comm: Communicator,
-        reusable: ReusableBuffer | None = None,
     ) -> None:
         self._plan = plan
         self._buffer = buffer
         self._marks = marks
         self._partial = partial
         self._comm = comm
-        self._reusable = reusable
         self._stages_done = 0
         self._divisors = resolve_divisors(
             plan.shard_group.size(), plan.replicate_count, plan.divide_factor, plan.wire_dtype
@@ -377,30 +374,21 @@ class Reduction:
             self._after_all_reduce()
 
     def free_input_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it. Starts nothing, and does not block.
+        """Free what was sent, if all ranks have received it; return whether nothing is left.
 
-        Returns:
-            Whether there is nothing left to free.
+        Starts nothing, and does not block.
         """
         if self._stages_done or self._buffer is self._result:
             return True
         if not self._pending.poll():
             return False
-        self._drop_sent()
-        return True
-
-    def _drop_sent(self) -> None:
         self._buffer = self._result
-        if self._reusable is not None:
-            self._reusable.free()
-            self._reusable = None
+        return True
 
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks
         with self._comm.on_stream(CommStream.SCATTER):
             self._pending.wait()
-            if self._reusable is not None:
-                self._drop_sent()
             self._unused = marks.read(self._result)
             self._divide(self._result, self._divisors.after_scatter)
             if self._partial is not None:
@@ -450,7 +438,5 @@ class Reduction:
     def abandon(self) -> None:
         """Wait for what was started, without starting another collective."""
         self._pending.wait()
-        if self._reusable is not None:
-            self._drop_sent()
         for end in self._ends:
             end.wait()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.custom import memory_backend
+from meshard._comm.communicator import memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
 from meshard._engine.param_group import ParamGroup

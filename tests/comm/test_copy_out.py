@@ -63,7 +63,7 @@ def gathered(whole, params, count):
         for view in memory.views:
             view.fill_(5)
         plan.copy_out(started.rows())
-        started.end()
+        started.release()
     return memory.views, len(plan._copies.targets)
 
 

@@ -27,7 +27,7 @@ def gather(per_rank, forms, times=1):
         in_flight = packed.start(
             per_rank[dist.get_rank()], comm=WorkCommunicator(), group=group, label="unit"
         )
-        in_flight.pending.wait()
+        in_flight.wait()
         packed.allocate()
         packed.copy_out(in_flight.gathered)
         addresses.append([out.clone() for out in packed.outputs])

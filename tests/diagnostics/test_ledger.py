@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshard
 from meshard import CommLedger
@@ -202,3 +202,18 @@ def test_a_ledger_of_one_module_does_not_count_another():
         assert [(e.op, e.unit, e.group_size, e.dtype) for e in ledger.events] == [
             ("all_gather", "(root)", 2, torch.float32)
         ]
+
+
+def test_a_ledger_of_one_module_counts_what_blocks_in_its_groups():
+    with fake_group(4):
+        ours = meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2)))
+        elsewhere = meshard.fully_shard(nn.Linear(4, 4), DeviceMesh("cpu", [0, 2, 3]))
+        for module in (ours, elsewhere):
+            module(torch.ones(1, 4)).sum().backward()
+        with CommLedger(ours) as ledger, CommLedger() as everything:
+            for module in (ours, elsewhere):
+                meshard.clip_grad_norm_(module, 1.0)
+        assert [(e.op, e.unit, e.group_size) for e in ledger.events] == [
+            ("all_gather", "(norm)", 2)
+        ]
+        assert len(everything.events) == 2

@@ -133,8 +133,8 @@ def test_the_device_keeps_one_gradient_on_its_way_and_none_after(monkeypatch, ru
     held = []
     store = HostCopies.store
 
-    def look(self, host, source, comm):
-        queued = store(self, host, source, comm)
+    def look(self, host, source, comm, **options):
+        queued = store(self, host, source, comm, **options)
         held.append((scratch(run), source.nbytes))
         return queued
 
@@ -264,11 +264,11 @@ def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
 def test_a_copy_that_does_not_wait_for_the_reduction_is_found_out(monkeypatch, run):
     store = HostCopies.store
 
-    def too_early(self, host, source, comm):
+    def too_early(self, host, source, comm, **options):
         compute, fresh = run.device.compute, run.device.Stream()
         run.device._current.stream = fresh
         try:
-            return store(self, host, source, comm)
+            return store(self, host, source, comm, **options)
         finally:
             run.device._current.stream = compute
 

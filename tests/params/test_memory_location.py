@@ -54,12 +54,12 @@ def test_a_parameter_is_moved_between_devices_in_place(cuda_mesh):
 def test_the_norm_of_host_shards_is_gathered_on_the_device(cuda_mesh, monkeypatch):
     meta, seen = torch.device("meta"), []
 
-    def gather_values(value, group):
+    def gather_from_all(value, group, label):
         seen.append(value.device)
         return value.new_empty((group.size(), *value.shape))
 
     monkeypatch.setattr(clipping, "device_of", lambda mesh: meta)  # in the place of a GPU
-    monkeypatch.setattr(clipping, "gather_values", gather_values)
+    monkeypatch.setattr(clipping, "gather_from_all", gather_from_all)
     tensor = make_dtensor(torch.ones(2, 3), cuda_mesh, (Shard(0),), SHAPE)
     assert clipping.get_total_norm([tensor]).device == meta
     assert seen == [meta]

@@ -10,53 +10,24 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import gather_from_all
-from meshard._comm.buffers import ReusableBuffer, copy_all, matching_parts
-from meshard._comm.communicator import CommStream, Communicator, GatheredViews, InFlight, Rows
+from meshard._comm.buffers import matching_parts
+from meshard._comm.communicator import CommStream, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange
+from meshard._torch.private import foreach_copy_
 
-
-class GatherInFlight(NamedTuple):
-    """An all-gather that has been started."""
-
-    gathered: torch.Tensor | None  # [ranks, n]; None: read ``views``
-    source: torch.Tensor  # kept alive: the collective reads it
-    pending: InFlight
-    views: GatheredViews | None = None
-    reusable: ReusableBuffer | None = None  # owner of ``gathered``
-
-    def rows(self) -> Rows:
-        """Wait for the rows, and return them."""
-        if self.views is not None:
-            return self.views.rows()
-        assert self.gathered is not None
-        self.pending.wait()
-        return self.gathered
-
-    def end(self) -> None:
-        """Release the rows."""
-        if self.views is not None:
-            self.views.release()
-        elif self.reusable is not None:
-            self.reusable.free()
-
-
-class _InPlace(NamedTuple):
-    """An unsharded parameter that receives the gather itself."""
-
-    allocate: Callable[[], None]
-    flat: torch.Tensor
-    rows: torch.Tensor  # the same memory, [ranks, n]
+_TINY = 2**14  # bytes: malloc does not return such a small block to the OS
 
 
 class _CastRange(NamedTuple):
-    """A range that is contiguous in the flat shard and in the shard that is sent."""
+    """What is contiguous in the flat shard and in the shard that is sent."""
 
     from_segment: int
     from_offset: int
@@ -64,26 +35,40 @@ class _CastRange(NamedTuple):
     to_offset: int
     numel: int
 
+    @property
+    def end(self) -> tuple[int, int, int, int]:
+        """Where a range that may be merged with this one begins."""
+        end = self.from_offset + self.numel
+        return self.from_segment, end, self.to_segment, self.to_offset + self.numel
+
+
+def start_all_gather(
+    source: torch.Tensor, count: int, *, comm: Communicator, group: dist.ProcessGroup, label: str
+) -> Gathered:
+    """Start gathering ``source [n]`` of every rank into ``[count, n]``.
+
+    **Collective:** all ranks of ``group``. **Stream:** call it on the gather stream.
+    """
+    numel, dtype, device = count * source.numel(), source.dtype, source.device
+    flat = comm.allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
+    pending = comm.all_gather(flat, source, group=group, label=label)
+    return Gathered(flat.view(count, -1), pending, source)
+
+
+class _Kept(NamedTuple):
+    """Memory that all gathers of a unit are received in: faster than new tensors in each step."""
+
+    flat: torch.Tensor
+    rows: torch.Tensor  # the same, [ranks, n]
+    allocate: Callable[[], object] | None  # None: it always has memory
+    free: Callable[[], None] | None = None
+
 
 class _Copies(NamedTuple):
     """Pairs of tensors of the same shape."""
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
-
-
-def start_all_gather(
-    source: torch.Tensor, count: int, *, comm: Communicator, group: dist.ProcessGroup, label: str
-) -> GatherInFlight:
-    """Start gathering ``source [n]`` of every rank into ``[count, n]``.
-
-    **Collective:** all ranks of ``group``. **Stream:** call it on the gather stream.
-    **Lifetime:** the result holds what the collective reads and writes.
-    """
-    numel, dtype, device = count * source.numel(), source.dtype, source.device
-    flat = comm.allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
-    pending = comm.all_gather(flat, source, group=group, label=label)
-    return GatherInFlight(flat.view(count, -1), source, pending)
 
 
 class GatherPlan:
@@ -98,39 +83,41 @@ class GatherPlan:
         self.on_wire = on_wire
         self._casts = sharded_of_all.segments != on_wire.segments
         self._cast_ranges = _cast_ranges(sharded_of_all, on_wire) if self._casts else []
-        self._regular_sizes = [segment.regular_sizes for segment in on_wire.segments]
-        # Where the regular ranges of each segment end; None: at its end.
-        self._regular_ends = [
-            None if segment.regular_numel == segment.numel else segment.regular_numel
-            for segment in on_wire.segments
+        self._regular_ranges = [
+            (segment.regular_sizes, segment.regular_numel) for segment in on_wire.segments
         ]
         self._irregular_ranges = [
             (position, param_range)
             for position, segment in enumerate(on_wire.segments)
             for param_range in segment.ranges[segment.num_regular :]
         ]
-        self._reusable: ReusableBuffer | None = None
-        self._in_place: _InPlace | None = None
 
-    def _make_source(
-        self,
-        buffer: torch.Tensor,
-        segments: Sequence[torch.Tensor],
-        comm: Communicator,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        """Return what this rank sends: the flat shard, or a cast copy."""
-        if not self._casts:
-            return buffer
-        numel, dtype = self.on_wire.shard_form
-        source = comm.allocate(
-            numel, CommStream.GATHER, dtype=dtype, device=buffer.device, group=group, is_sent=True
-        )
-        views = self.on_wire.split(source)
-        for each in self._cast_ranges:
-            target = views[each.to_segment].narrow(0, each.to_offset, each.numel)
-            target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
-        return source
+    def bind(
+        self, unsharded: Sequence[torch.Tensor], allocate: Callable[[], None] | None = None
+    ) -> None:
+        """Prepare to fill unsharded parameters.
+
+        Args:
+            unsharded: The parameters; those of one dtype share one storage.
+            allocate: Allocates their memory, if the gather may be received in it. It is where the
+                unit has one parameter that is cut evenly: nothing has to be copied out.
+        """
+        self._unsharded = list(unsharded)
+        self._regular = [
+            [
+                unsharded[each.index].view(unsharded[each.index].numel() // each.numel, -1)
+                for each in segment.ranges[: segment.num_regular]
+            ]
+            for segment in self.on_wire.segments
+        ]
+        self._regular_by_rank: list[list[list[torch.Tensor]]] = []
+        self._kept: _Kept | None = None
+        self._segments: Sequence[torch.Tensor] = ()  # of what is kept
+        self._copies: _Copies | None = None
+        if allocate is not None and len(unsharded) == 1 and self._regular[0]:
+            flat = unsharded[0].view(-1)
+            rows = flat.view(-1, self.on_wire.segments[0].numel)
+            self._kept, self._copies = _Kept(flat, rows, allocate), _Copies([], [])
 
     def start(
         self,
@@ -147,104 +134,88 @@ class GatherPlan:
         **Lifetime:** the flat shard must not be edited until the gather is waited for.
         """
         with comm.on_stream(CommStream.GATHER):
-            source = self._make_source(buffer, segments, comm, group)
+            source = self._cast(buffer, segments, comm, group) if self._casts else buffer
             views = comm.gather_views(source, group=group, label=label)
             if views is not None:
-                return GatherInFlight(None, source, views, views=views)
+                return views
             if not comm.may_keep_buffers:
                 return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
-            if self._in_place is not None:
-                allocate, flat, rows = self._in_place
-                allocate()
-                pending = comm.all_gather(flat, source, group=group, label=label)
-                return GatherInFlight(rows, source, pending)
-            if self._reusable is None:
-                count, numel = group.size(), source.numel()
-                self._reusable = ReusableBuffer(source, count, numel, self.on_wire.split)
-            self._reusable.take()
-            pending = comm.all_gather(self._reusable.flat, source, group=group, label=label)
-            return GatherInFlight(self._reusable.rows, source, pending, reusable=self._reusable)
+            if self._kept is None:
+                self._keep(source, group.size())
+            kept = self._kept
+            assert kept is not None
+            if kept.allocate is not None:
+                kept.allocate()
+            pending = comm.all_gather(kept.flat, source, group=group, label=label)
+            return Gathered(kept.rows, pending, source, kept.free)
 
-    def bind(
-        self, unsharded: Sequence[torch.Tensor], allocate: Callable[[], None] | None = None
-    ) -> None:
-        """Prepare the views through which ``copy_out`` fills unsharded parameters.
+    def _cast(
+        self,
+        buffer: torch.Tensor,
+        segments: Sequence[torch.Tensor],
+        comm: Communicator,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        numel, dtype = self.on_wire.shard_form
+        source = comm.allocate_source(numel, dtype, device=buffer.device, group=group)
+        views = self.on_wire.split(source)
+        for each in self._cast_ranges:
+            target = views[each.to_segment].narrow(0, each.to_offset, each.numel)
+            target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
+        return source
 
-        Args:
-            unsharded: The parameters; those of one dtype share one storage.
-            allocate: Allocates their memory, if the gather may be received in it. It is where the
-                unit has one parameter that is cut evenly: nothing has to be copied out.
-        """
-        self._in_place = None
-        segments = self.on_wire.segments
-        if allocate is not None and len(unsharded) == 1 and segments[0].num_regular:
-            flat = unsharded[0].view(-1)
-            self._in_place = _InPlace(allocate, flat, flat.view(-1, segments[0].numel))
-        self._irregular = list(unsharded)
-        self._copies: _Copies | None = None
-        self._regular_by_rank: list[list[list[torch.Tensor]]] = []
-        self._regular = [
-            [
-                unsharded[param_range.index].view(
-                    unsharded[param_range.index].numel() // param_range.numel, -1
-                )
-                for param_range in segment.ranges[: segment.num_regular]
-            ]
-            for segment in self.on_wire.segments
-        ]
+    def _keep(self, source: torch.Tensor, count: int) -> None:
+        with torch.inference_mode(False):  # a module may run under it first and train later
+            flat = source.new_empty(count * source.numel())
+            rows = flat.view(count, -1)
+            self._segments = self.on_wire.split(rows)
+        storage = flat.untyped_storage()
+        num_bytes, resize = storage.nbytes(), storage.resize_
+        self._kept = _Kept(flat, rows, None)
+        if num_bytes > _TINY:
+            resize(0)
+            self._kept = _Kept(flat, rows, partial(resize, num_bytes), partial(resize, 0))
+
+    def _make_copies(self) -> _Copies:
+        """Prepare copies out of ``_segments``: one for all adjacent parameters of one size."""
+        copies = _Copies([], [])
+        for part, segment, unsharded in zip(
+            self._segments, self.on_wire.segments, self._regular, strict=True
+        ):
+            sizes = segment.regular_sizes
+            for numel, run in itertools.groupby(range(len(sizes)), sizes.__getitem__):
+                positions = list(run)
+                same, count = [unsharded[position] for position in positions], len(positions)
+                taken = part.narrow(1, segment.ranges[positions[0]].offset, count * numel)
+                taken = taken.unflatten(1, (count, numel))
+                gap = _gap_between(same)
+                if gap is None:
+                    copies.targets.extend(same)
+                    copies.sources.extend(taken.unbind(1))
+                else:
+                    size, stride = (count, *same[0].shape), (gap, *same[0].stride())
+                    copies.targets.append(same[0].as_strided(size, stride))
+                    copies.sources.append(taken.transpose(0, 1))
+        return copies
 
     def copy_out(self, gathered: Rows) -> None:
         """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
         if isinstance(gathered, list):
             self._copy_rows_out(gathered)
             return
-        if self._in_place is not None and gathered is self._in_place.rows:
-            return
-        if self._reusable is not None and gathered is self._reusable.rows:
-            parts = self._reusable.views
-            if self._copies is None:
-                self._copies = self._make_copies(parts)
-            if self._copies.targets:
-                copy_all(*self._copies)
+        if self._kept is not None and gathered is self._kept.rows:
+            segments = self._segments
+            if self._copies is None:  # not earlier: the parameters have no memory
+                self._copies = self._make_copies()
+            if len(self._copies.targets) == 1:  # half the time of the foreach operator
+                self._copies.targets[0].copy_(self._copies.sources[0])
+            elif self._copies.targets:
+                foreach_copy_(*self._copies)
         else:
-            parts = self.on_wire.split(gathered)
-            for position, segment in enumerate(self.on_wire.segments):
-                if segment.num_regular:
-                    torch.split_with_sizes_copy(
-                        self._regular_part(position, parts[position]),
-                        self._regular_sizes[position],
-                        dim=1,
-                        out=self._regular[position],
-                    )
-        for position, param_range in self._irregular_ranges:
-            self._fill_irregular(
-                param_range, parts[position].narrow(1, param_range.offset, param_range.numel)
-            )
-
-    def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
-        """Prepare the copies of regular parameters out of ``parts`` ``[ranks, n]``, one per dtype.
-
-        Adjacent parameters of one size are one copy.
-        """
-        copies = _Copies([], [])
-        for part, segment, all_unsharded in zip(
-            parts, self.on_wire.segments, self._regular, strict=True
-        ):
-            sizes = segment.regular_sizes
-            for first, count in _runs_of_one_size(sizes):
-                same = all_unsharded[first : first + count]
-                offset, numel = segment.ranges[first].offset, sizes[first]
-                taken = part.narrow(1, offset, count * numel).unflatten(1, (count, numel))
-                gap = _gap_between(same)
-                if gap is None:
-                    copies.targets.extend(same)
-                    copies.sources.extend(taken.unbind(1))
-                else:
-                    one = same[0]
-                    joined = one.as_strided((count, *one.shape), (gap, *one.stride()))
-                    copies.targets.append(joined)
-                    copies.sources.append(taken.transpose(0, 1))
-        return copies
+            segments = self.on_wire.split(gathered)
+            self._take_apart(segments, self._regular)
+        for position, each in self._irregular_ranges:
+            self._fill_irregular(each, segments[position].narrow(1, each.offset, each.numel))
 
     def _copy_rows_out(self, rows: list[torch.Tensor]) -> None:
         if not self._regular_by_rank:
@@ -252,39 +223,26 @@ class GatherPlan:
                 [[view[rank] for view in views] for views in self._regular]
                 for rank in range(len(rows))
             ]
-        parts = [self.on_wire.split(row) for row in rows]
-        for position, segment in enumerate(self.on_wire.segments):
-            if segment.num_regular:
-                for part, views in zip(parts, self._regular_by_rank, strict=True):
-                    torch.split_with_sizes_copy(
-                        self._regular_part(position, part[position]),
-                        self._regular_sizes[position],
-                        out=views[position],
-                    )
-            for param_range in segment.ranges[segment.num_regular :]:
-                ranges = [
-                    part[position].narrow(0, param_range.offset, param_range.numel)
-                    for part in parts
-                ]
-                self._fill_irregular(param_range, torch.stack(ranges))
+        by_rank = [self.on_wire.split(row) for row in rows]
+        for segments, targets in zip(by_rank, self._regular_by_rank, strict=True):
+            self._take_apart(segments, targets)
+        for position, each in self._irregular_ranges:
+            ranges = [rank[position].narrow(0, each.offset, each.numel) for rank in by_rank]
+            self._fill_irregular(each, torch.stack(ranges))
 
-    def _regular_part(self, position: int, part: torch.Tensor) -> torch.Tensor:
-        end = self._regular_ends[position]
-        return part if end is None else part.narrow(-1, 0, end)
+    def _take_apart(
+        self, segments: Sequence[torch.Tensor], targets: list[list[torch.Tensor]]
+    ) -> None:
+        """Copy the regular ranges of each segment ``[..., n]`` to its targets."""
+        for part, (sizes, numel), out in zip(segments, self._regular_ranges, targets, strict=True):
+            if sizes:
+                regular = part if numel == part.size(-1) else part.narrow(-1, 0, numel)
+                torch.split_with_sizes_copy(regular, sizes, dim=-1, out=out)
 
     def _fill_irregular(self, param_range: ParamRange, ranges: torch.Tensor) -> None:
         layout = self.on_wire.params[param_range.index]
-        for ours, theirs in matching_parts(ranges, self._irregular[param_range.index], layout):
+        for ours, theirs in matching_parts(ranges, self._unsharded[param_range.index], layout):
             theirs.copy_(ours)
-
-
-def _runs_of_one_size(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield where each run of equal sizes begins, and its length."""
-    first = 0
-    for _, run in itertools.groupby(sizes):
-        count = len(list(run))
-        yield first, count
-        first += count
 
 
 def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
@@ -303,22 +261,12 @@ def _cast_ranges(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastR
     }
     ranges: list[_CastRange] = []
     for position, segment in enumerate(sharded_of_all.segments):
-        for param_range in segment.ranges:
-            to_segment, to_offset = target[param_range.index]
-            last = ranges[-1] if ranges else None
-            if (
-                last is not None
-                and (last.from_segment, last.to_segment) == (position, to_segment)
-                and last.from_offset + last.numel == param_range.offset
-                and last.to_offset + last.numel == to_offset
-            ):
-                ranges[-1] = last._replace(numel=last.numel + param_range.numel)
+        for each in segment.ranges:
+            new = _CastRange(position, each.offset, *target[each.index], each.numel)
+            if ranges and ranges[-1].end == new[:4]:
+                ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + new.numel)
             else:
-                ranges.append(
-                    _CastRange(
-                        position, param_range.offset, to_segment, to_offset, param_range.numel
-                    )
-                )
+                ranges.append(new)
     return ranges
 
 
@@ -372,11 +320,6 @@ class PackedGather:
 
     The outputs are laid out rank by rank along dim 0. Their memory is freed by resizing it, so
     tensors that wrap them are filled again by the next gather.
-
-    Args:
-        forms: What every rank sends.
-        count: Number of ranks.
-        device: Device of the tensors.
     """
 
     def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
@@ -399,10 +342,9 @@ class PackedGather:
         group: dist.ProcessGroup,
         label: str,
     ) -> GatherInFlight:
-        """Start gathering; a tensor of fewer rows than its form is padded with zeros.
+        """Start gathering, on the gather stream; missing rows are padded with zeros.
 
-        **Collective:** all ranks of ``group``. **Stream:** call it on the gather stream.
-        **Lifetime:** ``tensors`` must not be edited until the gather is waited for.
+        ``tensors`` must not be edited until the gather is waited for.
         """
         source = self._pack([_bytes_of(tensor) for tensor in tensors])
         return start_all_gather(source, group.size(), comm=comm, group=group, label=label)

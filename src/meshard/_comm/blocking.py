@@ -1,6 +1,7 @@
 """Blocking collectives, for set-up and for use between steps.
 
-They block until the data is there, on the current stream. The first rank of a group is the root.
+All are called on all ranks of ``group``, with tensors of one shape and dtype. They block until the
+data is there, on the current stream. The first rank of a group is the root.
 """
 
 from __future__ import annotations
@@ -13,31 +14,21 @@ from meshard._torch.private import all_gather_single
 
 
 def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> None:
-    """Overwrite ``buffer`` by that of the first rank of ``group``.
-
-    **Collective:** all ranks of ``group``, with contiguous buffers of one size and dtype.
-    **Stream:** the current one.
-    """
+    """Overwrite ``buffer``, which is contiguous, by that of the first rank of ``group``."""
     broadcast_from(0, buffer, group, label=label)
 
 
 def broadcast_from(
     source: int, buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str
 ) -> None:
-    """Do what ``broadcast_from_first`` does, from rank ``source`` of ``group``."""
-    if group.size() == 1 or not buffer.numel():
-        return
-    announce("broadcast", buffer, group, label)
-    # As bytes: gloo supports neither int16 nor float8.
-    dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
+    if group.size() > 1 and buffer.numel():
+        announce("broadcast", buffer, group, label)
+        # As bytes: gloo supports neither int16 nor float8.
+        dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
 
 
 def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:
-    """Return every rank's ``source [...]`` as ``[ranks, ...]``, in rank order.
-
-    **Collective:** all ranks of ``group``, with tensors of one shape and dtype.
-    **Stream:** the current one.
-    """
+    """Return every rank's ``source [...]`` as ``[ranks, ...]``, in rank order."""
     gathered = source.new_empty((group.size(), *source.shape))
     if group.size() == 1:
         return gathered.copy_(source)
@@ -46,19 +37,10 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     return gathered
 
 
-def gather_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the norms ``values [n]`` of every rank of ``group``, ``[ranks, n]``.
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
-    return gather_from_all(values, group, label="(norm)")
-
-
 def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Return the ``numbers`` of every rank.
 
     Not announced: this prepares a group before its first collective, and belongs to no unit.
-    **Collective:** all ranks of ``group``, with equally many numbers.
     """
     own = torch.tensor(numbers)
     gathered = own.new_empty(group.size() * len(numbers))
@@ -70,13 +52,8 @@ def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[
 def agree_on_max(
     value: torch.Tensor, group: dist.ProcessGroup | None, label: str = "(scaler)"
 ) -> None:
-    """Replace ``value`` by its maximum over ``group`` (None: the default group).
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
-    if not dist.is_initialized():
-        return
-    group = group if group is not None else dist.group.WORLD
+    """Replace ``value`` by its maximum over ``group``; None: the default group, if any."""
+    group = dist.group.WORLD if group is None else group
     if group is not None and group.size() > 1:
         announce("all_reduce", value, group, label)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
@@ -85,15 +62,10 @@ def agree_on_max(
 def gather_to_first(
     source: torch.Tensor, group: dist.ProcessGroup, label: str
 ) -> torch.Tensor | None:
-    """Return every rank's ``source [n]`` as ``[ranks, n]`` on the first rank, else None.
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
+    """Return every rank's ``source [n]`` as ``[ranks, n]`` on the first rank, else None."""
     if group.size() == 1:
         return source.view(1, -1).clone()
-    rows = None
-    if group.rank() == 0:
-        rows = source.new_empty(group.size(), source.numel())
+    rows = source.new_empty(group.size(), source.numel()) if group.rank() == 0 else None
     announce("gather", source, group, label, rows=group.size())
     dist.gather(source, None if rows is None else list(rows), group=group, group_dst=0)
     return rows
@@ -102,10 +74,7 @@ def gather_to_first(
 def scatter_from_first(
     output: torch.Tensor, rows: torch.Tensor | None, group: dist.ProcessGroup, label: str
 ) -> None:
-    """Fill ``output [n]`` from the first rank's ``rows [ranks, n]``; others pass None.
-
-    **Collective:** all ranks of ``group``. **Stream:** the current one.
-    """
+    """Fill ``output [n]`` from the first rank's ``rows [ranks, n]``; others pass None."""
     if group.size() == 1:
         assert rows is not None
         output.copy_(rows[0])

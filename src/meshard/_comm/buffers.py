@@ -1,13 +1,10 @@
-"""Buffers, scalar operands and copies shared by gathers and reductions."""
+"""Scalar operands, and views, that gathers and reductions share."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from meshard._mesh.layout import ParamLayout
-from meshard._torch.private import foreach_copy_
 
 _MAX_OPERANDS = 64
 _EXACT = (torch.float32, torch.float64)  # kernels of narrower dtypes use the number as float32
@@ -40,14 +37,10 @@ class ScalarOperands:
 def matching_parts(
     ranges: torch.Tensor, unsharded: torch.Tensor, layout: ParamLayout
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of views, of the ranges and of the unsharded tensor, with the same elements.
+    """Return pairs of views with the same elements, of ``ranges`` and of the unsharded tensor.
 
-    At most two pairs: all full chunks, and the chunk of the rank that owns fewer rows.
-
-    Args:
-        ranges: ``[shard_count, range_numel]``, rank by rank.
-        unsharded: A parameter or gradient, of any strides.
-        layout: How it is cut.
+    At most two pairs: all full chunks, and the chunk of the rank that owns fewer rows. ``ranges``
+    is ``[shard_count, range_numel]``; ``unsharded`` may have any strides.
     """
     parts = []
     chunk, full = layout.chunk_rows, layout.full_chunks
@@ -62,56 +55,3 @@ def matching_parts(
         owned = ranges[full, : layout.prefix * rest * layout.suffix]
         parts.append((owned.view(layout.prefix, rest, layout.suffix), rows[:, full * chunk :]))
     return parts
-
-
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its target, which has the same shape."""
-    if len(targets) == 1:
-        targets[0].copy_(sources[0])  # half the time of the foreach operator
-    else:
-        foreach_copy_(targets, sources)
-
-
-_TINY = 2**14  # bytes
-
-
-class ReusableBuffer:
-    """A buffer ``[count, n]`` that has memory only from ``take`` to ``free``.
-
-    Reusing its tensors is faster than making them in each step. Only for memory that the host alone
-    uses: ``free`` waits for no stream.
-
-    Args:
-        like: A tensor of the dtype and device.
-        count: Number of rows.
-        numel: Elements of a row.
-        cut: Makes ``views`` of ``rows``.
-    """
-
-    def __init__(
-        self,
-        like: torch.Tensor,
-        count: int,
-        numel: int,
-        cut: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
-    ) -> None:
-        with torch.inference_mode(False):  # a module may run under it first and train later
-            self.flat = like.new_empty(count * numel)
-            self.rows = self.flat.view(count, numel)
-            self.views = [] if cut is None else cut(self.rows)
-        storage = self.flat.untyped_storage()
-        self._num_bytes = storage.nbytes()
-        self._resize = storage.resize_
-        # malloc does not return such a small block to the OS.
-        self._stays = self._num_bytes <= _TINY
-        self.free()
-
-    def take(self) -> None:
-        """Allocate the memory, uninitialised."""
-        if not self._stays:
-            self._resize(self._num_bytes)
-
-    def free(self) -> None:
-        """Free the memory."""
-        if not self._stays:
-            self._resize(0)

@@ -14,17 +14,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm.custom import CommSettings, memory_backend
 from meshard._comm.divergence import check_fingerprint, is_debugging, number_root
-from meshard._torch.private import is_profiling
-from meshard.policies import Comm
+from meshard._torch.private import backend_of, is_profiling
+from meshard.policies import AllGather, ReduceScatter
+
+# One tensor [ranks, n], or a list of tensors [n].
+Rows = torch.Tensor | list[torch.Tensor]
 
 
 class StepPhase(enum.Enum):
@@ -33,10 +36,6 @@ class StepPhase(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "step"  # of an optimizer
-
-
-# One tensor [ranks, n], or a list of tensors [n].
-Rows = torch.Tensor | list[torch.Tensor]
 
 
 class CommStream(enum.Enum):
@@ -49,25 +48,7 @@ class CommStream(enum.Enum):
     OPTIMIZER = "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
-class CommEvent:
-    """One collective, as issued by one rank.
-
-    ``payload_bytes`` is the size of the larger buffer: the output of an all-gather, the input of a
-    reduce-scatter or an all-reduce.
-    """
-
-    op: str
-    unit: str
-    group_size: int
-    payload_bytes: int
-    dtype: torch.dtype
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that a rank sends with a ring algorithm (Patarasuk and Yuan, 2009)."""
-        passes = 2 if self.op == "all_reduce" else 1
-        return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
+# --- what is in flight -----------------------------------------------------------------------
 
 
 class InFlight(Protocol):
@@ -80,14 +61,37 @@ class InFlight(Protocol):
         """Do what ``wait`` does, if the host need not block for it. Return whether it is done."""
 
 
-class GatheredViews(InFlight, Protocol):
-    """An all-gather whose rows are read where the other ranks keep them."""
+class GatherInFlight(Protocol):
+    """An all-gather that has been started. It holds what the collective reads and writes."""
 
-    def rows(self) -> list[torch.Tensor]:
-        """Wait for the rows, and return them in rank order. They must not be written to."""
+    def wait(self) -> None:
+        """Order what the caller does next after the all-gather."""
+
+    def rows(self) -> Rows:
+        """Wait, and return the rows in rank order. They must not be written to."""
 
     def release(self) -> None:
-        """Let the other ranks reuse the memory of the rows, which must not be read any more."""
+        """Release the rows, which must not be read any more. Other ranks may wait for this."""
+
+
+class Gathered(NamedTuple):
+    """An all-gather into memory of this rank."""
+
+    gathered: Rows
+    pending: InFlight
+    source: torch.Tensor | None = None  # kept alive: the collective reads it
+    free: Callable[[], None] | None = None  # frees ``gathered``
+
+    def wait(self) -> None:
+        self.pending.wait()
+
+    def rows(self) -> Rows:
+        self.pending.wait()
+        return self.gathered
+
+    def release(self) -> None:
+        if self.free is not None:
+            self.free()
 
 
 class RecordedWork(InFlight, Protocol):
@@ -110,58 +114,97 @@ class Done:
 
 DONE = Done()
 
-Observer = Callable[[CommEvent, object], None]
-_observers: list[Observer] = []
+# --- announcements ---------------------------------------------------------------------------
 
 
-def add_observer(observer: Observer) -> None:
-    """Call ``observer(event, identity of the communicator)`` before every collective."""
-    _observers.append(observer)
+@dataclass(frozen=True, slots=True)
+class CommEvent:
+    """One collective, as issued by one rank."""
+
+    op: str
+    unit: str
+    group_size: int
+    payload_bytes: int  # of the larger buffer: of all ranks, where there is a row for each
+    dtype: torch.dtype
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a rank sends with a ring algorithm (Patarasuk and Yuan, 2009)."""
+        passes = 2 if self.op == "all_reduce" else 1
+        return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
 
 
-def remove_observer(observer: Observer) -> None:
-    """Undo ``add_observer``."""
-    _observers.remove(observer)
+# Called before every collective. Blocking ones have no communicator, whose identity is None then.
+Observer = Callable[[CommEvent, dist.ProcessGroup, object | None], None]
+observers: list[Observer] = []
 
 
 def announce(
-    op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, *, rows: int = 1
+    op: str,
+    payload: torch.Tensor,
+    group: dist.ProcessGroup,
+    label: str,
+    *,
+    rows: int = 1,
+    comm: Communicator | None = None,
 ) -> None:
     """Check that the ranks agree, then call the observers: a collective is about to be issued.
 
-    For collectives outside of a communicator.
-
-    Args:
-        op: Name of the collective.
-        payload: Its larger buffer, or one of ``rows`` rows of it.
-        group: The ranks that take part.
-        label: Name of the unit, or of what the collective is for.
-        rows: Number of rows.
-
-    Raises:
-        RuntimeError: Under ``MESHARD_DEBUG=1``, if the ranks are about to issue different
-            collectives.
+    ``payload`` is its larger buffer, or one of ``rows`` rows of that. Under ``MESHARD_DEBUG=1``
+    this raises a RuntimeError if the ranks are about to issue different collectives.
     """
-    event = _event(op, payload, group, label, rows)
-    if is_debugging():
-        _check(event, group)
-    for observer in tuple(_observers):
-        observer(event, None)
+    is_checked = is_debugging() if comm is None else comm.root_numbers is not None
+    if not (observers or is_checked):
+        return
+    numel = rows * payload.numel()
+    event = CommEvent(op, label, group.size(), numel * payload.itemsize, payload.dtype)
+    if is_checked:
+        root = None if comm is None or comm.root_numbers is None else comm.root_numbers.get(group)
+        of_root = "" if root is None else f"root {root}, "
+        check_fingerprint(f"{op} of unit {label!r} ({of_root}{numel} x {payload.dtype})", group)
+    for observer in tuple(observers):
+        observer(event, group, None if comm is None else comm.identity)
 
 
-def _event(
-    op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, rows: int
-) -> CommEvent:
-    num_bytes = rows * payload.numel() * payload.itemsize
-    return CommEvent(op, label, group.size(), num_bytes, payload.dtype)
+_NOTHING = contextlib.nullcontext()
 
 
-def _check(event: CommEvent, group: dist.ProcessGroup, root: int | None = None) -> None:
-    of_root = "" if root is None else f"root {root}, "
-    numel = event.payload_bytes // event.dtype.itemsize
-    check_fingerprint(
-        f"{event.op} of unit {event.unit!r} ({of_root}{numel} x {event.dtype})", group
-    )
+def profiled(what: str, label: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
+    # The public record_function takes microseconds even without a profiler; this flag does not.
+    if is_profiling():
+        return torch.profiler.record_function(f"meshard::{what} {label}")
+    return _NOTHING
+
+
+# --- what the user brings --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CommSettings:
+    """What replaces the collectives of one unit, or the memory for them."""
+
+    all_gather: AllGather | None = None  # allocates its output
+    reduce_scatter: ReduceScatter | None = None  # allocates its input and output
+    from_group: bool = False  # allocate with the process group, which may then send without a copy
+
+
+_OURS = CommSettings()
+
+
+def memory_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend of ``group``, if it can allocate memory on ``device``."""
+    # There is no public name for what NCCL allocates for zero-copy transfers.
+    backend = backend_of(group, device)
+    if not backend.supports_tensor_alloc(device):
+        raise RuntimeError(
+            f"the backend {backend.name()!r} cannot allocate memory on {device}; "
+            "leave set_allocate_memory_from_process_group_for_comm out."
+        )
+    return backend
+
+
+# --- the interface ---------------------------------------------------------------------------
 
 
 class Communicator:
@@ -169,54 +212,42 @@ class Communicator:
 
     Groups of one rank issue nothing; the data is copied. ``label`` is the name of the unit, for
     observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
-
-    Attributes:
-        waits_block_host: Whether ``InFlight.wait`` blocks the calling thread (and not a stream).
-        may_keep_buffers: Whether the caller may keep and resize the buffers of its collectives,
-            because only the host uses them.
-        identity: What observers are given to tell communicators apart. Communicators that share
-            streams and memory have the same.
     """
 
-    waits_block_host: bool
-    may_keep_buffers = False
+    waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
+    may_keep_buffers = False  # callers may keep and resize buffers, because only the host uses them
 
     def __init__(self) -> None:
-        self.identity = object()
-        self._custom = CommSettings()
-        self._is_custom = False
-        # None: not checked. Else the number of the root by group.
-        self._root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
+        self.identity = object()  # for observers; the same where streams and memory are shared
+        # The number of the root by group; None: collectives are not checked.
+        self.root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
+        self._custom = _OURS
+
+    @property
+    def _is_custom(self) -> bool:
+        return self._custom is not _OURS
 
     # --- variants that share streams and memory --------------------------------------------
 
     def with_custom(self, custom: CommSettings) -> Communicator:
         """Return a communicator on the same streams that uses the collectives of the user."""
-        if not custom:
+        if custom == _OURS:
             return self
         variant = copy.copy(self)
-        variant._custom, variant._is_custom = custom, True
-        variant.may_keep_buffers = False
+        variant._custom, variant.may_keep_buffers = custom, False
         return variant
 
     def number_root(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Give the root that uses this communicator a number, if collectives are checked.
-
-        Args:
-            groups: All groups in which the root communicates.
-        """
-        if self._root_numbers is not None:
-            self._root_numbers = number_root(groups)
+        """Give the root, which communicates in ``groups``, a number if collectives are checked."""
+        if self.root_numbers is not None:
+            self.root_numbers = number_root(groups)
 
     def shared_with(self, own: Communicator) -> Communicator:
-        """Return this communicator for another root, which has used ``own``.
-
-        Where collectives are checked, the root keeps its number.
-        """
-        if own._root_numbers is None:
+        """Return this communicator for another root, which keeps the number it has in ``own``."""
+        if own.root_numbers is None:
             return self
         variant = copy.copy(self)
-        variant._root_numbers = own._root_numbers
+        variant.root_numbers = own.root_numbers
         return variant
 
     # --- streams ---------------------------------------------------------------------------
@@ -237,10 +268,7 @@ class Communicator:
         pending.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep ``tensors`` alive until what is queued on the current stream is done. No wait.
-
-        For memory of another stream that this one uses last.
-        """
+        """Keep ``tensors``, of other streams, until what is queued on this one is done. No wait."""
 
     # --- memory ----------------------------------------------------------------------------
 
@@ -252,77 +280,64 @@ class Communicator:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
-        is_sent: bool = False,
     ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised, for a collective of ``group`` on ``comm_stream``.
+        """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
+        if not self._is_custom or group.size() == 1:
+            return torch.empty(numel, dtype=dtype, device=device)
+        if self._custom.from_group:
+            backend = memory_backend(group, device)
+            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+            return tensor
+        is_gathered = comm_stream is CommStream.GATHER
+        custom = self._custom.all_gather if is_gathered else self._custom.reduce_scatter
+        make = torch.empty if custom is None else custom.allocate
+        return make((numel,), dtype=dtype, device=device)
 
-        With ``is_sent`` it will be the whole source of one collective, then dropped.
-        """
-        # The user's allocators serve what is received, and what is reduce-scattered.
-        if self._is_custom and not is_sent and group.size() > 1:
-            if self._custom.from_group:
-                backend = memory_backend(group, device)
-                tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-                return tensor
-            custom: Comm | None = None
-            if comm_stream is CommStream.GATHER:
-                custom = self._custom.all_gather
-            elif comm_stream is CommStream.SCATTER:
-                custom = self._custom.reduce_scatter
-            if custom is not None:
-                return custom.allocate((numel,), dtype=dtype, device=device)
+    def allocate_source(
+        self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """Return ``[numel]``, uninitialised, to be the source of one gather, and then dropped."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def allocate_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        group: dist.ProcessGroup,
-        own: torch.Tensor | None = None,
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
     ) -> list[torch.Tensor] | None:
         """Return the rows ``[numel]`` to pass to ``reduce_scatter``; None: pass one tensor.
 
-        The other ranks read their rows in place. The row of this rank is ``own`` if that is given,
-        else ordinary memory; it may be the ``output``.
+        The other ranks read their rows in place. The row of this rank may be the ``output``.
         """
         return None
 
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Free memory that is kept for later collectives, as a phase of the step begins.
 
-        Args:
-            keep_for: Keep what this phase has needed in the last steps; None: free everything.
+        Except what ``keep_for`` has needed in the last steps.
         """
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
 
-    # --- collectives -----------------------------------------------------------------------
+    # --- collectives: on all ranks of ``group``, on the stream of the caller. Tensors must live
+    # until ``wait`` has returned. ----------------------------------------------------------
 
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatheredViews | None:
+    ) -> GatherInFlight | None:
         """Gather every rank's ``source [n]`` without moving it; None: use ``all_gather``.
 
-        Collective and stream as for ``all_gather``. **Lifetime:** ``source`` must not be edited
-        until the rows are released.
+        **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         return None
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
     ) -> InFlight:
-        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order.
-
-        **Collective:** all ranks of ``group``. **Stream:** the stream of the caller.
-        **Lifetime:** both tensors must live until ``wait`` has returned.
-        """
+        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order."""
         if group.size() == 1:
             output.copy_(source)
             return self.record(source)
-        self._announce("all_gather", output, group, label)
+        announce("all_gather", output, group, label, comm=self)
         with profiled("all_gather", label):
             custom = self._custom.all_gather
             if custom is None:
@@ -342,14 +357,13 @@ class Communicator:
         """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
 
         ``source`` is a tensor, or the rows of ``allocate_rows``. ``output`` may have a wider dtype.
-        Collective, stream and lifetime as for ``all_gather``. With ``keep_signs`` a sum of negative
-        zeros is a negative zero.
+        With ``keep_signs`` a sum of negative zeros is a negative zero.
         """
         if group.size() == 1:
             if source[0] is not output:
                 output.copy_(source[0])
             return self.record(*source)
-        self._announce("reduce_scatter", source[0], group, label, rows=group.size())
+        announce("reduce_scatter", source[0], group, label, rows=group.size(), comm=self)
         with profiled("reduce_scatter", label):
             if self._custom.reduce_scatter is None:
                 return self._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
@@ -360,7 +374,7 @@ class Communicator:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
         if group.size() == 1:
             return DONE
-        self._announce("all_reduce", buffer, group, label)
+        announce("all_reduce", buffer, group, label, comm=self)
         with profiled("all_reduce", label):
             return self._start_all_reduce(buffer, group)
 
@@ -391,40 +405,11 @@ class Communicator:
     def _start_custom_reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
     ) -> InFlight:
-        custom, received = self._custom.reduce_scatter, output
+        custom, received, then = self._custom.reduce_scatter, output, None
         assert custom is not None
         if output.dtype != source.dtype:
             received = custom.allocate((output.numel(),), dtype=source.dtype, device=source.device)
+            then = functools.partial(output.copy_, received)
         op = dist.ReduceOp.SUM
         work = custom(received, source.view(-1), group, op, self.waits_block_host)
-        if received is output:
-            return self._in_flight(work, (source,))
-        return self._in_flight(work, (source, received), lambda: output.copy_(received))
-
-    def _announce(
-        self, op: str, payload: torch.Tensor, group: dist.ProcessGroup, label: str, *, rows: int = 1
-    ) -> None:
-        if not _observers and self._root_numbers is None:
-            return
-        event = _event(op, payload, group, label, rows)
-        if self._root_numbers is not None:
-            _check(event, group, self._root_numbers.get(group))
-        for observer in tuple(_observers):
-            observer(event, self.identity)
-
-
-@contextlib.contextmanager
-def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a typed function
-    with torch.profiler.record_function(name):
-        yield
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def profiled(what: str, label: str) -> contextlib.AbstractContextManager[None]:
-    """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
-    # The public record_function takes microseconds even without a profiler; this flag does not.
-    if is_profiling():
-        return _record(f"meshard::{what} {label}")
-    return _NOTHING
+        return self._in_flight(work, (source, received), then)

@@ -12,8 +12,8 @@ from meshard._comm.communicator import (
     DONE,
     CommStream,
     Communicator,
-    Done,
-    GatheredViews,
+    Gathered,
+    GatherInFlight,
     InFlight,
     RecordedWork,
     Rows,
@@ -40,20 +40,14 @@ _SMALL = 2**19  # elements: up to here one kernel is faster than one per halving
 
 
 def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = True) -> None:
-    """Add the rows in the wider of the two dtypes; ``rows`` is used as scratch memory.
+    """Add ``rows [ranks, n]``, which are overwritten, in the wider of the two dtypes.
 
-    Args:
-        output: ``[n]``.
-        rows: ``[ranks, n]``.
-        keep_signs: Make a sum of negative zeros a negative zero. It changes no other bit.
+    With ``keep_signs`` a sum of negative zeros is a negative zero; no other bit changes.
     """
     count = rows.size(0)
     wide = wider(rows.dtype, output.dtype)
     if count > 2 and rows.numel() <= _SMALL:
-        if output.dtype == wide:
-            total = torch.sum(rows, 0, dtype=wide, out=output)
-        else:
-            total = torch.sum(rows, 0, dtype=wide)
+        total = torch.sum(rows, 0, dtype=wide, out=output if output.dtype == wide else None)
         if keep_signs:  # torch.sum starts from +0.0
             total.masked_fill_(torch.signbit(rows).all(0) & (total == 0), -0.0)
         if total is not output:
@@ -98,18 +92,6 @@ class WorkInFlight:
         return True
 
 
-class _OwnRow(Done):
-    """The gather of a group of one rank: nothing is moved."""
-
-    def __init__(self, source: torch.Tensor) -> None:
-        self._source = source
-
-    def rows(self) -> list[torch.Tensor]:
-        return [self._source]
-
-    def release(self) -> None: ...
-
-
 class WorkCommunicator(Communicator):
     """Collectives on CPU tensors, as asynchronous works.
 
@@ -131,20 +113,13 @@ class WorkCommunicator(Communicator):
 
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatheredViews | None:
-        return _OwnRow(source) if group.size() == 1 else None
+    ) -> GatherInFlight | None:
+        return Gathered([source], DONE) if group.size() == 1 else None
 
     def allocate_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        group: dist.ProcessGroup,
-        own: torch.Tensor | None = None,
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
     ) -> list[torch.Tensor] | None:
-        if group.size() > 1:
-            return None
-        return [torch.empty(numel, dtype=dtype) if own is None else own]
+        return [torch.empty(numel, dtype=dtype)] if group.size() == 1 else None
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup

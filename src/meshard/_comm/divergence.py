@@ -12,13 +12,10 @@ Protocol: the exchanges of a group are numbered, and each has four keys:
     verdict   ``go``, or the text of the error
 
 The last rank to arrive writes the verdict, or the first whose timeout ends. It is written with a
-compare-and-set, so the first writer decides for all ranks, later ones included, and no rank goes on
-alone. Each rank sends a fixed number of requests, however many ranks there are. Only a rank that
-writes an error reads the last fingerprint of every rank, from one key per rank of the default
-group.
-
-The last rank to arrive deletes the keys of the previous exchange: every rank has read its verdict.
-The store keeps one exchange per group, one key per rank, and a few keys per error.
+compare-and-set, so the first writer decides for all ranks, later ones included. Each rank sends a
+fixed number of requests. Only a rank that writes an error reads the last fingerprint of every rank,
+from one key per rank of the default group. The last rank to arrive deletes the keys of the previous
+exchange, whose verdict every rank has read.
 
 An error starts a new *round*, in which numbers begin at 0, so that ranks which raised at different
 numbers meet again. The first error of a round stands under a key of the default group. A rank of
@@ -50,9 +47,8 @@ _REMEDY = (
 
 # By default group: how many rounds have ended in an error on this rank.
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: round and number of the last exchange, over all models.
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]]
-_numbers = weakref.WeakKeyDictionary()
+# By group: number of the last exchange of this round, over all models.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: how many roots that use it were made. Per group, because ranks may have models that
 # other ranks do not have, such as the stages of a pipeline. Roots are numbered when they are made:
 # the order in which they run is what is checked.
@@ -65,10 +61,7 @@ def is_debugging() -> bool:
 
 
 def number_root(groups: Iterable[dist.ProcessGroup]) -> dict[dist.ProcessGroup, int]:
-    """Return the number of a new root in each of its groups.
-
-    It tells apart models whose units have the same names.
-    """
+    """Return the number of a new root in each of its groups: units of models may have one name."""
     numbers = {}
     for group in set(groups):
         numbers[group] = _num_roots[group] = _num_roots.get(group, 0) + 1
@@ -76,15 +69,11 @@ def number_root(groups: Iterable[dist.ProcessGroup]) -> dict[dist.ProcessGroup, 
 
 
 def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
-    """Raise unless all ranks of ``group`` have the same fingerprint.
+    """Raise unless all ranks of ``group`` have the fingerprint ``ours``.
 
     **Collective:** all ranks of ``group``, through its store. Returns once all have arrived. When
     ``MESHARD_DEBUG_TIMEOUT`` ends first, raises on the ranks that arrived and on those that arrive
     later.
-
-    Args:
-        ours: What this rank is about to do.
-        group: The ranks that should do the same. A group of one is not checked.
 
     Raises:
         RuntimeError: The fingerprints differ, a rank did not arrive, or the store does not answer.
@@ -102,8 +91,8 @@ def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
             "that holds it has probably ended: look for its error first."
         ) from error
     if verdict != _GO:
-        exchange.leave()
-        if exchange.line not in verdict:
+        exchange.start_new_round()
+        if _line(exchange.rank, ours) not in verdict:
             verdict += f"\nThis is rank {exchange.rank}, which came later: {ours}."
         raise RuntimeError(verdict)
 
@@ -114,20 +103,16 @@ class _Exchange:
     def __init__(self, ours: str, group: dist.ProcessGroup) -> None:
         world = dist.group.WORLD
         assert world is not None  # there is a group
-        self._world = world
+        self._world, self._ours = world, ours
         self._world_store, self._store = _store_of(world), _store_of(group)
-        self._round = _rounds.get(world, 0)
-        last_round, last_number = _numbers.get(group, (self._round, -1))
-        self._number = last_number + 1 if last_round == self._round else 0
-        _numbers[group] = (self._round, self._number)
-        self._of_group = f"meshard_debug/{group.group_name}/{self._round}"
-        self._keys = f"{self._of_group}/{self._number}"
-        self._error_key = f"meshard_debug/error/{self._round}"
         self._ranks = dist.get_process_group_ranks(group)
-        self._ours = ours
         self.rank = self._ranks[group.rank()]
+        self._number = _numbers[group] = _numbers.get(group, -1) + 1
         self.position = f"number {self._number} among ranks {', '.join(map(str, self._ranks))}"
-        self.line = f"  rank {self.rank}: {ours}"
+        this_round = _rounds.get(world, 0)
+        self._error_key = f"meshard_debug/error/{this_round}"
+        self._of_group = f"meshard_debug/{group.group_name}/{this_round}"
+        self._keys = f"{self._of_group}/{self._number}"
 
     def run(self) -> str:
         """Return the verdict. Blocks until it is written."""
@@ -159,8 +144,8 @@ class _Exchange:
 
     def _decide(self, missing: str, elsewhere: str = "") -> str:
         """Write a verdict unless another rank was faster; return what is written."""
-        all_came = self._store.add(f"{self._keys}/came", 0) >= len(self._ranks)
         verdict = _GO
+        all_came = self._store.add(f"{self._keys}/came", 0) >= len(self._ranks)
         if not all_came or self._store.check([f"{self._keys}/differs"]):
             verdict = self._report(missing, elsewhere)
         verdict = str(self._store.compare_set(f"{self._keys}/verdict", "", verdict).decode())
@@ -171,27 +156,29 @@ class _Exchange:
     def _report(self, missing: str, elsewhere: str) -> str:
         lines = [f"the ranks are about to issue different collectives ({self.position}):"]
         for rank in self._ranks:
-            said = missing
-            if self._world_store.check([_last_key(rank)]):
-                keys, position, text = (
-                    self._world_store.get(_last_key(rank)).decode().split("\n", 2)
-                )
+            said, key = missing, _last_key(rank)
+            if self._world_store.check([key]):
+                keys, position, last = self._world_store.get(key).decode().split("\n", 2)
                 if keys == self._keys:
-                    said = text
+                    said = last
                 elif not elsewhere:  # else it may have raised already and begun a new round
-                    said = f"{missing}; its last was {text}, {position}"
-            lines.append(f"  rank {rank}: {said}")
+                    said = f"{missing}; its last was {last}, {position}"
+            lines.append(_line(rank, said))
         return "\n".join([*lines, _REMEDY]) + elsewhere
 
-    def leave(self) -> None:
-        """Start a new round, after the other ranks have read the verdict or a short wait."""
-        _rounds[self._world] = self._round + 1
-        # This process may hold the store and end now: wait until the others have read it.
+    def start_new_round(self) -> None:
+        _rounds[self._world] = _rounds.get(self._world, 0) + 1
+        _numbers.clear()
+        # This process may hold the store and end now: wait until the others have read the verdict.
         with contextlib.suppress(RuntimeError):
             seen = self._store.add(f"{self._keys}/seen", 1)
             if seen >= self._store.add(f"{self._keys}/came", 0):
                 self._store.set(f"{self._keys}/all_seen", "1")
             _is_written_within(_FAREWELL_SECONDS, self._store, f"{self._keys}/all_seen")
+
+
+def _line(rank: int, text: str) -> str:
+    return f"  rank {rank}: {text}"
 
 
 def _last_key(rank: int) -> str:

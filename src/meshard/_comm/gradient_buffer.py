@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.buffers import ReusableBuffer, ScalarOperands, copy_all, matching_parts
+from meshard._comm.buffers import ScalarOperands, matching_parts
 from meshard._comm.communicator import Rows
 from meshard._comm.unused_params import UnusedParamMarks
-from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange
+from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
-_FEW = 3600  # elements: from here on torch transposes by blocks, slower than column by column
-_MAX_COLUMNS = 16
 _LARGE = 2**18  # elements: from here on bytes matter more than the number of kernels
 
 
@@ -37,10 +35,7 @@ class _Owned(NamedTuple):
 class GradientLayout:
     """Where the gradients of some of a unit's parameters lie in what is sent. Immutable.
 
-    Args:
-        params: All parameters of the unit.
-        indices: Those that take part, in the order of the unit.
-        device: Device of the buffers.
+    ``indices`` are those of all ``params`` of the unit that take part, in the order of the unit.
     """
 
     def __init__(
@@ -52,21 +47,18 @@ class GradientLayout:
         self.indices = indices
         self.device = device
         self.shard_count = params[0].shard_count
-        ranges = flat.segments[0].ranges if flat.segments else ()
-        num_regular = flat.segments[0].num_regular if flat.segments else 0
-        self.ranges: dict[int, ParamRange] = {
-            param_range.index: param_range for param_range in ranges
-        }
-        self.shard_numel = flat.segments[0].numel if flat.segments else 0
-        self.regular = [param_range.index for param_range in ranges[:num_regular]]
-        self.regular_numel = flat.segments[0].regular_numel if flat.segments else 0
-        self.irregular = [param_range for param_range in ranges[num_regular:] if param_range.numel]
+        segment = flat.segments[0] if flat.segments else Segment(torch.float32, 0, (), 0)
+        self.ranges: dict[int, ParamRange] = {each.index: each for each in segment.ranges}
+        self.shard_numel = segment.numel
+        self.regular = [each.index for each in segment.ranges[: segment.num_regular]]
+        self.regular_numel = segment.regular_numel
+        self.irregular = [each for each in segment.ranges[segment.num_regular :] if each.numel]
+        self._all_ranges = [*segment.ranges[: segment.num_regular], *self.irregular]
         self.is_large = self.numel >= _LARGE
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
         self._operands = ScalarOperands()
-        self._reusable: dict[torch.dtype, ReusableBuffer] = {}
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -78,23 +70,10 @@ class GradientLayout:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)
 
-    def reusable_buffer(self, dtype: torch.dtype) -> ReusableBuffer:
-        """Return the buffer that every step reuses, for one reduction at a time."""
-        if dtype not in self._reusable:
-            like = torch.empty(0, dtype=dtype, device=self.device)
-            self._reusable[dtype] = ReusableBuffer(like, self.shard_count, self.shard_numel)
-        return self._reusable[dtype]
-
     def shards(
         self, row: torch.Tensor, shard_rank: int, used: frozenset[int]
     ) -> list[tuple[int, torch.Tensor]]:
-        """Return what ``shard_rank`` owns of each parameter in ``used``: views of its ``row``.
-
-        Args:
-            row: ``[shard_numel]``, contiguous.
-            shard_rank: Whose row it is.
-            used: Parameters to return; they come in the order of the unit.
-        """
+        """Return what a rank owns of each parameter in ``used``: views of its ``row``, in order."""
         if shard_rank not in self._owned:
             self._owned[shard_rank] = [self._owned_by(shard_rank, i) for i in self.indices]
         # One call: narrow and view take four times as long.
@@ -113,123 +92,73 @@ class GradientLayout:
     def pack(self, buffer: Rows, gradients: list[torch.Tensor | None]) -> None:
         """Overwrite ``buffer`` with unsharded gradients; ranges without one become ``-0.0``.
 
-        Args:
-            buffer: ``[shard_count, shard_numel]`` of any floating-point dtype, or a list of rows.
-            gradients: One entry per parameter of the unit. In a large unit each is replaced by None
-                once it is copied, so that not all exist twice.
+        There is a gradient, or None, for each parameter of the unit. In a large unit they are
+        replaced by None once they are copied, so that not all exist twice.
         """
-        if isinstance(buffer, list):
-            self._pack_rows(buffer, gradients)
-            return
-        if self.regular:
-            target = buffer
-            if self.regular_numel < self.shard_numel:
-                target = buffer.narrow(1, 0, self.regular_numel)
-            present = [g for index in self.regular if (g := gradients[index]) is not None]
-            is_complete = len(present) == len(self.regular)
-            if is_complete and not self.is_large:
-                self._concatenate(present, target)
-            else:
-                if not is_complete:
-                    target.fill_(-0.0)
-                present.clear()  # it would keep them alive
-                self._write(buffer, gradients, [self.ranges[index] for index in self.regular])
-        for param_range in self.irregular:
-            buffer.narrow(1, param_range.offset, param_range.numel).fill_(
-                -0.0 if gradients[param_range.index] is None else 0.0
-            )
-        if self.irregular:
-            self._write(buffer, gradients, self.irregular)
-
-    def _concatenate(self, gradients: list[torch.Tensor], target: torch.Tensor) -> None:
-        if len(gradients) == 1:
-            target.copy_(gradients[0].reshape(self.shard_count, -1))
-        elif self._is_by_element:
-            self._transpose(gradients, target)
-        elif self._is_cut_along_0 and {g.dtype for g in gradients} == {target.dtype}:
-            # One operator instead of those below: 6 us less for six gradients.
-            chunk_cat(gradients, 0, self.shard_count, out=target)
-        else:
-            rows = [gradient.reshape(self.shard_count, -1) for gradient in gradients]
-            torch.cat(rows, dim=1, out=target)
-
-    @staticmethod
-    def _transpose(gradients: list[torch.Tensor], target: torch.Tensor) -> None:
-        """Write gradients of which every rank owns one element.
-
-        By column or as one transposed copy, whichever is faster. Measured: 6 gradients on 4096
-        ranks take 16 and 29 us, on 64 ranks 10 and 8; torch's kernel for single elements takes 39.
-        """
-        if target.numel() >= _FEW and len(gradients) <= _MAX_COLUMNS:
-            lines = [gradient.reshape(-1) for gradient in gradients]
-            copy_all(list(target.unbind(1)), lines)
-        else:
-            joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            target.copy_(joined.view(len(gradients), -1).t())
-
-    def _pack_rows(self, rows: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
-        regular = [gradients[index] for index in self.regular]
-        if regular and not self.is_large and all(gradient is not None for gradient in regular):
-            split = [g.reshape(self.shard_count, -1).unbind() for g in regular if g is not None]
-            for row, pieces in zip(rows, zip(*split, strict=True), strict=True):
-                torch.cat(pieces, out=row[: self.regular_numel])
-            ranges = self.irregular
-        else:
-            ranges = [*(self.ranges[index] for index in self.regular), *self.irregular]
-        regular.clear()  # it would keep them alive
-        for param_range in ranges:
-            parts = [row.narrow(0, param_range.offset, param_range.numel) for row in rows]
-            self._write_rows(param_range, parts, gradients)
+        ranges = self._all_ranges
+        if self.regular and not self.is_large:
+            regular = [g for index in self.regular if (g := gradients[index]) is not None]
+            if len(regular) == len(self.regular):
+                self._concatenate(regular, buffer)
+                ranges = self.irregular
+        for each in ranges:
+            self._write(buffer, each, gradients[each.index])
             if self.is_large:
-                gradients[param_range.index] = None
+                gradients[each.index] = None
 
-    def _write_rows(
-        self,
-        param_range: ParamRange,
-        parts: list[torch.Tensor],
-        gradients: list[torch.Tensor | None],
-    ) -> None:
-        gradient = gradients[param_range.index]
+    def _concatenate(self, gradients: list[torch.Tensor], buffer: Rows) -> None:
+        """Write the gradients of all regular parameters."""
+        count = self.shard_count
+        if isinstance(buffer, list):
+            split = [gradient.reshape(count, -1).unbind() for gradient in gradients]
+            for row, pieces in zip(buffer, zip(*split, strict=True), strict=True):
+                torch.cat(pieces, out=row[: self.regular_numel])
+            return
+        if self.regular_numel < self.shard_numel:
+            buffer = buffer.narrow(1, 0, self.regular_numel)
+        if len(gradients) == 1:
+            buffer.copy_(gradients[0].reshape(count, -1))
+        elif self._is_by_element:
+            # One transposed copy: torch's kernel for single elements takes twice as long.
+            joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            buffer.copy_(joined.view(len(gradients), -1).t())
+        elif self._is_cut_along_0 and {g.dtype for g in gradients} == {buffer.dtype}:
+            # One operator instead of those below: 6 us less for six gradients.
+            chunk_cat(gradients, 0, count, out=buffer)
+        else:
+            torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
+
+    def _write(self, buffer: Rows, each: ParamRange, gradient: torch.Tensor | None) -> None:
+        layout = self.params[each.index]
+        if isinstance(buffer, torch.Tensor):
+            part = buffer.narrow(1, each.offset, each.numel)
+            if gradient is None or not layout.is_regular:
+                part.fill_(-0.0 if gradient is None else 0.0)
+            if gradient is not None:
+                _copy_into(part, gradient, layout)
+            return
+        parts = [row.narrow(0, each.offset, each.numel) for row in buffer]
         if gradient is None:
             for part in parts:
                 part.fill_(-0.0)
-        elif self.params[param_range.index].is_regular:
-            for part, source in zip(parts, gradient.reshape(self.shard_count, -1), strict=True):
-                part.copy_(source)
+            return
+        if layout.is_regular:
+            sources = gradient.reshape(self.shard_count, -1)
         else:
-            padded = parts[0].new_zeros(self.shard_count, param_range.numel)
-            _copy_into(padded, gradient, self.params[param_range.index])
-            for part, source in zip(parts, padded, strict=True):
-                part.copy_(source)
-
-    def _write(
-        self,
-        buffer: torch.Tensor,
-        gradients: list[torch.Tensor | None],
-        ranges: Sequence[ParamRange],
-    ) -> None:
-        for param_range in ranges:
-            gradient = gradients[param_range.index]
-            if gradient is not None:
-                part = buffer.narrow(1, param_range.offset, param_range.numel)
-                _copy_into(part, gradient, self.params[param_range.index])
-                if self.is_large:
-                    gradients[param_range.index] = None
+            sources = parts[0].new_zeros(self.shard_count, each.numel)
+            _copy_into(sources, gradient, layout)
+        for part, source in zip(parts, sources, strict=True):
+            part.copy_(source)
 
     def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add unsharded gradients to ``buffer``."""
-        for index in self.regular:
-            gradient = gradients[index]
+        for each in self._all_ranges:
+            gradient, layout = gradients[each.index], self.params[each.index]
             if gradient is not None:
-                param_range = self.ranges[index]
-                rows = gradient.reshape(self.shard_count, -1)
-                buffer.narrow(1, param_range.offset, param_range.numel).add_(rows)
-        for param_range in self.irregular:
-            gradient = gradients[param_range.index]
-            if gradient is not None:
-                part = buffer.narrow(1, param_range.offset, param_range.numel)
-                part.add_(0.0)  # padding of a range that was unused until now: -0.0 becomes 0.0
-                for ours, theirs in matching_parts(part, gradient, self.params[param_range.index]):
+                part = buffer.narrow(1, each.offset, each.numel)
+                if not layout.is_regular:
+                    part.add_(0.0)  # padding of a range that was unused until now: -0.0 becomes 0.0
+                for ours, theirs in matching_parts(part, gradient, layout):
                     ours.add_(theirs)
 
     def run_hooks(
@@ -238,11 +167,7 @@ class GradientLayout:
         buffer: torch.Tensor,
         used: frozenset[int],
     ) -> None:
-        """Run the user's hooks on ``buffer``, and mark unused parameters again.
-
-        Raises:
-            TypeError: A hook returned another tensor; it must change its argument in place.
-        """
+        """Run the user's hooks on ``buffer``, and mark unused parameters again."""
         for hook in hooks:
             result = hook(buffer)
             if result is not None and result is not buffer:

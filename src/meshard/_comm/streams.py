@@ -49,7 +49,7 @@ from meshard._torch.private import all_gather_single, reduce_scatter_single
 
 
 class _EventInFlight:
-    """Work queued on a comm stream, as the event that follows it."""
+    """Work queued on a comm stream, as the event after it. Streams wait; the host goes on."""
 
     __slots__ = ("_device_module", "_event", "_keep")
 
@@ -59,16 +59,13 @@ class _EventInFlight:
         self._keep = keep  # rule 3: what is read there lives until compute has waited
 
     def wait(self) -> None:
-        """Make the current stream wait; the host goes on."""
         self._device_module.current_stream().wait_event(self._event)
         self._keep = ()
 
     def poll(self) -> bool:
-        """Return False: ordering streams takes no host time, but proves nothing done."""
-        return False
+        return False  # ordering streams takes no host time, but proves nothing done
 
     def synchronize(self) -> None:
-        """Block the host until the device has passed the event, which orders later work too."""
         self._event.synchronize()
         self._keep = ()
 
@@ -80,9 +77,7 @@ class _EventInFlight:
 class StreamCommunicator(Communicator):
     """Collectives on a device with streams and events, one stream per ``CommStream``.
 
-    Args:
-        device_module: ``torch.cuda``, or a module with its ``Stream``, ``Event``, ``stream`` and
-            ``current_stream``.
+    ``device_module`` is ``torch.cuda``, or a module like it.
     """
 
     waits_block_host = False
@@ -97,7 +92,7 @@ class StreamCommunicator(Communicator):
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
-    def _enter(self, comm_stream: CommStream) -> Iterator[None]:
+    def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
         stream = self._streams.get(comm_stream)
         if stream is None:
             # High priority: a collective held up by compute holds up every other rank.
@@ -113,9 +108,6 @@ class StreamCommunicator(Communicator):
                 for pending in self._after.pop(comm_stream, ()):
                     pending.wait()
             yield
-
-    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
-        return self._enter(comm_stream)
 
     def gather_after(self, event: Any) -> None:
         """Order the next gather after ``event``: the exception to rule 1.
@@ -152,13 +144,12 @@ class StreamCommunicator(Communicator):
         self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
     ) -> InFlight:
         assert isinstance(source, torch.Tensor)
-        if output.dtype == source.dtype:
-            reduce_scatter_single(output, source.view(-1), group=group)
-            return self.record(source)
-        narrow = torch.empty_like(output, dtype=source.dtype)
-        reduce_scatter_single(narrow, source.view(-1), group=group)
-        output.copy_(narrow)
-        return self.record(source, narrow)
+        is_same = output.dtype == source.dtype
+        received = output if is_same else torch.empty_like(output, dtype=source.dtype)
+        reduce_scatter_single(received, source.view(-1), group=group)
+        if not is_same:
+            output.copy_(received)
+        return self.record(source, received)
 
     def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         dist.all_reduce(buffer, group=group)

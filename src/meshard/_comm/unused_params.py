@@ -20,29 +20,19 @@ _SMALL, _FEW = 2**14, 8
 
 
 class UnusedParamMarks:
-    """The marks of one rank for one set of gradients. Immutable, reused from step to step.
-
-    Attributes:
-        all_used: Whether this rank has a gradient for every parameter, and so reads no mark.
-
-    Args:
-        offsets: Offset of the first element of each parameter's range in a row.
-        used: Parameters for which this rank has a gradient.
-        device: Device of the buffers.
-        operands: Scalars of the unit, which its reductions also divide by.
-    """
+    """The marks of one rank for one set of gradients. Immutable, reused from step to step."""
 
     def __init__(
         self,
-        offsets: dict[int, int],
-        used: frozenset[int],
+        offsets: dict[int, int],  # of the first element of each parameter's range in a row
+        used: frozenset[int],  # parameters for which this rank has a gradient
         device: torch.device,
-        operands: ScalarOperands | None = None,
+        operands: ScalarOperands,  # of the unit, whose reductions also divide by them
     ) -> None:
         self.used = used
-        self.operands = ScalarOperands() if operands is None else operands
+        self.operands = operands
         self._indices = list(offsets)
-        self.all_used = all(index in used for index in offsets)
+        self.all_used = all(index in used for index in offsets)  # then this rank reads no mark
         self._all = used | frozenset(offsets)
         columns = [offset for index, offset in offsets.items() if index in used]
         self._used_columns = torch.tensor(columns, dtype=torch.long, device=device)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.all_gather import GatherInFlight, start_all_gather
-from meshard._comm.communicator import CommStream, Communicator, StepPhase
+from meshard._comm.all_gather import start_all_gather
+from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -341,7 +341,7 @@ class ParamGroup:
             first = post_forward_group.rank() * count
             rows = torch.stack([*gathered[first : first + count]])
             self._post_forward_shard = PostForwardShard(rows, post_forward_group)
-        gather.in_flight.end()
+        gather.in_flight.release()
         self._gather = None
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
@@ -370,8 +370,8 @@ class ParamGroup:
             keep_post_forward: Keep the post-forward shard: backward will gather again.
         """
         if self._gather is not None:
-            self._gather.in_flight.pending.wait()
-            self._gather.in_flight.end()
+            self._gather.in_flight.wait()
+            self._gather.in_flight.release()
             self._gather = None
         self.end_manual_unshard(refuse=False)
         self.install_sharded()

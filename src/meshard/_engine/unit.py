@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from meshard._comm.custom import CommSettings
+from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import DivideFactor as DivideFactor

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.buffers import ReusableBuffer
 from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.host_grads import HostGrads
@@ -66,14 +65,6 @@ class _Arrived(NamedTuple):
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
     used: frozenset[int]  # the indices of those that are not None
-
-
-class _Packed(NamedTuple):
-    """Unsharded gradients in memory from which they can be sent."""
-
-    rows: Rows
-    used: frozenset[int]  # the indices of parameters that have a gradient
-    reusable: ReusableBuffer | None  # the owner of ``rows``
 
 
 class ReductionInFlight(NamedTuple):
@@ -278,11 +269,10 @@ class GradientAccumulator:
             divide_factor=divide_factor,
             label=self.storage.label,
         )
-        packed = self._pack(layout, plan, arrived, settings)
+        rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
-        marks, comm = layout.marks_for(packed.used), self.storage.comm
-        reduction = Reduction(plan, packed.rows, marks, partial, comm, packed.reusable)
+        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
         self.num_in_flight += 1
         is_full = over_replicas or mesh_info.replicate_group is None
         return ReductionInFlight(reduction, layout, is_full)
@@ -293,12 +283,11 @@ class GradientAccumulator:
         plan: ReducePlan,
         arrived: _Arrived,
         settings: ReduceSettings,
-    ) -> _Packed:
-        """Return ``U`` and the arrived gradients, in memory from which they can be sent."""
+    ) -> tuple[Rows, frozenset[int]]:
+        """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
         on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
         rows: Rows
-        reusable = None
         if self._unreduced is not None:
             _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
         else:
@@ -306,7 +295,7 @@ class GradientAccumulator:
             if is_narrowed_late(arrived.gradients, plan.wire_dtype):
                 rows = layout.allocate(plan.accumulate_dtype)
             else:
-                rows, reusable = self._allocate(layout, plan, as_one=bool(on_arrived or before))
+                rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
             layout.pack(rows, arrived.gradients)
             if on_arrived:
                 assert isinstance(rows, torch.Tensor)
@@ -316,36 +305,20 @@ class GradientAccumulator:
         if before:
             assert isinstance(rows, torch.Tensor)
             layout.run_hooks(before, rows, used)
-        return _Packed(rows, used, reusable)
+        return rows, used
 
-    def _allocate(
-        self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool
-    ) -> tuple[Rows, ReusableBuffer | None]:
-        """Return uninitialised memory to send from, and the buffer that it belongs to.
-
-        Args:
-            layout: Of the gradients.
-            plan: How they are reduced.
-            as_one: In one tensor, because hooks see it.
-        """
+    def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
+        """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
         comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
-        bucket = self._free_bucket(layout, wire)
-        if bucket is not None:
-            return bucket, None
-        if not as_one:
+        rows: Rows | None = self._free_bucket(layout, wire)
+        if rows is None and not as_one:
             rows = comm.allocate_rows(layout.shard_numel, wire, group=group)
-            if rows is not None:
-                return rows, None
-            # Where there is one shard, the sum is in the buffer that is sent.
-            may_keep = comm.may_keep_buffers and layout.shard_count > 1 and not layout.is_large
-            if may_keep and not self.num_in_flight:
-                reusable = layout.reusable_buffer(wire)
-                reusable.take()
-                return reusable.rows, reusable
+        if rows is not None:
+            return rows
         flat = comm.allocate(
             layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=group
         )
-        return flat.view(layout.shard_count, -1), None
+        return flat.view(layout.shard_count, -1)
 
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()

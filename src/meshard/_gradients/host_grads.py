@@ -42,7 +42,7 @@ class HostGrads:
             self.settle()
         sums = self._in_host_memory.extend(new)
         if sums is not None:
-            return self._host_copies.add(sums, new.flat, comm)
+            return self._host_copies.store(sums, new.flat, comm, add=True)
         # New memory each time: the user may still hold the last gradient. torch caches pinned
         # memory, so this costs no call of the driver in later steps.
         host = self._location.empty_like(new.flat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -21,12 +22,7 @@ DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
 
 
 def check_divide_factor(factor: object) -> float:
-    """Return a divide factor as a number. Reads a 0-d tensor, and waits for its device.
-
-    Raises:
-        TypeError: ``factor`` is neither a number nor a 0-d tensor.
-        ValueError: ``factor`` is not positive and finite.
-    """
+    """Return a divide factor as a number. Reads a 0-d tensor, and waits for its device."""
     if isinstance(factor, torch.Tensor) and factor.dim() == 0:
         factor = factor.item()
     if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
@@ -74,19 +70,13 @@ class ReduceSettings:
 
 
 class GradientRules:
-    """Layouts and dtypes of the gradients of one unit.
-
-    Args:
-        storage: The parameters.
-        reduce_dtype: dtype on the wire; None: the widest dtype of the unsharded gradients.
-        accumulate_dtype: dtype of the accumulators; None: the wider of float32 and the parameters'.
-    """
+    """Layouts and dtypes of the gradients of one unit."""
 
     def __init__(
         self,
         storage: UnitParams,
-        reduce_dtype: torch.dtype | None,
-        accumulate_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
+        accumulate_dtype: torch.dtype | None,  # None: the wider of float32 and the parameters'
     ) -> None:
         self._storage = storage
         self.reduce_dtype = reduce_dtype
@@ -102,9 +92,7 @@ class GradientRules:
     ) -> GradientLayout:
         """Return the layout of all parameters that may have a gradient on some rank.
 
-        Args:
-            used: Parameters with a gradient on this rank.
-            accumulated: Gradients of earlier backwards of the window.
+        ``used`` are those of this rank; ``accumulated``, those of earlier backwards of the window.
         """
         indices = self._all if used is self.everything else self._indices(used, accumulated)
         if indices not in self._layouts:
@@ -117,10 +105,7 @@ class GradientRules:
     def _indices(
         self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
     ) -> tuple[int, ...]:
-        present: set[int] = set(used)
-        for grads in accumulated:
-            if grads is not None:
-                present.update(grads.layout.indices)
+        present = used.union(*(grads.layout.indices for grads in accumulated if grads is not None))
         return tuple(
             index
             for index, param in enumerate(self._storage.params)
@@ -147,10 +132,7 @@ class GradientRules:
         """Return the dtype in which the gradients of ``layout`` are sent."""
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        storage = self._storage
-        if storage.is_one_dtype:
-            return storage.compute_dtypes[0]
-        widest = storage.compute_dtypes[layout.indices[0]]
-        for index in layout.indices[1:]:
-            widest = torch.promote_types(widest, storage.compute_dtypes[index])
-        return widest
+        dtypes = self._storage.compute_dtypes
+        if self._storage.is_one_dtype:
+            return dtypes[0]
+        return functools.reduce(torch.promote_types, (dtypes[index] for index in layout.indices))

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshard._comm.all_gather import GatherInFlight, GatherPlan
-from meshard._comm.communicator import Communicator, Rows
+from meshard._comm.all_gather import GatherPlan
+from meshard._comm.communicator import Communicator, GatherInFlight, Rows
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._params.sharded_param import ShardedParam

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.all_gather import GatherInFlight
-from meshard._comm.communicator import DONE, Communicator, Rows
+from meshard._comm.communicator import DONE, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
@@ -168,7 +167,7 @@ class ReplicatedParams(UnitParams):
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return GatherInFlight(_NOTHING, _NOTHING, DONE)
+        return Gathered(_NOTHING, DONE)
 
     @torch.no_grad()
     def fill_unsharded(self, gathered: Rows) -> None:

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._comm.all_gather import Form, GatherInFlight, PackedGather, agree_on_forms
-from meshard._comm.communicator import CommStream, Communicator, Rows
+from meshard._comm.all_gather import Form, PackedGather, agree_on_forms
+from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
 from meshard._params.sharded_param import GradientHook, ShardedParam

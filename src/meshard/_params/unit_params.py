@@ -11,8 +11,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from meshard._comm.all_gather import GatherInFlight
-from meshard._comm.communicator import Communicator, Rows
+from meshard._comm.communicator import Communicator, GatherInFlight, Rows
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo

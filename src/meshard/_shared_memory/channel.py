@@ -10,12 +10,14 @@ there are no locks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import select
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,16 +42,14 @@ _LARGE = 2**16  # bytes
 _SHORT = 2e-3  # seconds; bounded, because the other rank may be waiting for this one
 
 
+@dataclass(slots=True, eq=False)
 class _Allocation:
     """A range of this rank's segment."""
 
-    __slots__ = ("begin", "message", "num_bytes", "watch")
-
-    def __init__(self, begin: int, num_bytes: int) -> None:
-        self.begin = begin
-        self.num_bytes = num_bytes
-        self.message = -1  # the last one that was published from it
-        self.watch: weakref.ref[Any] | None = None
+    begin: int
+    num_bytes: int
+    message: int = -1  # the last one that was published from it
+    watch: weakref.ref[Any] | None = None
 
 
 class _Process:
@@ -67,14 +67,7 @@ class _Process:
 
 
 class Channel:
-    """The segments of all ranks of a group on one host.
-
-    Args:
-        segments: By rank.
-        processes: Process ids, by rank.
-        rank: This rank.
-        patience: Seconds after which a wait gives up.
-    """
+    """The segments and processes of all ranks of a group on one host, by rank."""
 
     def __init__(
         self, segments: list[Segment], processes: list[int], rank: int, patience: float
@@ -89,7 +82,7 @@ class Channel:
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
             for kind in (_PUBLISHED, _POSITION, _SIZE, _ACKNOWLEDGED)
         )
-        self._patience = patience
+        self._patience = patience  # seconds after which a wait gives up
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
         self._released_at = 0  # its value when cached memory was last released
@@ -132,12 +125,10 @@ class Channel:
         allocations[address] = allocation
         return tensor
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, own: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """Return a row ``[numel]`` per rank, for ``publish_rows``; ``own`` is that of this rank."""
+    def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return a row ``[numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
         rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
-        rows.insert(self.rank, torch.empty(numel, dtype=dtype) if own is None else own)
+        rows.insert(self.rank, torch.empty(numel, dtype=dtype))
         return rows
 
     def _wait_for_memory(self, num_bytes: int) -> None:
@@ -150,9 +141,8 @@ class Channel:
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Return the memory of free ranges to the OS, as a phase of the step begins.
 
-        Args:
-            keep_for: Keep what lies below the highest range of the last steps: for backward, where
-                the peak is, of the last backwards, else of all phases. None: keep nothing.
+        Kept is what lies below the highest range of the last steps: for backward, where the peak
+        is, of the last backwards, else of all phases. With None nothing is kept.
         """
         is_new = self._released_at != self._next
         if is_new:
@@ -171,24 +161,19 @@ class Channel:
         self._is_bare = keep_for is None
         self._reclaim()
         for begin, end in self._free.ranges:
-            self._own.release_pages(max(begin, keep), end)
+            self._own.release_pages(max(begin, keep), min(end, self._free.reached))
 
     def _reclaim(self) -> None:
         while self._freed:
             self._unacknowledged.append(self._freed.popleft())
-        waiting = []
-        for allocation in self._unacknowledged:
-            if self._is_acknowledged(allocation.message):
-                self._free.give(allocation.begin, allocation.num_bytes)
+        freed, self._unacknowledged = self._unacknowledged, []
+        for each in freed:
+            slot = each.message % _MESSAGES
+            words = [self._acknowledged[other][slot] for other in self.others]
+            if each.message < 0 or min(words) > each.message:
+                self._free.give(each.begin, each.num_bytes)
             else:
-                waiting.append(allocation)
-        self._unacknowledged = waiting
-
-    def _is_acknowledged(self, message: int) -> bool:
-        slot = message % _MESSAGES
-        return message < 0 or all(
-            self._acknowledged[other][slot] > message for other in self.others
-        )
+                self._unacknowledged.append(each)
 
     # --- messages --------------------------------------------------------------------------
 
@@ -198,28 +183,21 @@ class Channel:
         Memory from ``allocate`` is read in place: it must not be written to again, and is reused
         only after all have acknowledged. Other memory is copied, and so is any with ``copy``.
         """
-        allocation = None if copy else self._allocations.get(tensor.data_ptr())
-        if allocation is None and tensor.numel():
-            copied = self.allocate(tensor.numel(), tensor.dtype).copy_(tensor)
-            allocation = self._allocations[copied.data_ptr()]
-        return self._publish(allocation, tensor.numel() * tensor.itemsize)
+        return self._publish([tensor.view(-1)], copy=copy)
 
     def publish_rows(self, rows: Rows) -> int:
-        """Publish to each other rank its row; return the number of the message.
-
-        Rows from ``allocate_rows`` are read in place, others are copied, as in ``publish``.
-        """
+        """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
         others = [rows[other] for other in self.others]
-        first = others[0]
-        allocation = self._allocations.get(first.data_ptr()) if isinstance(rows, list) else None
-        if allocation is None and first.numel():
-            copies = self.allocate(len(others) * first.numel(), first.dtype)
-            for copied, row in zip(copies.view(len(others), -1), others, strict=True):
-                copied.copy_(row)
-            allocation = self._allocations[copies.data_ptr()]
-        return self._publish(allocation, len(others) * first.numel() * first.itemsize)
+        return self._publish(others, copy=isinstance(rows, torch.Tensor))
 
-    def _publish(self, allocation: _Allocation | None, num_bytes: int) -> int:
+    def _publish(self, parts: list[torch.Tensor], *, copy: bool) -> int:
+        numel, dtype = parts[0].numel(), parts[0].dtype
+        allocation = None if copy else self._allocations.get(parts[0].data_ptr())
+        if allocation is None and numel:
+            copies = self.allocate(len(parts) * numel, dtype)
+            for copied, part in zip(copies.view(len(parts), -1), parts, strict=True):
+                copied.copy_(part)
+            allocation = self._allocations[copies.data_ptr()]
         message = self._next
         slot = message % _MESSAGES
         if message >= _MESSAGES:
@@ -234,7 +212,7 @@ class Channel:
         if allocation is not None:
             allocation.message = message
             self._position[self.rank][slot] = allocation.begin
-        self._size[self.rank][slot] = num_bytes
+        self._size[self.rank][slot] = len(parts) * numel * dtype.itemsize
         self._published[self.rank][slot] = message + 1  # last: it makes the rest visible
         return message
 
@@ -243,35 +221,41 @@ class Channel:
         slot = message % _MESSAGES
         return all(self._published[other][slot] > message for other in self.others)
 
-    def receive(self, message: int, other: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def receive(
+        self,
+        message: int,
+        other: int,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        is_row: bool = False,
+    ) -> torch.Tensor:
         """Wait for what rank ``other`` publishes as ``message``; return it in place, ``[numel]``.
 
-        Raises:
-            RuntimeError: That rank publishes another size, has ended, or is not in time.
+        With ``is_row``, return this rank's row of the rows that ``other`` publishes.
         """
-        return self._view(message, other, numel, dtype, row=0, rows=1)
-
-    def receive_own_row(
-        self, message: int, other: int, numel: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return this rank's row ``[numel]`` of the rows that rank ``other`` publishes."""
-        row = self.rank - (self.rank > other)  # a rank does not publish its own row
-        return self._view(message, other, numel, dtype, row=row, rows=len(self.others))
-
-    def _view(
-        self, message: int, other: int, numel: int, dtype: torch.dtype, *, row: int, rows: int
-    ) -> torch.Tensor:
         self._wait(self._published, message, "join the collective", other)
         slot, num_bytes = message % _MESSAGES, numel * dtype.itemsize
-        if self._size[other][slot] != rows * num_bytes:
+        count = len(self.others) if is_row else 1
+        if self._size[other][slot] != count * num_bytes:
             raise RuntimeError(
                 f"rank {other} of the group sends {self._size[other][slot]} bytes where rank "
-                f"{self.rank} expects {rows * num_bytes}: the ranks run different units. "
+                f"{self.rank} expects {count * num_bytes}: the ranks run different units. "
                 "MESHARD_DEBUG=1 says which."
             )
-        return self._segments[other].view(
-            self._position[other][slot] + row * num_bytes, numel, dtype
-        )
+        # A rank does not publish its own row.
+        row = self.rank - (self.rank > other) if is_row else 0
+        begin = self._position[other][slot] + row * num_bytes
+        return self._segments[other].view(begin, numel, dtype)
+
+    def receive_all(
+        self, message: int, own: torch.Tensor, *, is_row: bool = False
+    ) -> list[torch.Tensor]:
+        """Do ``receive`` for each rank, in rank order, where this rank's tensor is ``own``."""
+        numel, dtype = own.numel(), own.dtype
+        rows = [self.receive(message, each, numel, dtype, is_row=is_row) for each in self.others]
+        rows.insert(self.rank, own)
+        return rows
 
     def acknowledge(self, message: int) -> None:
         """Declare that this rank reads ``message`` no more; allowed before it is published."""
@@ -294,18 +278,19 @@ class Channel:
             if own[slot] > message:
                 return
         start = time.monotonic()
-        for count in range(1, 2**62):
+        for count in itertools.count(1):
             time.sleep(_NAPS[count > _NAPS_PER_CHECK])
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                self._check(other, own[slot] <= message, time.monotonic() - start, what)
-
-    def _check(self, other: int, is_missing: bool, seconds: float, what: str) -> None:
-        if self._processes[other].has_ended and is_missing:
-            raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
-        if seconds > self._patience:
-            raise RuntimeError(f"rank {other} of the group did not {what} in {seconds:.0f} s.")
+                # In this order: it may have done so and then ended.
+                if self._processes[other].has_ended and own[slot] <= message:
+                    raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
+                seconds = time.monotonic() - start
+                if seconds > self._patience:
+                    raise RuntimeError(
+                        f"rank {other} of the group did not {what} in {seconds:.0f} s."
+                    )
 
 
 def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel | None:

@@ -10,19 +10,19 @@ gloo adds in an order of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
 from meshard._comm import cpu
 from meshard._comm.communicator import (
-    CommStream,
     Communicator,
-    GatheredViews,
+    GatherInFlight,
     InFlight,
     Rows,
     StepPhase,
+    announce,
     profiled,
 )
 from meshard._comm.cpu import WorkCommunicator
@@ -41,109 +41,46 @@ def make_communicator(device: torch.device) -> Communicator:
 
 
 class _Receiving:
-    """A collective in which this rank reads one message of every other rank."""
+    """A collective in which this rank reads one message of every other rank.
 
-    __slots__ = ("_channel", "_is_done", "_message")
+    ``read`` must not refer to this object, which acknowledges the message when it is dropped.
+    """
 
-    def __init__(self, channel: Channel, message: int) -> None:
+    def __init__(self, channel: Channel, message: int, read: Callable[[], object]) -> None:
         self._channel = channel
         self._message = message
-        self._is_done = False
-
-    def _read(self) -> None:
-        raise NotImplementedError
+        self._read: Callable[[], object] | None = read
 
     def wait(self) -> None:
-        if not self._is_done:
+        if self._read is not None:
             self._read()
             self.release()
 
     def poll(self) -> bool:
-        if not self._is_done and not self._channel.is_published(self._message):
+        if self._read is not None and not self._channel.is_published(self._message):
             return False
         self.wait()
         return True
 
     def release(self) -> None:
-        if not self._is_done:
-            self._is_done = True
+        if self._read is not None:
+            self._read = None
             self._channel.acknowledge(self._message)
 
     def __del__(self) -> None:
         # Dropped unfinished, for example with the model: the other ranks need not wait for this
-        # one. A forked process has a copy of this object but is not the rank. (A collective that
-        # could not be started has no such attribute.)
-        if not getattr(self, "_is_done", True) and self._channel.process == os.getpid():
-            self._channel.acknowledge(self._message)
+        # one. A forked process has a copy of this object but is not the rank.
+        if self._channel.process == os.getpid():
+            self.release()
 
 
-class _Gather(_Receiving):
-    """An all-gather into ``output [ranks * n]``; without one, only ``rows`` can be read."""
+class _Views(_Receiving):
+    """An all-gather whose rows are read where the other ranks keep them."""
 
-    __slots__ = ("_output", "_source")
-
-    def __init__(
-        self, channel: Channel, source: torch.Tensor, output: torch.Tensor | None = None
-    ) -> None:
-        super().__init__(channel, channel.publish(source))
-        self._source = source
-        self._output = output
-
-    def rows(self) -> list[torch.Tensor]:
-        source, receive, message = self._source, self._channel.receive, self._message
-        rows = [
-            receive(message, other, source.numel(), source.dtype) for other in self._channel.others
-        ]
-        rows.insert(self._channel.rank, source)
-        return rows
-
-    def _read(self) -> None:
-        rows = self.rows()
-        if self._output is not None:
-            torch.cat(rows, out=self._output)
-
-
-class _Scatter(_Receiving):
-    """A reduce-scatter of ``source``, a row of ``n`` for every rank, into ``output [n]``."""
-
-    __slots__ = ("_keep_signs", "_output", "_own")
-
-    def __init__(
-        self, channel: Channel, output: torch.Tensor, source: Rows, *, keep_signs: bool
-    ) -> None:
-        super().__init__(channel, channel.publish_rows(source))
-        self._output = output
-        self._keep_signs = keep_signs
-        self._own = source[channel.rank]
-
-    def _read(self) -> None:
-        own, channel = self._own, self._channel
-        rows = [
-            channel.receive_own_row(self._message, other, own.numel(), own.dtype)
-            for other in channel.others
-        ]
-        if len(rows) == 1:
-            cpu.sum_two(self._output, rows[0], own)
-        else:
-            rows.insert(channel.rank, own)
-            cpu.sum_rows(self._output, torch.stack(rows), keep_signs=self._keep_signs)
-
-
-class _Sum(_Receiving):
-    """An all-reduce of ``buffer`` between two ranks, in place."""
-
-    __slots__ = ("_buffer",)
-
-    def __init__(self, channel: Channel, buffer: torch.Tensor) -> None:
-        # A copy is published: the sum must not overwrite what the other rank reads.
-        super().__init__(channel, channel.publish(buffer, copy=True))
-        self._buffer = buffer
-
-    def _read(self) -> None:
-        (other,) = self._channel.others
-        buffer = self._buffer
-        theirs = self._channel.receive(self._message, other, buffer.numel(), buffer.dtype)
-        buffer.add_(theirs)
+    def __init__(self, channel: Channel, source: torch.Tensor) -> None:
+        message = channel.publish(source)
+        self.rows = lambda: channel.receive_all(message, source)
+        super().__init__(channel, message, self.rows)
 
 
 class _Channels(dict[dist.ProcessGroup, Channel | None]):
@@ -187,7 +124,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         """
         if self._is_custom:
             return None
-        return self._channels[group] if self._root_numbers is None else self._channels.get(group)
+        return self._channels[group] if self.root_numbers is None else self._channels.get(group)
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         candidates = [group for group in dict.fromkeys(groups) if _is_candidate(group)]
@@ -206,35 +143,21 @@ class SharedMemoryCommunicator(WorkCommunicator):
             f"memory of another, or one has set {_VARIABLE}=0"
         )
 
-    def allocate(
-        self,
-        numel: int,
-        comm_stream: CommStream,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        is_sent: bool = False,
+    def allocate_source(
+        self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        channel = self._channel_before(group) if is_sent else None
-        if channel is not None:
-            return channel.allocate(numel, dtype)
-        return super().allocate(
-            numel, comm_stream, dtype=dtype, device=device, group=group, is_sent=is_sent
-        )
+        channel = self._channel_before(group)
+        if channel is None:
+            return super().allocate_source(numel, dtype, device=device, group=group)
+        return channel.allocate(numel, dtype)
 
     def allocate_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        group: dist.ProcessGroup,
-        own: torch.Tensor | None = None,
+        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
     ) -> list[torch.Tensor] | None:
         channel = self._channel_before(group)
         if channel is None:
-            return super().allocate_rows(numel, dtype, group=group, own=own)
-        return channel.allocate_rows(numel, dtype, own)
+            return super().allocate_rows(numel, dtype, group=group)
+        return channel.allocate_rows(numel, dtype)
 
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         for channel in self._channels.values():
@@ -243,13 +166,13 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatheredViews | None:
+    ) -> GatherInFlight | None:
         channel = self._channel_before(group)
         if channel is None:
             return super().gather_views(source, group=group, label=label)
-        self._announce("all_gather", source, group, label, rows=group.size())
+        announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
-            return _Gather(channel, source)
+            return _Views(channel, source)
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
@@ -257,7 +180,12 @@ class SharedMemoryCommunicator(WorkCommunicator):
         channel = self._channels[group]
         if channel is None:
             return super()._start_all_gather(output, source, group)
-        return _Gather(channel, source, output)
+        message = channel.publish(source)
+
+        def copy() -> None:
+            torch.cat(channel.receive_all(message, source), out=output)
+
+        return _Receiving(channel, message, copy)
 
     def _start_reduce_scatter(
         self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
@@ -265,10 +193,25 @@ class SharedMemoryCommunicator(WorkCommunicator):
         channel = self._channels[group]
         if channel is None:
             return super()._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
-        return _Scatter(channel, output, source, keep_signs=keep_signs)
+        message, own = channel.publish_rows(source), source[channel.rank]
+
+        def add_up() -> None:
+            rows = channel.receive_all(message, own, is_row=True)
+            if len(rows) == 2:
+                cpu.sum_two(output, rows[1 - channel.rank], own)
+            else:
+                cpu.sum_rows(output, torch.stack(rows), keep_signs=keep_signs)
+
+        return _Receiving(channel, message, add_up)
 
     def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
         channel = self._channels[group] if group.size() == 2 else None
         if channel is None:
             return super()._start_all_reduce(buffer, group)
-        return _Sum(channel, buffer)
+        # A copy: the sum must not overwrite what the other rank reads.
+        message, other = channel.publish(buffer, copy=True), 1 - channel.rank
+
+        def add() -> None:
+            buffer.add_(channel.receive(message, other, buffer.numel(), buffer.dtype))
+
+        return _Receiving(channel, message, add)

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import platform
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,21 +31,17 @@ elif platform.machine().lower() not in ("x86_64", "amd64"):
     WHY_UNSUPPORTED = f"{platform.machine()} may reorder stores; it needs x86-64"
 
 
-def aligned(num_bytes: int) -> int:
-    """Round up to whole cache lines.
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """Round up to whole cache lines, or pages.
 
     >>> aligned(65)
     128
     """
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // alignment) * alignment
 
 
 class Segment:
-    """An anonymous file in memory that several processes map.
-
-    Args:
-        descriptor: Descriptor of the open file, which the segment closes.
-    """
+    """An anonymous file in memory that several processes map. Closes its ``descriptor``."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -53,18 +50,13 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """Create a segment of this process."""
         descriptor = os.memfd_create("meshard")
         os.ftruncate(descriptor, max(num_bytes, _STEP))
         return cls(descriptor)
 
     @classmethod
     def open(cls, process: int, descriptor: int) -> Segment:
-        """Map a segment of another process.
-
-        Raises:
-            OSError: It does not exist on this host, or must not be opened.
-        """
+        """Map a segment of another process. OSError: it is not on this host, or is forbidden."""
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
@@ -80,10 +72,7 @@ class Segment:
 
     def release_pages(self, begin: int, end: int) -> None:
         """Return the whole pages of a range to the OS; they read as zero afterwards."""
-        begin, end = (
-            -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE,
-            end // mmap.PAGESIZE * mmap.PAGESIZE,
-        )
+        begin, end = aligned(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
@@ -110,44 +99,30 @@ class Segment:
 
 
 class FirstFit:
-    """The free ranges of a segment. Adjacent ones are merged; the first that fits is taken.
-
-    Args:
-        start: Where the ranges begin; there is no end.
-    """
+    """The free ranges of a segment. Adjacent ones are merged; the first that fits is taken."""
 
     def __init__(self, start: int) -> None:
-        self.ranges: list[tuple[int, int]] = []  # begin and end, in order
-        self._end = start
+        self.ranges = [(start, sys.maxsize)]  # begin and end, in order; there is always room
+        self.reached = start  # the end of the highest range that was ever taken
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether there is room before the end."""
-        return any(end - begin >= num_bytes for begin, end in self.ranges)
+        """Return whether there is room below ``reached``."""
+        return any(min(end, self.reached) - begin >= num_bytes for begin, end in self.ranges)
 
     def take(self, num_bytes: int) -> int:
         """Take ``num_bytes`` and return where they begin."""
-        for position, (begin, end) in enumerate(self.ranges):
-            if end - begin >= num_bytes:
-                if end - begin == num_bytes:
-                    del self.ranges[position]
-                else:
-                    self.ranges[position] = (begin + num_bytes, end)
-                return begin
-        begin = self._end
-        if self.ranges and self.ranges[-1][1] == begin:
-            begin = self.ranges.pop()[0]  # extend the free range at the end
-        self._end = begin + num_bytes
+        sizes = [end - begin for begin, end in self.ranges]
+        position = next(i for i, size in enumerate(sizes) if size >= num_bytes)
+        begin, end = self.ranges.pop(position)
+        if end - begin > num_bytes:
+            self.ranges.insert(position, (begin + num_bytes, end))
+        self.reached = max(self.reached, begin + num_bytes)
         return begin
 
     def give(self, begin: int, num_bytes: int) -> None:
         """Return a range that was taken."""
-        end = begin + num_bytes
-        position = next(
-            (i for i, each in enumerate(self.ranges) if each[0] > begin), len(self.ranges)
-        )
-        if position < len(self.ranges) and self.ranges[position][0] == end:
-            end = self.ranges.pop(position)[1]
-        if position and self.ranges[position - 1][1] == begin:
-            position -= 1
-            begin = self.ranges.pop(position)[0]
-        self.ranges.insert(position, (begin, end))
+        ranges, self.ranges = sorted([*self.ranges, (begin, begin + num_bytes)]), []
+        for each in ranges:
+            if self.ranges and self.ranges[-1][1] == each[0]:
+                each = (self.ranges.pop()[0], each[1])
+            self.ranges.append(each)
