@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -85,17 +86,13 @@ def microbatches(
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in require_units(module)}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
-    remaining = iter(batches)
     try:
-        batch: Any = next(remaining, _END)
-        while batch is not _END:
-            following = next(remaining, _END)
+        for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
             is_last = following is _END
             for lifecycle in lifecycles:
                 lifecycle.is_last_backward = is_last
             with gradient_sync(module, GradientSync.FULL if is_last else until_last):
                 yield batch
-            batch = following
     finally:
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
             lifecycle.is_last_backward = was_last

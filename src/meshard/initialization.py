@@ -163,7 +163,7 @@ class _Initialisation:
         if module in self._seen:
             return
         self._seen.add(module)
-        summoned = self._summon_for(fqn, module)
+        summoned = self._summon_for(module)
         self._give_memory(fqn, module)
         for name, child in module.named_children():
             self._visit(f"{fqn}.{name}" if fqn else name, child)
@@ -174,16 +174,14 @@ class _Initialisation:
         # A unit of several modules stays unsharded until all of them have been visited.
         self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
-    def _summon_for(self, fqn: str, module: nn.Module) -> list[Unit]:
+    def _summon_for(self, module: nn.Module) -> list[Unit]:
         """Unshard what initialising ``module`` may write to."""
         resets_all = self._init is None and _reset_of(module) is not None
-        names: dict[Unit, str] = {}
-        for name, inner in module.named_modules(prefix=fqn) if resets_all else [(fqn, module)]:
-            for unit in units_of(inner):
-                names.setdefault(unit, name)
-        return [unit for unit, name in names.items() if self._summon(unit, name)]
+        modules = module.modules() if resets_all else [module]
+        units = dict.fromkeys(unit for inner in modules for unit in units_of(inner))
+        return [unit for unit in units if self._summon(unit)]
 
-    def _summon(self, unit: Unit, fqn: str) -> bool:
+    def _summon(self, unit: Unit) -> bool:
         """Unshard a unit, unless it is unsharded already."""
         group = unit.group
         if unit in self._summoned or group is None or isinstance(group.storage, ReplicatedParams):
@@ -191,7 +189,7 @@ class _Initialisation:
         check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
-        self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
+        self._new.update({param: f"{unit.fqn}.{param.fqn}".lstrip(".") for param in new})
         device = group.spec.device
         unsharded = [_unsharded(p, device, is_new=p in new) for p in sharded_params(group)]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)

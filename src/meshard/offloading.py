@@ -28,12 +28,8 @@ def offload(module: nn.Module, optimizer: Optimizer | None = None) -> Offloaded:
 
     Parameters, gradients and state tensors stay the same objects, so an optimizer that holds them
     goes on as before. The device's memory is free when this returns. Nothing is communicated.
-    Buffers, ``ignored_params`` and their state stay where they are; a forward raises.
-
-    Args:
-        module: A module with units in it, usually the root. Units with a ``CPUOffloadPolicy`` are
-            on the host already.
-        optimizer: Its state for the parameters of ``module`` is moved too.
+    Buffers, ``ignored_params``, their state and units with a ``CPUOffloadPolicy`` stay where they
+    are; a forward raises. Of ``optimizer`` the state for the parameters of ``module`` is moved.
 
     Returns:
         A context manager that calls ``onload`` at its end. Without it, call ``onload`` yourself.

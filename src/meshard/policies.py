@@ -62,11 +62,9 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype or None, got {dtype!r}.")
-            if not dtype.is_floating_point:
+            if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}.")
 
 

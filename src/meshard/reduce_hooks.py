@@ -30,7 +30,8 @@ def register_reduce_hook(
     """Register ``hook`` on the reduction of gradients.
 
     A hook has at least one of these methods, which change their tensor in place and must not keep
-    it; an attribute ``wire_dtype`` sets the dtype in which gradients are sent.
+    it; an attribute ``wire_dtype`` sets the dtype in which gradients are sent. ``remove()`` of what
+    is returned takes it off.
 
     * ``arrived(unsharded)``: the unsharded gradients of one backward of one unit,
       ``[shard_count, shard_numel]``, before they are added to anything. Called per microbatch.
@@ -40,9 +41,6 @@ def register_reduce_hook(
 
     Hooks form a chain: ``after`` runs in the opposite order of registration. **Collective:** hooks
     run in the same order on all ranks, so they may communicate. **Stream:** the current one.
-
-    Returns:
-        A handle whose ``remove()`` takes the hook off.
 
     Raises:
         TypeError: ``hook`` has none of the methods; or, in backward, one of them returns something.
