@@ -1,11 +1,15 @@
 """``materialize`` with nothing to call, or with initializations that leave something out."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import meshard
 from meshard import fully_shard, fully_shard_units, materialize, unsharded_params
+from tests.support.fake import fake_group
 from tests.support.parity import assert_same, full_state
 
 SEED = 7
@@ -137,3 +141,17 @@ def wrong_calls():
 
 def test_what_would_not_be_initialised_is_named(run_ranks):
     run_ranks(wrong_calls, 2)
+
+
+def test_a_materialized_model_is_freed_without_the_garbage_collector():
+    with fake_group(1):
+        model = materialize(fully_shard(meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))))
+        gc.collect()
+        gc.disable()
+        try:
+            materialize(model)
+            ref = weakref.ref(model)
+            del model
+            assert ref() is None
+        finally:
+            gc.enable()
