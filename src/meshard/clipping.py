@@ -186,12 +186,9 @@ def _local_norm(
 
 def check_limit(name: str, value: float | None) -> None:
     """Raise a ValueError unless ``value`` is None or a positive, finite number."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} must be a positive number or None, got {value!r}.")
-    if math.isinf(value):
-        raise ValueError(f"{name} must be finite, got {value}; leave it out not to clip.")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ValueError(f"{name} must be a positive, finite number or None, got {value!r}.")
 
 
 def unit_clip(

@@ -238,11 +238,10 @@ class GradientSetters:
         if stream is not None and any(g.spec.device.type == "cpu" for g in _groups(self, recurse)):
             raise ValueError("a CPU mesh has no streams; leave stream out.")
         after = hook if hook is None or stream is None else on_stream(hook, stream)
+        new = [] if after is None else [ReduceHook(after=after, is_all_reduce=True)]
         for unit in selected_units(self, recurse):
-            hooks = [other for other in unit.settings.reduce_hooks if not other.is_all_reduce]
-            if after is not None:
-                hooks.append(ReduceHook(after=after, is_all_reduce=True))
-            unit.settings.reduce_hooks[:] = hooks
+            hooks = unit.settings.reduce_hooks
+            hooks[:] = [other for other in hooks if not other.is_all_reduce] + new
 
     def reset_iter_state(self) -> None:
         """Drop a step that was interrupted: reshard all units, close all windows."""

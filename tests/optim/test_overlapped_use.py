@@ -205,7 +205,7 @@ def refused():
     meshard.clip_grad_norm_(model, 1.0)
     with pytest.raises(ValueError, match=r"shape \(3,\) in param group 0 is in no unit"):
         overlap_optimizer(model, ADAMW, [nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="must be a positive number"):
+    with pytest.raises(ValueError, match="must be a positive, finite number"):
         overlap_optimizer(model, ADAMW, max_unit_norm=0.0)
     with pytest.raises(TypeError, match="LBFGS"):
         overlap_optimizer(model, torch.optim.LBFGS)
