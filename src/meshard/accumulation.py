@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.blocking import gather_from_all
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
+from meshard._params.unit_params import GroupSpec
 from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")
@@ -84,7 +85,13 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in require_units(module)}.values()
+    return _microbatches(module, batches, until_last, require_units(module))
+
+
+def _microbatches(
+    module: nn.Module, batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
+) -> Iterator[Batch]:
+    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     try:
         for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
@@ -205,7 +212,12 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
             "empty one, because others gather its shards."
         )
-    spec = groups[0].spec
+    return _uneven_batches(module, batches, units, groups[0].spec)
+
+
+def _uneven_batches(
+    module: nn.Module, batches: Iterable[Batch], units: list[Unit], spec: GroupSpec
+) -> Iterator[Batch | None]:
     pg = spec.mesh_info.replicate_group
     assert pg is not None
     buckets = module.__dict__["_meshard_buckets"]

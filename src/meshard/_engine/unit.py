@@ -261,7 +261,9 @@ def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     Raises:
         ValueError: There is none.
     """
-    units = list(units_in(module)) if recurse else units_of(module)
+    units: list[Unit] = []
+    if isinstance(module, nn.Module):
+        units = list(units_in(module)) if recurse else units_of(module)
     if not units:
         raise ValueError(
             f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "
