@@ -29,16 +29,14 @@ def describe(module: nn.Module) -> str:
     """Return a table of the units in ``module``, one line each in module order, and their sum.
 
     *parameters* are elements of the unit's own parameters, without those of units inside; of a
-    parameter that tensor parallelism has cut, the part that this rank holds. *unsharded*: bytes of
-    the unsharded parameters. *per rank*: bytes of the flat shard of each rank, the same on all;
-    gradients and optimizer states take a multiple of it. *padding*: bytes that all ranks of a shard
-    group together hold beyond the unsharded parameters, because the number of ranks does not divide
-    a dim. *policies* are those that differ from the defaults of ``fully_shard``.
+    parameter that tensor parallelism has cut, the part that this rank holds. *per rank* is the size
+    of each rank's flat shard; gradients and optimizer states take a multiple of it. *padding* is
+    what the ranks of a shard group together hold beyond the unsharded parameters, because their
+    number does not divide a dim. *policies* are those that differ from the defaults.
 
-    Warnings below the table name units in which padding adds a quarter or more to what is gathered
-    and reduced, and trainable parameters that an optimizer would step in less than float32.
-    Where several CPU ranks communicate, the last line states whether they use shared memory, and
-    why not.
+    Warnings name units in which padding adds a quarter or more to what is gathered and reduced, and
+    trainable parameters that an optimizer would step in less than float32. Where several CPU ranks
+    communicate, the last line states whether they use shared memory, and why not.
 
     Not a collective, and needs no memory: it also describes models on the meta device and on fake
     process groups.

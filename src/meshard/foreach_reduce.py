@@ -329,7 +329,7 @@ class Reduction:
             for part in _parts(buffer):
                 self._divide(part, self._divisors.before_scatter)
         if isinstance(buffer, torch.Tensor) and buffer.dtype != plan.wire_dtype:
-            narrow = self._allocate(buffer, buffer.numel(), plan.wire_dtype)
+            narrow = self._allocate(buffer.numel(), plan.wire_dtype)
             buffer = narrow.view_as(buffer).copy_(buffer)
         for part in _parts(buffer):
             marks.mark_sent(part)
@@ -339,7 +339,7 @@ class Reduction:
             if own is not None and own.dtype == self._sum_dtype:
                 self._result = own
             else:
-                self._result = self._allocate(buffer, buffer[0].numel(), self._sum_dtype)
+                self._result = self._allocate(buffer[0].numel(), self._sum_dtype)
             return self._comm.reduce_scatter(
                 self._result,
                 buffer,
@@ -351,13 +351,10 @@ class Reduction:
     def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
         divide_(tensor, divisor, self._marks.operands)
 
-    def _allocate(self, like: Rows, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        device, group = self._buffer[0].device, self._plan.shard_group
         return self._comm.allocate(
-            numel,
-            CommStream.SCATTER,
-            dtype=dtype,
-            device=like[0].device,
-            group=self._plan.shard_group,
+            numel, CommStream.SCATTER, dtype=dtype, device=device, group=group
         )
 
     @property

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshard._comm.all_gather import Form, PackedGather, agree_on_forms
+from meshard._comm.all_gather import Form, PackedGather, agree_on_forms, start_all_gather
 from meshard._comm.cpu import WorkCommunicator
 from tests.support.threads import run_threads
 
@@ -24,9 +24,8 @@ def gather(per_rank, forms, times=1):
     addresses = []
     for _ in range(times):
         assert all(not out.untyped_storage().nbytes() or not out.numel() for out in packed.outputs)
-        in_flight = packed.start(
-            per_rank[dist.get_rank()], comm=WorkCommunicator(), group=group, label="unit"
-        )
+        source = packed.pack(per_rank[dist.get_rank()])
+        in_flight = start_all_gather(source, comm=WorkCommunicator(), group=group, label="unit")
         in_flight.wait()
         packed.allocate()
         packed.copy_out(in_flight.gathered)

@@ -49,14 +49,14 @@ def test_a_rank_keeps_its_rows(monkeypatch, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
     """What is sent must be written on the lane of the gather, or before it."""
-    device, pack = FakeDevice(), PackedGather._pack
+    device, pack = FakeDevice(), PackedGather.pack
     stray = device.Stream()
 
     def pack_elsewhere(self, parts):
         with device.stream(stray):
             return pack(self, [part + 0 for part in parts])
 
-    monkeypatch.setattr(PackedGather, "_pack", pack_elsewhere)
+    monkeypatch.setattr(PackedGather, "pack", pack_elsewhere)
     run(monkeypatch, kind, (4,), device)
     assert device.races
 

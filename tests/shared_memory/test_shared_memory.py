@@ -295,6 +295,22 @@ def test_a_rank_that_dies_is_named(run_ranks):
     assert "rank 1 of the group has ended and will not join the collective" in str(caught.value)
 
 
+def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
+    words = [0]
+
+    class Ending:
+        @property
+        def has_ended(self):
+            words[0] = 1  # the last thing that it does
+            return True
+
+    monkeypatch.setattr(channel_module, "_EAGER", 0)
+    monkeypatch.setattr(channel_module, "_NAPS_PER_CHECK", 1)
+    met = object.__new__(channel_module.Channel)
+    met._processes, met._patience = {1: Ending()}, 60.0
+    met._wait_long(words, 0, 0, 1, "join the collective")
+
+
 def another_size():
     met = open_channel(dist.group.WORLD)
     met.publish(torch.ones(10 + dist.get_rank()))

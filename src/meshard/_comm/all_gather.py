@@ -43,14 +43,13 @@ class _CastRange(NamedTuple):
 
 
 def start_all_gather(
-    source: torch.Tensor, count: int, *, comm: Communicator, group: dist.ProcessGroup, label: str
+    source: torch.Tensor, *, comm: Communicator, group: dist.ProcessGroup, label: str
 ) -> Gathered:
-    """Start gathering ``source [n]`` of every rank into ``[count, n]``.
-
-    **Collective:** all ranks of ``group``. **Stream:** call it on the gather stream.
-    """
-    numel, dtype, device = count * source.numel(), source.dtype, source.device
-    flat = comm.allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
+    """Start gathering ``source [n]`` of every rank, on the gather stream, into ``[ranks, n]``."""
+    count, dtype, device = group.size(), source.dtype, source.device
+    flat = comm.allocate(
+        count * source.numel(), CommStream.GATHER, dtype=dtype, device=device, group=group
+    )
     pending = comm.all_gather(flat, source, group=group, label=label)
     return Gathered(flat.view(count, -1), pending, source)
 
@@ -74,15 +73,13 @@ class _Copies(NamedTuple):
 class GatherPlan:
     """How one unit is cast, gathered and copied into unsharded parameters.
 
-    Args:
-        sharded_of_all: Layout of the unit's flat shard.
-        on_wire: Layout of the same unit in the dtypes in which it computes.
+    ``at_rest`` is the layout of the flat shard, ``on_wire`` that in the dtypes of the compute.
     """
 
-    def __init__(self, sharded_of_all: FlatLayout, on_wire: FlatLayout) -> None:
+    def __init__(self, at_rest: FlatLayout, on_wire: FlatLayout) -> None:
         self.on_wire = on_wire
-        self._casts = sharded_of_all.segments != on_wire.segments
-        self._cast_ranges = _cast_ranges(sharded_of_all, on_wire) if self._casts else []
+        self._casts = at_rest.segments != on_wire.segments
+        self._cast_ranges = _cast_ranges(at_rest, on_wire) if self._casts else []
         self._regular_ranges = [
             (segment.regular_sizes, segment.regular_numel) for segment in on_wire.segments
         ]
@@ -95,12 +92,10 @@ class GatherPlan:
     def bind(
         self, unsharded: Sequence[torch.Tensor], allocate: Callable[[], None] | None = None
     ) -> None:
-        """Prepare to fill unsharded parameters.
+        """Prepare to fill unsharded parameters; those of one dtype share one storage.
 
-        Args:
-            unsharded: The parameters; those of one dtype share one storage.
-            allocate: Allocates their memory, if the gather may be received in it. It is where the
-                unit has one parameter that is cut evenly: nothing has to be copied out.
+        ``allocate`` allocates their memory. With it, the gather of a unit of one parameter that is
+        cut evenly is received there: nothing has to be copied out.
         """
         self._unsharded = list(unsharded)
         self._regular = [
@@ -128,18 +123,14 @@ class GatherPlan:
         group: dist.ProcessGroup,
         label: str,
     ) -> GatherInFlight:
-        """Start gathering the unit.
-
-        **Collective:** all ranks of ``group``. **Stream:** the gather stream.
-        **Lifetime:** the flat shard must not be edited until the gather is waited for.
-        """
+        """Start gathering the unit; its shard must not be edited until the gather is waited for."""
         with comm.on_stream(CommStream.GATHER):
             source = self._cast(buffer, segments, comm, group) if self._casts else buffer
             views = comm.gather_views(source, group=group, label=label)
             if views is not None:
                 return views
             if not comm.may_keep_buffers:
-                return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
+                return start_all_gather(source, comm=comm, group=group, label=label)
             if self._kept is None:
                 self._keep(source, group.size())
             kept = self._kept
@@ -252,7 +243,7 @@ def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
     return gaps.pop() if len(gaps) == 1 else None
 
 
-def _cast_ranges(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:
+def _cast_ranges(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:
     """Pair the ranges of both layouts, merging those that are adjacent in both."""
     target = {
         param_range.index: (position, param_range.offset)
@@ -260,7 +251,7 @@ def _cast_ranges(sharded_of_all: FlatLayout, on_wire: FlatLayout) -> list[_CastR
         for param_range in segment.ranges
     }
     ranges: list[_CastRange] = []
-    for position, segment in enumerate(sharded_of_all.segments):
+    for position, segment in enumerate(at_rest.segments):
         for each in segment.ranges:
             new = _CastRange(position, each.offset, *target[each.index], each.numel)
             if ranges and ranges[-1].end == new[:4]:
@@ -293,11 +284,8 @@ def agree_on_forms(
 ) -> list[Form]:
     """Return the forms with the largest number of rows of any rank.
 
-    **Collective:** all ranks of ``group``; two small all-gathers, which block. **Stream:** the
-    current one.
-
-    Raises:
-        RuntimeError: On all ranks, if their forms differ in more than the number of rows.
+    **Collective:** all ranks of ``group``; two small all-gathers, which block. All ranks raise a
+    RuntimeError if their forms differ in more than the number of rows.
     """
     text = "\n".join(f"{form.dtype} {form.row_shape}" for form in own)
     outline = torch.tensor([len(own), zlib.crc32(text.encode())], device=device)
@@ -328,28 +316,18 @@ class PackedGather:
         self._bytes = [
             torch.empty((count, size), dtype=torch.uint8, device=device) for size in self._sizes
         ]
+        # `.data` has a version counter of its own: autograd does not take the next filling for an
+        # in-place change of what it saved.
         self.outputs = [
-            _typed(flat, form, count) for flat, form in zip(self._bytes, forms, strict=True)
+            flat.view(-1).view(form.dtype).view(count * form.rows, *form.row_shape).data
+            for flat, form in zip(self._bytes, forms, strict=True)
         ]
         self._storages = [flat.untyped_storage() for flat in self._bytes]
         self.free()
 
-    def start(
-        self,
-        tensors: Sequence[torch.Tensor],
-        *,
-        comm: Communicator,
-        group: dist.ProcessGroup,
-        label: str,
-    ) -> GatherInFlight:
-        """Start gathering, on the gather stream; missing rows are padded with zeros.
-
-        ``tensors`` must not be edited until the gather is waited for.
-        """
-        source = self._pack([_bytes_of(tensor) for tensor in tensors])
-        return start_all_gather(source, group.size(), comm=comm, group=group, label=label)
-
-    def _pack(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what this rank sends; missing rows are padded with zeros."""
+        parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
         if len(parts) == 1 and parts[0].numel() == self._sizes[0]:
             return parts[0]
         source = parts[0].new_empty(sum(self._sizes))
@@ -371,18 +349,3 @@ class PackedGather:
         """Free the memory of the outputs, or of some."""
         for index in range(len(self._storages)) if indices is None else indices:
             self._storages[index].resize_(0)
-
-
-def _typed(flat: torch.Tensor, form: Form, count: int) -> torch.Tensor:
-    shape = (count * form.rows, *form.row_shape)
-    if not flat.numel():
-        return torch.empty(shape, dtype=form.dtype, device=flat.device)
-    # `.data` has a version counter of its own: autograd does not take the next filling for an
-    # in-place change of what it saved.
-    return flat.view(-1).view(form.dtype).view(shape).data
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.numel():
-        return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

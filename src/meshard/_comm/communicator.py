@@ -343,7 +343,7 @@ class Communicator:
             if custom is None:
                 return self._start_all_gather(output, source, group)
             work = custom(output, source, group, self.waits_block_host)
-            return self._in_flight(work, (source,))
+            return self._in_flight(work, source)
 
     def reduce_scatter(
         self,
@@ -394,10 +394,7 @@ class Communicator:
         raise NotImplementedError
 
     def _in_flight(
-        self,
-        work: dist.Work | None,
-        keep: tuple[torch.Tensor, ...],
-        then: Callable[[], object] | None = None,
+        self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
     ) -> InFlight:
         """Return a wait for ``work`` (None: done), then ``then``; ``keep`` lives until it."""
         raise NotImplementedError
@@ -412,4 +409,4 @@ class Communicator:
             then = functools.partial(output.copy_, received)
         op = dist.ReduceOp.SUM
         work = custom(received, source.view(-1), group, op, self.waits_block_host)
-        return self._in_flight(work, (source, received), then)
+        return self._in_flight(work, source, received, then=then)

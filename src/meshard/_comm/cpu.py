@@ -140,10 +140,7 @@ class WorkCommunicator(Communicator):
         return WorkInFlight(dist.all_reduce(buffer, group=group, async_op=True))
 
     def _in_flight(
-        self,
-        work: dist.Work | None,
-        keep: tuple[torch.Tensor, ...],
-        then: Callable[[], object] | None = None,
+        self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
     ) -> InFlight:
         return WorkInFlight(work, then)
 

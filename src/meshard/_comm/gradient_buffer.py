@@ -184,11 +184,9 @@ class GradientLayout:
         if used not in self._marks:
             if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step has a new set
                 self._marks.clear()
-            offsets = {
-                i: param_range.offset for i, param_range in self.ranges.items() if param_range.numel
-            }
+            offsets = {each.index: each.offset for each in self._all_ranges if each.numel}
             # An empty range cannot be marked: count it as used, so that all ranks agree.
-            empty = {index for index, param_range in self.ranges.items() if not param_range.numel}
+            empty = self.ranges.keys() - offsets
             self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._operands)
         return self._marks[used]
 

@@ -156,10 +156,7 @@ class StreamCommunicator(Communicator):
         return self.record(buffer)
 
     def _in_flight(
-        self,
-        work: dist.Work | None,
-        keep: tuple[torch.Tensor, ...],
-        then: Callable[[], object] | None = None,
+        self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
     ) -> InFlight:
         if work is not None:
             work.wait()  # the current stream waits, not the host

@@ -311,11 +311,7 @@ class ParamGroup:
     def _gather_post_forward_shard(self, shard: PostForwardShard) -> GatherInFlight:
         with self.comm.on_stream(CommStream.GATHER):
             return start_all_gather(
-                shard.rows.view(-1),
-                shard.group.size(),
-                comm=self.comm,
-                group=shard.group,
-                label=self.label,
+                shard.rows.view(-1), comm=self.comm, group=shard.group, label=self.label
             )
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:

@@ -124,9 +124,8 @@ class GradientAccumulator:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
 
-    def clear(self, indices: frozenset[int] | None = None) -> None:
-        """Drop pending gradients of all parameters, or of some."""
-        gone = frozenset(range(len(self.storage.params))) if indices is None else indices
+    def clear(self, gone: frozenset[int]) -> None:
+        """Drop pending gradients of some parameters."""
         # Several optimizers may each clear a part. What counts must be the same on all ranks: the
         # cleared parameters, not those of them that this rank used.
         self._cleared |= gone
@@ -164,7 +163,7 @@ class GradientAccumulator:
         self.num_in_flight = 0
         self._dropped = frozenset()
         if is_void:
-            self.clear()
+            self.clear(self.rules.everything)
             self.sharded.clear()
         self._release_if_settled()
 
@@ -310,9 +309,10 @@ class GradientAccumulator:
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
         comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
-        rows: Rows | None = self._free_bucket(layout, wire)
-        if rows is None and not as_one:
-            rows = comm.allocate_rows(layout.shard_numel, wire, group=group)
+        bucket = self._free_bucket(layout, wire)
+        if bucket is not None:
+            return bucket
+        rows = None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=group)
         if rows is not None:
             return rows
         flat = comm.allocate(

@@ -94,25 +94,22 @@ class GradientRules:
 
         ``used`` are those of this rank; ``accumulated``, those of earlier backwards of the window.
         """
-        indices = self._all if used is self.everything else self._indices(used, accumulated)
+        indices = self._all
+        if used is not self.everything:
+            present = used.union(*(grads.layout.indices for grads in accumulated if grads))
+            indices = tuple(
+                index
+                for index, param in enumerate(self._storage.params)
+                if param.sharded.requires_grad
+                or param.unsharded.requires_grad  # in the last forward: frozen since, on all ranks
+                or index in present
+            )
         if indices not in self._layouts:
             if len(self._layouts) >= _MAX_LAYOUTS:  # the user freezes parameters at random
                 self._layouts.clear()
             layouts = [param.layout for param in self._storage.params]
             self._layouts[indices] = GradientLayout(layouts, indices, self._storage.spec.device)
         return self._layouts[indices]
-
-    def _indices(
-        self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
-    ) -> tuple[int, ...]:
-        present = used.union(*(grads.layout.indices for grads in accumulated if grads is not None))
-        return tuple(
-            index
-            for index, param in enumerate(self._storage.params)
-            if param.sharded.requires_grad
-            or param.unsharded.requires_grad  # in the last forward: frozen since, on all ranks
-            or index in present
-        )
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -122,10 +119,9 @@ class GradientRules:
         # Of the parameters as they are now: Module.double may have been called since.
         layout = self._storage.layout
         if layout is not self._widest_of:
-            self._widest_of, self._widest = layout, torch.float32
-            for segment in layout.segments:
-                if segment.dtype.is_floating_point:
-                    self._widest = torch.promote_types(self._widest, segment.dtype)
+            dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
+            self._widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            self._widest_of = layout
         return self._widest
 
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:

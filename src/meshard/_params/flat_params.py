@@ -69,11 +69,10 @@ class FlatParams(ShardedUnitParams):
         self.locals = self.flat_shard.locals
 
     def _make_unsharded(self) -> None:
-        self._num_methods = self._count_methods()
-        self.has_custom_gather = self._num_methods > 0
-        self._custom: SubclassParams | None = None
-        if self.has_custom_gather:
-            self._custom = SubclassParams(
+        num_methods = self._count_methods()
+        custom = None
+        if num_methods:
+            custom = SubclassParams(
                 self.params,
                 spec=self.spec,
                 mp_policy=self._mp_policy,
@@ -81,6 +80,8 @@ class FlatParams(ShardedUnitParams):
             )
         else:
             self._make_pool()
+        # Last: methods that were refused are refused again at the next use.
+        self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
         self._read_dtypes()
 
     def _make_pool(self) -> None:
@@ -92,11 +93,10 @@ class FlatParams(ShardedUnitParams):
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
             self.plan.bind(self.unsharded.views, self.unsharded.allocate)
-            for index, (param, view) in enumerate(
-                zip(self.params, self.unsharded.views, strict=True)
-            ):
+            for index, param in enumerate(self.params):
                 # `.data`, not `.detach()`: only the former starts a new version counter.
-                plain = nn.Parameter(view.data, requires_grad=param.sharded.requires_grad)
+                view = self.unsharded.views[index].data
+                plain = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
                 param.make_unsharded(plain, self._gradient_hook(index))
 
     # --- gather ----------------------------------------------------------------------------

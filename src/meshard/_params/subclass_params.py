@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._comm.all_gather import Form, PackedGather, agree_on_forms
+from meshard._comm.all_gather import Form, PackedGather, agree_on_forms, start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
@@ -315,9 +315,9 @@ class SubclassParams(ShardedUnitParams):
         # What is made here may become part of an unsharded parameter, and be saved by autograd.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
             inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
-            gather = self._plan([Form.of(each) for each in inputs])
+            source = self._plan([Form.of(each) for each in inputs]).pack(inputs)
             group = self.spec.mesh_info.shard_group
-            return gather.start(inputs, comm=comm, group=group, label=self.label)
+            return start_all_gather(source, comm=comm, group=group, label=self.label)
 
     def _plan(self, forms: list[Form]) -> PackedGather:
         if self._gather is not None:

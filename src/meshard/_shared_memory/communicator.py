@@ -83,23 +83,6 @@ class _Views(_Receiving):
         super().__init__(channel, message, self.rows)
 
 
-class _Channels(dict[dist.ProcessGroup, Channel | None]):
-    """The channel of each group; None where ranks do not reach one another's memory.
-
-    The first look-up of a group is collective. Channels live as long as this object, also when
-    their group has been destroyed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_wanted = os.environ.get(_VARIABLE, "1") != "0"
-
-    def __missing__(self, group: dist.ProcessGroup) -> Channel | None:
-        channel = open_channel(group, is_wanted=self.is_wanted) if _is_candidate(group) else None
-        self[group] = channel
-        return channel
-
-
 def _is_candidate(group: dist.ProcessGroup) -> bool:
     return group.size() > 1 and dist.get_backend(group) == "gloo"
 
@@ -113,7 +96,17 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def __init__(self) -> None:
         super().__init__()
-        self._channels = _Channels()
+        self._is_wanted = os.environ.get(_VARIABLE, "1") != "0"
+        # None where ranks do not reach one another's memory. Variants of a communicator share them.
+        self._channels: dict[dist.ProcessGroup, Channel | None] = {}
+
+    def _channel(self, group: dist.ProcessGroup) -> Channel | None:
+        """Return the channel of ``group``. **Collective:** the first call for each group."""
+        if group not in self._channels:
+            is_possible = _is_candidate(group)
+            channel = open_channel(group, is_wanted=self._is_wanted) if is_possible else None
+            self._channels[group] = channel
+        return self._channels[group]
 
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
         """Return the channel of ``group`` for memory of a collective that is still to come.
@@ -124,13 +117,13 @@ class SharedMemoryCommunicator(WorkCommunicator):
         """
         if self._is_custom:
             return None
-        return self._channels[group] if self.root_numbers is None else self._channels.get(group)
+        return self._channel(group) if self.root_numbers is None else self._channels.get(group)
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         candidates = [group for group in dict.fromkeys(groups) if _is_candidate(group)]
         if not candidates:
             return ""
-        if WHY_UNSUPPORTED or not self._channels.is_wanted:
+        if WHY_UNSUPPORTED or not self._is_wanted:
             return f"shared memory: off: {WHY_UNSUPPORTED or f'{_VARIABLE}=0'}"
         if any(group not in self._channels for group in candidates):
             return "shared memory: decided at the first collective of each process group"
@@ -177,7 +170,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
     ) -> InFlight:
-        channel = self._channels[group]
+        channel = self._channel(group)
         if channel is None:
             return super()._start_all_gather(output, source, group)
         message = channel.publish(source)
@@ -190,7 +183,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _start_reduce_scatter(
         self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
     ) -> InFlight:
-        channel = self._channels[group]
+        channel = self._channel(group)
         if channel is None:
             return super()._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
         message, own = channel.publish_rows(source), source[channel.rank]
@@ -205,7 +198,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         return _Receiving(channel, message, add_up)
 
     def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
-        channel = self._channels[group] if group.size() == 2 else None
+        channel = self._channel(group) if group.size() == 2 else None
         if channel is None:
             return super()._start_all_reduce(buffer, group)
         # A copy: the sum must not overwrite what the other rank reads.
