@@ -12,38 +12,28 @@ import torch.distributed as dist
 import meshard
 from meshard import overlap_optimizer
 from meshard.optim.unit_step import UnitStepper
-from tests.optim.test_flat_optimizer import MANY, assert_same_state, groups_of, plain_state
-from tests.optim.test_overlapped_steps import DTYPES, SCHEDULES, batch, grads, make, window
-from tests.optim.test_overlapped_use import SignDescent
-from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
 from tests.support.covering import covering
+from tests.support.optimizers import (
+    ADAMW,
+    DEFERRED,
+    DTYPES,
+    MANY,
+    MAX_NORM,
+    OPTIONS,
+    SCHEDULES,
+    SignDescent,
+    assert_same_state,
+    batch,
+    clipped,
+    deferred,
+    groups_of,
+    make,
+    plain_state,
+    train,
+    trainable,
+    window,
+)
 from tests.support.parity import assert_same, full_state, own_state
-
-MAX_NORM = 0.5
-DEFERRED = {"clip": "deferred", "max_norm": MAX_NORM}
-
-
-def clipped(model, optimizer, windows, **kwargs):
-    """Train in the ordinary way; return the norms."""
-    norms = []
-    for number in windows:
-        window(model, number, **kwargs)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        norms.append(meshard.clip_grad_norm_(params, MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
-
-
-def deferred(model, optimizer, windows, **kwargs):
-    norms = []
-    for number in windows:
-        window(model, number, **kwargs)
-        assert grads(model) == []
-        optimizer.step()
-        optimizer.zero_grad()
-        norms.append(optimizer.total_norm)
-    return norms
 
 
 def compare(shape, name, dtype, schedule, wait, grouped=False):

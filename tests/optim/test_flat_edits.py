@@ -2,54 +2,11 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import meshard
-from meshard import flat_optimizer
-from tests.optim.test_flat_optimizer import assert_same_state, plain_state
-from tests.support.models import seeded
-from tests.support.parity import assert_same, full_state
-
-
-class Net(nn.Module):
-    """Square weights, an uneven one, one smaller than the number of ranks, one in no unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.head = nn.Linear(6, 1)
-        self.loose = nn.Parameter(torch.empty(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.loose
-        return self.head(x)
-
-
-def make(foreach=False):
-    """Return a model; foreach kernels of the ordinary optimizer take no loose parameters."""
-    model = seeded(Net())
-    mesh = init_device_mesh("cpu", (2,))
-    meshard.fully_shard(model.layers[0], mesh)
-    return meshard.fully_shard(model, mesh, ignored_params=set() if foreach else {model.loose})
-
-
-def backward(model, step):
-    model(torch.full((2, 6), 0.1 * step + 0.1)).square().sum().backward()
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def second(model, optimizer):
-    """Return the state of a parameter that is not the first of its run."""
-    return optimizer.state[model.layers[1].bias]
-
-
-def halve_in_place(model, optimizer):
-    second(model, optimizer)["exp_avg"].mul_(0.5)
+from tests.support.flat_models import halve_in_place, local, note, second, trained
+from tests.support.optimizers import assert_same_state
+from tests.support.parity import assert_same
 
 
 def halve_locally(model, optimizer):
@@ -177,11 +134,6 @@ def transposed_gradients(model, optimizer):
         param.grad = DTensor.from_local(turned, param.device_mesh, param.placements)
 
 
-def note(model, optimizer):
-    """Entries of the user's own stay, and change nothing."""
-    second(model, optimizer)["note"] = "mine"
-
-
 EDITS = (
     halve_in_place,
     halve_locally,
@@ -209,28 +161,6 @@ EDITS = (
     transposed_gradients,
     note,
 )
-
-
-def state_of(optimizer):
-    """Return the state by the number of the parameter; the user's entries are left out."""
-    found = plain_state(optimizer)
-    for state in found.values():
-        state.pop("note", None)
-    return found
-
-
-def trained(edit, *, is_flat, options):
-    model = make(options.get("foreach", False))
-    params = list(model.parameters())
-    cls = torch.optim.AdamW
-    optimizer = flat_optimizer(model, cls, params, **options) if is_flat else cls(params, **options)
-    for step in range(5):
-        backward(model, step)
-        if step in (1, 3):
-            edit(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state(model), state_of(optimizer)
 
 
 def edited(edits, options):

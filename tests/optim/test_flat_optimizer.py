@@ -4,103 +4,17 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import FlatOptimizer, GradientSync, MixedPrecisionPolicy, flat_optimizer
+from tests.support.flat_models import Net, backward, make, train
 from tests.support.models import seeded
-from tests.support.parity import assert_same, full_state, own_part, own_state
+from tests.support.optimizers import MANY, assert_same_state, groups_of, plain_state
+from tests.support.parity import assert_same, full_state, own_state
 
 STEPS = 5
-MANY = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
-    "adamw foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
-    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
-    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
-    "nadam": (torch.optim.NAdam, {"lr": 0.01}),
-    "radam": (torch.optim.RAdam, {"lr": 0.1}),
-}
-
-
-class Net(nn.Module):
-    """Uneven layers, a parameter smaller than the number of ranks, and one that may rest."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(7, 13)
-        self.tiny = nn.Parameter(torch.empty(1, 13))
-        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
-
-    def forward(self, x, rest=None):
-        x = self.first(x) * self.tiny
-        for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) if number != rest else x
-        return x
-
-
-def make(shape, *, per_layer=False, **kwargs):
-    mesh = init_device_mesh("cpu", shape)
-    model = seeded(Net())
-    if per_layer:
-        for layer in model.layers:
-            meshard.fully_shard(layer, mesh, **kwargs)
-    return meshard.fully_shard(model, mesh, **kwargs)
-
-
-def backward(model, step, rest=None):
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    model(torch.randn(3, 7, generator=generator), rest).square().sum().backward()
-
-
-def groups_of(model):
-    named = dict(model.named_parameters())
-    biases = [param for name, param in named.items() if "bias" in name]
-    others = [param for name, param in named.items() if "bias" not in name]
-    return [{"params": others}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
-
-
-def train(model, optimizer, steps, schedule=(GradientSync.FULL,), rest=lambda step: None):
-    for step in steps:
-        for number, mode in enumerate(schedule):
-            model.set_gradient_sync(mode)
-            backward(model, 10 * step + number, rest(step))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def plain_state(optimizer):
-    """Return the state per parameter number: this rank's part, and how it was cut."""
-    found = {}
-    for number, each in optimizer.state_dict()["state"].items():
-        found[number] = {
-            key: own_part(value) if isinstance(value, torch.Tensor) else value
-            for key, value in each.items()
-        }
-        found[number]["placements"] = {
-            key: value.placements for key, value in each.items() if isinstance(value, DTensor)
-        }
-    return found
-
-
-def assert_same_state(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for number, each in theirs.items():
-        assert ours[number].keys() == each.keys()
-        for key, value in each.items():
-            if isinstance(value, torch.Tensor):
-                assert_same(ours[number][key], value, bitwise=True, what=f"{key} of {number}")
-            else:
-                assert ours[number][key] == value
-
-
 FUSED = {"lr": 0.01, "fused": True}
 
 

@@ -14,14 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import meshard
 from meshard import flat_optimizer
-from tests.optim.test_flat_optimizer import (
-    assert_same_state,
-    backward,
-    make,
-    plain_state,
-    train,
-)
+from tests.support.flat_models import backward, make, train
 from tests.support.models import seeded
+from tests.support.optimizers import assert_same_state, plain_state
 from tests.support.parity import assert_same, full_state
 
 

@@ -8,8 +8,15 @@ from torch.optim.optimizer import (
 )
 
 from meshard import flat_optimizer
-from tests.optim.test_flat_edits import backward, halve_in_place, make, note, second, trained
-from tests.optim.test_flat_optimizer import assert_same_state, plain_state
+from tests.support.flat_models import (
+    backward_loose,
+    halve_in_place,
+    make_loose,
+    note,
+    second,
+    trained,
+)
+from tests.support.optimizers import assert_same_state, plain_state
 from tests.support.parity import assert_same, full_state
 
 
@@ -17,14 +24,14 @@ def steps_that_raise():
     """What raises with the ordinary optimizer raises here, and can be mended."""
     records = []
     for is_flat in (True, False):
-        model = make()
+        model = make_loose()
         params = list(model.parameters())
         cls, options = torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}
         optimizer = (
             flat_optimizer(model, cls, params, **options) if is_flat else cls(params, **options)
         )
         for step in range(4):
-            backward(model, step)
+            backward_loose(model, step)
             if step == 2:
                 group = optimizer.param_groups[0]
                 lr, group["lr"] = group["lr"], "fast"
@@ -71,11 +78,11 @@ def later_momentum():
     """State that the optimizer makes only after some steps."""
     records = []
     for is_flat in (True, False):
-        model = make()
+        model = make_loose()
         cls, params = torch.optim.SGD, list(model.parameters())
         optimizer = flat_optimizer(model, cls, params, lr=0.1) if is_flat else cls(params, lr=0.1)
         for step in range(5):
-            backward(model, step)
+            backward_loose(model, step)
             if step == 2:
                 optimizer.param_groups[0]["momentum"] = 0.9
             optimizer.step()
@@ -92,11 +99,11 @@ def test_state_that_comes_later(run_ranks):
 
 def nothing_new():
     """Where nothing is edited, runs stay what they are: all the rest is slow."""
-    model = make()
+    model = make_loose()
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
     seen = []
     for step in range(6):
-        backward(model, step)
+        backward_loose(model, step)
         optimizer.step()
         halve_in_place(model, optimizer)
         note(model, optimizer)
@@ -112,7 +119,7 @@ def test_runs_are_kept_from_step_to_step(run_ranks):
 
 
 def hooked():
-    model = make()
+    model = make_loose()
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
     calls = []
     handles = [
@@ -120,7 +127,7 @@ def hooked():
         register_optimizer_step_post_hook(lambda own, args, kwargs: calls.append(own)),
     ]
     for step in range(2):
-        backward(model, step)
+        backward_loose(model, step)
         optimizer.step()
     for handle in handles:
         handle.remove()
@@ -133,10 +140,10 @@ def test_hooks_of_all_optimizers_hear_of_a_step_once(run_ranks):
 
 def of_their_own():
     """A counter is saved with its own four bytes, not with those of the whole model."""
-    model = make()
+    model = make_loose()
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
     for step in range(3):
-        backward(model, step)
+        backward_loose(model, step)
         optimizer.step()
     counters = [state["step"] for state in optimizer.state.values()]
     assert {int(each) for each in counters} == {3}

@@ -5,10 +5,20 @@ import torch
 
 import meshard
 from meshard import overlap_optimizer
-from tests.engine.test_lifetime import settled_tensor_bytes
-from tests.optim.test_flat_optimizer import MANY, assert_same_state, groups_of, plain_state
-from tests.optim.test_overlapped_steps import DTYPES, make, window
-from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
+from tests.support.live_memory import settled_tensor_bytes
+from tests.support.optimizers import (
+    ADAMW,
+    DTYPES,
+    MANY,
+    OPTIONS,
+    assert_same_state,
+    groups_of,
+    make,
+    plain_state,
+    train,
+    trainable,
+    window,
+)
 from tests.support.parity import assert_same, full_state
 
 

@@ -8,9 +8,18 @@ import torch
 
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
-from tests.optim.test_deferred_steps import DEFERRED, MAX_NORM
-from tests.optim.test_overlapped_steps import batch, grads, make, window
-from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
+from tests.support.optimizers import (
+    ADAMW,
+    DEFERRED,
+    MAX_NORM,
+    OPTIONS,
+    batch,
+    grads,
+    make,
+    train,
+    trainable,
+    window,
+)
 from tests.support.parity import assert_same, full_state, whole
 
 

@@ -10,19 +10,23 @@ import torch
 import meshard
 from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.host_copies import HostCopies
-from tests.optim.test_deferred_steps import DEFERRED, clipped, deferred
-from tests.optim.test_flat_optimizer import MANY
-from tests.optim.test_overlapped_steps import (
+from tests.support.covering import covering
+from tests.support.optimizers import (
+    ADAMW,
+    DEFERRED,
     DTYPES,
+    MANY,
+    OPTIONS,
     SCHEDULES,
+    SignDescent,
+    clipped,
+    deferred,
     grads,
     make,
     train_both,
+    trainable,
     window,
 )
-from tests.optim.test_overlapped_use import SignDescent
-from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, trainable
-from tests.support.covering import covering
 from tests.support.parity import assert_same, full_state
 
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)

@@ -5,10 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from tests.optim.test_flat_optimizer import MANY
-from tests.optim.test_overlapped_steps import SCHEDULES, Net, train_both
-from tests.optim.test_overlapped_use import SignDescent
 from tests.support.models import seeded
+from tests.support.optimizers import MANY, SCHEDULES, Net, SignDescent, train_both
 from tests.support.parity import assert_same, full_state
 
 

@@ -12,11 +12,16 @@ from torch.distributed.checkpoint.state_dict import (
 
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
-from tests.optim.test_flat_optimizer import assert_same_state, groups_of, plain_state
-from tests.optim.test_overlapped_steps import (
+from tests.support.optimizers import (
+    ADAMW,
+    OPTIONS,
+    assert_same_state,
+    groups_of,
     make,
+    plain_state,
+    train,
+    trainable,
 )
-from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
 from tests.support.parity import assert_same, full_state
 
 

@@ -11,14 +11,18 @@ from torch import nn
 
 import meshard
 from meshard import overlap_optimizer
-from tests.optim.test_overlapped_steps import (
+from tests.support.optimizers import (
+    ADAMW,
+    OPTIONS,
+    SignDescent,
     batch,
     grads,
     make,
+    train,
     train_both,
+    trainable,
     window,
 )
-from tests.optim.test_overlapped_windows import ADAMW, OPTIONS, train, trainable
 from tests.support.parity import assert_same, full_state, whole
 
 
@@ -111,22 +115,6 @@ def two_of_them():
 
 def test_two_optimizers_share_a_unit(run_ranks):
     run_ranks(two_of_them, 2)
-
-
-class SignDescent(torch.optim.Optimizer):
-    """Not one of torch's: it looks at each parameter as a whole."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state["count"] = state.get("count", 0) + 1
-                    param.sub_(param.grad.sign(), alpha=group["lr"] * (param.dim() + 1))
 
 
 def another_class():

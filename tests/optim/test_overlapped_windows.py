@@ -1,33 +1,19 @@
 """Optimizers in backward: one step of a unit per window."""
 
-import torch
-
 import meshard
 from meshard import GradientSync, overlap_optimizer
-from tests.optim.test_overlapped_steps import (
+from tests.support.optimizers import (
+    ADAMW,
+    OPTIONS,
     SYNC,
     Net,
     batch,
     grads,
     make,
     train_both,
-    window,
+    trainable,
 )
 from tests.support.parity import assert_same, full_state
-
-ADAMW = torch.optim.AdamW
-OPTIONS = {"lr": 0.01}
-
-
-def trainable(model):
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def train(model, optimizer, windows, **kwargs):
-    for number in windows:
-        window(model, number, **kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def every_way():

@@ -1,0 +1,102 @@
+"""Communication that is delayed, beside compute that leaves the cores alone."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+import meshard._engine.build
+from meshard._comm.cpu import WorkCommunicator
+from tests.support.parity import assert_same, full_grads
+
+DELAY = COMPUTE = 0.020
+BLOCKS = 8
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(COMPUTE)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(COMPUTE)
+        return grad
+
+
+class Block(nn.Module):
+    """20 ms of compute that leaves the cores alone, and a layer to be gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return _Sleep.apply(torch.tanh(self.layer(x)))
+
+
+class _Late:
+    """A collective whose result comes no sooner than ``DELAY`` after its start."""
+
+    def __init__(self, pending):
+        self.pending = pending
+        self.ready = time.monotonic() + DELAY
+
+    def wait(self):
+        time.sleep(max(0.0, self.ready - time.monotonic()))
+        self.pending.wait()
+
+    def poll(self):
+        return time.monotonic() >= self.ready and self.pending.poll()
+
+
+class DelayedCommunicator(WorkCommunicator):
+    """Every all-gather takes 20 ms longer."""
+
+    def all_gather(self, output, source, *, group, label):
+        return _Late(super().all_gather(output, source, group=group, label=label))
+
+
+class DelayedReductions(WorkCommunicator):
+    """Every reduction takes 20 ms longer."""
+
+    def reduce_scatter(self, output, source, *, group, label, keep_signs=True):
+        where = {"group": group, "label": label, "keep_signs": keep_signs}
+        return _Late(super().reduce_scatter(output, source, **where))
+
+    def all_reduce(self, buffer, *, group, label, output=None):
+        return _Late(super().all_reduce(buffer, group=group, label=label, output=output))
+
+
+def build(communicator, mesh):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(BLOCKS)])
+    original = meshard._engine.build.make_communicator
+    meshard._engine.build.make_communicator = lambda device: communicator()
+    try:
+        for block in model[1:]:
+            meshard.fully_shard(block, mesh)
+        return meshard.fully_shard(model, mesh)
+    finally:
+        meshard._engine.build.make_communicator = original
+
+
+def step_times(delayed, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    models = [build(WorkCommunicator, mesh), build(delayed, mesh)]
+    x = torch.ones(2, 8) * (1 + dist.get_rank())
+    times = [[], []]
+    for round_ in range(6):
+        for model, record in zip(models, times, strict=True):
+            dist.barrier()
+            start = time.monotonic()
+            model(x).sum().backward()
+            if round_:  # the first has no recorded order
+                record.append(time.monotonic() - start)
+    assert_same(full_grads(models[0]), full_grads(models[1]), bitwise=True)
+    return [statistics.median(record) for record in times]
