@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -51,14 +50,9 @@ _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication st
 
 
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
-    """Cut a list of parameters into buckets of one dtype each, the first of which is small.
+    """Cut a list of parameters into buckets of one dtype each: lists of positions.
 
-    Args:
-        params: In the order in which gradients are expected.
-        cap: Bytes that a bucket may have, unless one parameter alone has more.
-
-    Returns:
-        Positions in ``params``.
+    A bucket has at most ``cap`` bytes, unless one parameter alone has more, and the first is small.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -96,10 +90,6 @@ class Buckets:
         cap: Bytes of a bucket.
         are_views: Whether ``.grad`` are views of the buckets.
         sends_buffers: Whether forwards overwrite buffers by those of one rank.
-
-    Attributes:
-        units: Outermost first.
-        buffers_from: Rank in the mesh whose buffers are sent.
     """
 
     def __init__(
@@ -113,16 +103,19 @@ class Buckets:
         are_views: bool,
         sends_buffers: bool,
     ) -> None:
-        self.buffers_from = 0
+        self.buffers_from = 0  # the rank in the mesh whose buffers are sent
         self.replaced = ReplacedCount()
         self._params = params
         self._spec = spec
+        assert spec.mesh_info.replicate_group is not None
+        self._group = spec.mesh_info.replicate_group
         self._policy = policy
         self._cap = cap
         self._are_views = are_views
         self._sends_buffers = sends_buffers
         order = list(reversed(range(len(params))))
         count = max(1, len(partition([params[position].sharded for position in order], cap)))
+        # Outermost first, each inside the one before.
         self.units = [Unit([module], casts_of(policy), UnitSettings()) for _ in range(count)]
         nest(self.units)
         for number, unit in enumerate(reversed(self.units)):
@@ -179,9 +172,7 @@ class Buckets:
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Rebuild the buckets if it is time, and send buffers, before a forward with a graph.
 
-        A forward pre-hook of the module, which runs before the hooks of its units.
-
-        **Collective:** all ranks of the mesh.
+        A pre-hook that runs before those of the units. **Collective:** all ranks of the mesh.
         """
         if not torch.is_grad_enabled():
             return
@@ -228,12 +219,6 @@ class Buckets:
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._spec.mesh_info.replicate_group
-        assert group is not None
-        return group
 
 
 def _is_in_use(unit: Unit) -> bool:
@@ -420,8 +405,8 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
         if type(param) is not nn.Parameter:
             raise ValueError(
                 f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "
-                "parameters only. DTensors go to fully_shard, "
-                "whose shard_placement_fn may return Replicate()."
+                "ones only. DTensors go to fully_shard, whose shard_placement_fn may return "
+                "Replicate()."
             )
 
 

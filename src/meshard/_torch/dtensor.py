@@ -21,7 +21,6 @@ def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
     """Return a DTensor of global ``shape`` (contiguous) over this rank's ``local`` shard."""
-    stride = torch.empty(shape, device="meta").stride()
     # from_local moves tensors to the device of the mesh, but a shard may live on the host; meta
     # tensors it does not move.
     meta = DTensor.from_local(
@@ -30,7 +29,7 @@ def make_dtensor(
         placements,
         run_check=False,
         shape=shape,
-        stride=tuple(stride),
+        stride=torch.empty(shape, device="meta").stride(),
     )
     return _made_over(local, meta._spec)
 

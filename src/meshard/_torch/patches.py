@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,11 +23,7 @@ _replaced: dict[type, tuple[Any, Any]] = {}  # by class: its own zero_grad, and 
 
 
 def patch_zero_grad(clear: Callable[[list[torch.Tensor]], None]) -> None:
-    """Replace ``zero_grad`` of ``Optimizer`` with its subclasses, and of ``Module``.
-
-    Args:
-        clear: Drops the pending gradients of the parameters that it is given.
-    """
+    """Replace ``zero_grad`` of ``Optimizer`` and ``Module``; ``clear`` drops pending gradients."""
     global _clear
     _clear = clear
     if not _replaced:
@@ -54,9 +50,8 @@ def release_pending(holder: object) -> None:
     _holders.discard(holder)
 
 
-def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def patch_new_optimizers() -> None:

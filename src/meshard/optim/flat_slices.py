@@ -29,7 +29,7 @@ OptimGroups = Sequence[dict[str, Any]]
 class Member(NamedTuple):
     """One parameter of a slice."""
 
-    param: torch.Tensor  # the sharded parameter
+    param: torch.Tensor  # sharded
     offset: int  # of its shard, in elements from the start of the segment
     numel: int  # of its shard, without padding
 

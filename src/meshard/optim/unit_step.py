@@ -33,9 +33,7 @@ _GRADIENT = attrgetter("grad")
 class DeferredWindow:
     """The gradients of one window, from the first that is put aside to the norm of all.
 
-    Args:
-        params: Parameters in the order in which their norms are added up.
-        max_norm: Limit of the norm of all gradients together.
+    Norms are added up in the order of ``params``.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], max_norm: float) -> None:
@@ -80,17 +78,14 @@ class WorkerStep:
         self._future.result()
 
     def poll(self) -> bool:
-        """Return whether the step is over."""
+        """Whether the step is over."""
         return self._future.done()
 
 
 class PendingStep:
     """The step of one unit, from taking its gradients until the unit's next gather is there.
 
-    Args:
-        stepper: Of the unit.
-        work: The end of the step.
-        window: Instead of ``work``, with a deferred step: clips it, and is closed to take it.
+    ``work`` is its end. A deferred step has none yet, but the ``window`` by which it is clipped.
     """
 
     def __init__(
