@@ -69,8 +69,8 @@ class DelayedReductions(WorkCommunicator):
         where = {"group": group, "label": label, "keep_signs": keep_signs}
         return _Late(super().reduce_scatter(output, source, **where))
 
-    def all_reduce(self, buffer, *, group, label, output=None):
-        return _Late(super().all_reduce(buffer, group=group, label=label, output=output))
+    def all_reduce(self, buffer, *, group, label):
+        return _Late(super().all_reduce(buffer, group=group, label=label))
 
 
 def build(communicator, mesh):
