@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
-from meshard._engine.param_group import ParamGroup, sharded_params
-from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
+from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
+from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -79,7 +79,7 @@ def _allocate(param: ShardedParam, group: ParamGroup) -> None:
     param.sharded = old
 
 
-def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
+def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
     """Return a plain parameter of the global shape, in the dtype of the shard.
 
     **Collective:** the mesh of the parameter, unless it is new.
@@ -227,7 +227,7 @@ class _Initialisation:
         new = _leave_meta(group)
         self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})
         unsharded = [
-            _unsharded(param, group.spec.device, is_new=param in new)
+            _unsharded_copy(param, group.spec.device, is_new=param in new)
             for param in sharded_params(group)
         ]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)

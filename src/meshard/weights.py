@@ -26,8 +26,8 @@ from meshard._comm.blocking import (
     scatter_from_first,
 )
 from meshard._comm.buffers import matching_parts
-from meshard._engine.param_group import ParamGroup, sharded_params
-from meshard._engine.unit import SummonOptions, Unit, require_units
+from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
+from meshard._engine.unit import Unit, require_units
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -133,8 +133,8 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
                 "of rank 0 would not reach the others; make them on all ranks, without rank0_only."
             )
         return False
-    if unit.summoned is not None:
-        unit.summoned.check_allows(options, unit.label)
+    if unit.group.is_summoned:
+        unit.group.summoned_by.check_allows(options, unit.label)
         return False
     check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
@@ -183,10 +183,9 @@ class SummonedUnit:
         self._options = options
         self._group: ParamGroup = unit.group
         self._group.reshard()
-        self._group.summon()
+        self._group.summon(options)
         self._version = self._group.version
         self._is_unsharded = bool(unsharded)
-        unit.summoned = options
         unit_ref = weakref.ref(unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
@@ -247,7 +246,6 @@ class SummonedUnit:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
         self._group.dismiss()
-        self.unit.summoned = None
 
     @torch.no_grad()
     def write(self, values: list[torch.Tensor]) -> None:

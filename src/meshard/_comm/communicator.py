@@ -438,7 +438,7 @@ def _record(name: str):  # type: ignore[no-untyped-def]  # a generator behind a 
         yield
 
 
-_NOTHING = contextlib.nullcontext()
+_NOT_PROFILED = contextlib.nullcontext()
 
 
 def profiled(what: str, label: str) -> contextlib.AbstractContextManager[None]:
@@ -446,4 +446,4 @@ def profiled(what: str, label: str) -> contextlib.AbstractContextManager[None]:
     # The public record_function takes microseconds even without a profiler; this flag does not.
     if is_profiling():
         return _record(f"meshard::{what} {label}")
-    return _NOTHING
+    return _NOT_PROFILED

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from meshard._engine.outputs import (
     WATCHED,
@@ -32,8 +33,8 @@ from meshard._engine.outputs import (
     tensors_in,
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
-from meshard._engine.unit import Unit, units_of
-from meshard._params.sharded_param import ShardedParam
+from meshard._engine.unit import Unit, own_class, units_of
+from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of
 from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
@@ -63,8 +64,15 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
         unit.lifecycle.gradient_arrived(unit, index)
 
 
+_checks_registrations = False
+
+
 def register_hooks(unit: Unit) -> None:
     """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
+    global _checks_registrations
+    if not _checks_registrations:
+        register_module_parameter_registration_hook(_before_registration)
+        _checks_registrations = True
     for position, ref in enumerate(unit.modules):
         module = ref()
         assert module is not None
@@ -74,6 +82,17 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
+
+
+def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Refuse a second name for an unsharded parameter, which would hold memory that is freed."""
+    tag, fqn = (None, "") if param is None else tag_of(param)
+    if tag is TensorTag.UNSHARDED and module._parameters.get(name) is not param:
+        raise RuntimeError(
+            f"the unsharded parameter {fqn!r} was assigned to {name!r} of a "
+            f"{own_class(module).__name__}; it is freed when its unit is resharded. Tie parameters "
+            "before fully_shard; to keep one for the rest of a forward, use a local variable."
+        )
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -119,8 +138,9 @@ class ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
-        if unit.summoned is not None:
-            unit.summoned.check_may_run(unit)
+        group = unit.group
+        if group is not None and group.is_summoned:
+            group.summoned_by.check_may_run(group)
             return None
         if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
@@ -144,7 +164,7 @@ class ModuleHooks:
         failed = output is None and has_raised(module)
         if failed:
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
-        if unit.summoned is not None:
+        if unit.group is not None and unit.group.is_summoned:
             return None
         of = unit.lifecycle.schedule.present
         # A root without parameters too: its units may hold gradients and not run in this forward.
@@ -404,7 +424,7 @@ class _LoadHook:
             if held is param.sharded:
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
-                state_dict[prefix + name] = _unsharded(param, given)
+                state_dict[prefix + name] = _to_plain(param, given)
                 # Also into the shard, because the unsharded copy is freed.
                 with torch.no_grad():
                     local_of(param.sharded).copy_(
@@ -419,12 +439,12 @@ def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> 
     """
     if is_placed_like(given, param.sharded):
         return given
-    shard = param.shard_of(_unsharded(param, given))
+    shard = param.shard_of(_to_plain(param, given))
     # A view, assigned, would keep the unsharded tensor alive.
     return shard.clone() if is_assigned else shard
 
 
-def _unsharded(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
+def _to_plain(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
     if not isinstance(given, DTensor):
         return given
     if given.device_mesh.get_coordinate() is None:

@@ -247,9 +247,10 @@ class Lifecycle:
         Returns:
             What autograd uses instead of the gradient; None: the gradient itself.
         """
-        if unit.summoned is not None:
+        group = unit.group
+        if group is not None and group.is_summoned:
             raise RuntimeError(
-                f"a backward reached unit {unit.label!r} inside {unit.summoned.caller}, from a "
+                f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
                 "forward made before it; run that backward before, or after."
             )
         self._begin_backward()
@@ -259,7 +260,6 @@ class Lifecycle:
                 self._complete(other, of)
         self.schedule.in_backward = unit.step.in_pass = of
         unit.step.in_call = call
-        group = unit.group
         if group is None:
             return None
         if not unit.step.is_in_backward:

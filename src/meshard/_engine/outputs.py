@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import re
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -157,20 +159,21 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def detached_from_others(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``output`` with a view in place of each tensor that is also that of another module.
+    """Return ``output`` with a view in place of each tensor that this forward did not compute.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Its hook would then be on a tensor that has the hook of the other unit, and their backwards
     could not be told apart; ranks of which some skip a layer would run them in different orders.
+    Or it returns a leaf, as its own parameter, where the hook would stay for all later backwards.
     """
-    if type(output) is torch.Tensor and not kwargs:  # as a rule, in a third of the time
-        is_of_another = hasattr(output, WATCHED) or any(value is output for value in args)
-        return output.view_as(output) if is_of_another and output.requires_grad else output
-    inputs = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        is_of_another = id(tensor) in inputs or hasattr(tensor, WATCHED)
-        return tensor.view_as(tensor) if is_of_another and tensor.requires_grad else tensor
+        if not tensor.requires_grad:
+            return tensor
+        is_old = tensor.is_leaf or hasattr(tensor, WATCHED)
+        if is_old or any(value is tensor for value in (*args, *kwargs.values())):
+            return tensor.view_as(tensor)
+        return tensor
 
     return map_tensors(view, output)
 
@@ -244,15 +247,26 @@ def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
-    labels = [repr(each.label) for each in units_in(module) if _holds_shards(each)]
+    suspects = [each for each in units_in(_outermost(module, unit)) if _holds_shards(each)]
+    inside = set(units_in(module))
+    # Any unit that the failed line names; else those inside the running one.
+    words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
+    named = [each for each in suspects if _attribute_of(each) in words]
+    labels = [repr(each.label) for each in named or suspects if named or each in inside]
     if not labels:
         return ""
+    which = "named in the line that failed" if named else f"inside {unit.label!r}"
     more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return (
-        f"a parameter of a unit inside {unit.label!r} was probably read while that unit is not "
-        f"running, when its modules hold shards. Units inside that are sharded now: "
+        "a parameter of another unit was probably read while that unit is not running, when its "
+        f"modules hold shards. Units {which} that are sharded now: "
         f"{', '.join(labels[:3])}{more}. {_REMEDIES}"
     )
+
+
+def _attribute_of(unit: Unit) -> str:
+    """Return the attribute that modules of ``unit`` are read by: ``layers`` of ``layers.0``."""
+    return next((part for part in reversed(unit.fqn.split(".")) if not part.isdigit()), "")
 
 
 def _outermost(module: nn.Module, unit: Unit) -> nn.Module:

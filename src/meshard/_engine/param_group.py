@@ -77,6 +77,39 @@ class _Gather:
     may_keep_shard: bool  # False after unshard(): ranks wait for that at different moments
 
 
+@dataclass(frozen=True, slots=True)
+class SummonOptions:
+    """How the unsharded parameters of a summoned unit came about: see ``weights.SummonedUnit``."""
+
+    caller: str  # the public function
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+    def check_allows(self, inner: SummonOptions, label: str) -> None:
+        """Raise unless a unit that is summoned so can serve ``inner`` too."""
+        ours = (self.caller, self.rank0_only, self.offload_to_cpu)
+        if (inner.caller, inner.rank0_only, inner.offload_to_cpu) != ours:
+            raise RuntimeError(
+                f"unit {label!r} is unsharded already by {self.caller}(rank0_only="
+                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}); use the same arguments "
+                "inside, or leave the outer context first."
+            )
+        if inner.writeback and not self.writeback:
+            raise RuntimeError(
+                f"unit {label!r} is unsharded already with writeback=False, so edits will be "
+                "dropped; pass writeback=False here too, or writeback=True to the outer context."
+            )
+
+    def check_may_run(self, group: ParamGroup) -> None:
+        """Raise if only the first rank has the unsharded parameters, and this is another one."""
+        if self.rank0_only and not group.spec.mesh_info.is_first_rank:
+            raise RuntimeError(
+                f"unit {group.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
+                "leave unsharded_params(..., rank0_only=True) before the forward."
+            )
+
+
 def refuse_transforms(label: str, error: RuntimeError) -> None:
     """Raise an explanation if ``error`` came from a transform of torch.func around a unit."""
     try:
@@ -108,7 +141,8 @@ class ParamGroup:
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self.pending_step: AwaitedStep | None = None  # until the next gather
-        self._state = ParamState.SHARDED
+        self.state = ParamState.SHARDED  # written by _move only
+        self.summoned_by: SummonOptions  # while SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
         self._owner_dicts = OwnerDicts(storage.params)
@@ -128,28 +162,24 @@ class ParamGroup:
         """The name of the unit, known once its root is sharded."""
         return self.storage.label
 
-    @property
-    def state(self) -> ParamState:
-        """Where the values are."""
-        return self._state
-
     def _move(self, to: ParamState) -> None:
-        assert to in _ALLOWED[self._state], f"unit {self.label!r}: {self._state} to {to}"
-        self._state = to
+        assert to in _ALLOWED[self.state], f"unit {self.label!r}: {self.state} to {to}"
+        self.state = to
 
     @property
     def is_unsharded_installed(self) -> bool:
         """Whether modules hold the unsharded parameters of a gather."""
-        return self._state is ParamState.INSTALLED
+        return self.state is ParamState.INSTALLED
 
     @property
     def is_summoned(self) -> bool:
         """Whether modules hold parameters of ``meshard.unsharded_params``."""
-        return self._state is ParamState.SUMMONED
+        return self.state is ParamState.SUMMONED
 
-    def summon(self) -> None:
+    def summon(self, options: SummonOptions) -> None:
         """Record that modules hold parameters of ``meshard.unsharded_params`` from now on."""
         self._move(ParamState.SUMMONED)
+        self.summoned_by = options
 
     def dismiss(self) -> None:
         """Record that modules hold the sharded parameters again."""
@@ -196,7 +226,7 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the unsharded copy is older than the shards."""
-        return self._state is not ParamState.SHARDED and self._unsharded_version != self.version
+        return self.state is not ParamState.SHARDED and self._unsharded_version != self.version
 
     def record_version(self) -> None:
         """Allow later forwards to reuse the unsharded copy: it is as new as the shards."""
@@ -284,7 +314,7 @@ class ParamGroup:
         """
         if self._gather is not None:
             self._gather.may_keep_shard &= may_keep_shard
-        if self._state is not ParamState.SHARDED:
+        if self.state is not ParamState.SHARDED:
             return
         if self.pending_step is not None:
             self.pending_step.before_gather()
@@ -350,7 +380,7 @@ class ParamGroup:
                 backward of graphs that the user built on them.
         """
         self._post_forward_shard = None
-        if self._state is ParamState.SHARDED:
+        if self.state is ParamState.SHARDED:
             return
         manual = self.manual_unshard
         self.end_manual_unshard()
@@ -375,7 +405,7 @@ class ParamGroup:
             self.saves_memory = True
         else:
             self._post_forward_shard = None
-        if self._state in (ParamState.GATHERING, ParamState.UNSHARDED):
+        if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             self._move(ParamState.SHARDED)
             self.storage.free_unsharded()
 
@@ -390,13 +420,13 @@ class ParamGroup:
         """
         if read_flags:
             self.num_trainable = self._owner_dicts.take_flags()
-        if self._state is not ParamState.INSTALLED:
+        if self.state is not ParamState.INSTALLED:
             self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
         self._owner_dicts.install_unsharded()
 
     def install_sharded(self) -> None:
         """Put the sharded parameters on the modules, where they are outside of their forward."""
-        if self._state is ParamState.INSTALLED:
+        if self.state is ParamState.INSTALLED:
             self._owner_dicts.install_sharded()
             self._move(ParamState.UNSHARDED)
             self.end_manual_unshard(refuse=False)

@@ -106,40 +106,6 @@ class UnitStep:
         self.in_pass = self.in_call = None
 
 
-@dataclass(frozen=True, slots=True)
-class SummonOptions:
-    """How the unsharded parameters of a summoned unit came about: see ``weights.SummonedUnit``."""
-
-    caller: str  # the public function
-    writeback: bool = True
-    rank0_only: bool = False
-    offload_to_cpu: bool = False
-
-    def check_allows(self, inner: SummonOptions, label: str) -> None:
-        """Raise unless a unit that is summoned so can serve ``inner`` too."""
-        ours = (self.caller, self.rank0_only, self.offload_to_cpu)
-        if (inner.caller, inner.rank0_only, inner.offload_to_cpu) != ours:
-            raise RuntimeError(
-                f"unit {label!r} is unsharded already by {self.caller}(rank0_only="
-                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}); use the same arguments "
-                "inside, or leave the outer context first."
-            )
-        if inner.writeback and not self.writeback:
-            raise RuntimeError(
-                f"unit {label!r} is unsharded already with writeback=False, so edits will be "
-                "dropped; pass writeback=False here too, or writeback=True to the outer context."
-            )
-
-    def check_may_run(self, unit: Unit) -> None:
-        """Raise if only the first rank has the unsharded parameters, and this is another one."""
-        assert unit.group is not None
-        if self.rank0_only and not unit.group.spec.mesh_info.is_first_rank:
-            raise RuntimeError(
-                f"unit {unit.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
-                "leave unsharded_params(..., rank0_only=True) before the forward."
-            )
-
-
 class Unit:
     """One parameter group with the modules that use it.
 
@@ -157,7 +123,6 @@ class Unit:
         self.casts = casts
         self.settings = settings
         self.step = UnitStep()
-        self.summoned: SummonOptions | None = None  # set while its parameters are the user's
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
@@ -299,7 +264,7 @@ def link_siblings(units: list[Unit]) -> Unit:
         assert unit.group is not None
         unit.mesh_name = _name(unit.group.spec.mesh_info)
         if isinstance(unit.group.storage, SubclassParams):
-            unit.mesh_name += " (extended)"
+            unit.mesh_name += " (tensor subclasses)"
     return nest(units)
 
 
@@ -324,7 +289,7 @@ def with_siblings(unit: Unit) -> list[Unit]:
 
 def _name(mesh_info: MeshInfo) -> str:
     mesh = mesh_info.mesh
-    how = " on" if mesh_info.shard_axis is not None else " whole on"
+    how = " on" if mesh_info.shard_axis is not None else " replicated on"
     if mesh.mesh_dim_names is None:
         return f"{how} {'x'.join(map(str, mesh.shape))}"
     pairs = zip(mesh.mesh_dim_names, mesh.shape, strict=True)

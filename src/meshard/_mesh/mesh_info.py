@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from meshard._torch.private import concatenate_meshes, flatten_mesh
+from meshard._torch.private import concatenate_meshes, flatten_mesh, timeout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,8 +151,7 @@ def _pg_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup:
         return mesh_info.shard_group
     if mesh_info.shard_axis is None:
         return mesh_info.replicate_group
-    ranks = sorted(mesh_info.mesh.mesh.flatten().tolist())
-    return _extra_pg(mesh_info.mesh, "meshard_all", ranks)
+    return _extra_pg(mesh_info, "meshard_all", sorted(mesh_info.mesh.mesh.flatten().tolist()))
 
 
 class _ExtraGroups(dict[str, dist.ProcessGroup]):
@@ -165,18 +164,25 @@ class _ExtraGroups(dict[str, dist.ProcessGroup]):
         return dict, ()
 
 
-def _extra_pg(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks of ``mesh``, the same one each time.
+def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of the mesh, like its shard group; the same one each time.
 
     **Collective:** these ranks, the first time, in the same order.
     """
+    mesh, like = mesh_info.mesh, mesh_info.shard_group
     # On the mesh itself, so that groups die with it: a process group that is alive when the
     # interpreter ends aborts the process, and an equal mesh may belong to another world.
     groups = vars(mesh).get("_meshard_groups")
     if not isinstance(groups, _ExtraGroups):
         groups = vars(mesh)["_meshard_groups"] = _ExtraGroups()
     if name not in groups:
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        group = dist.new_group(
+            ranks,
+            timeout=timeout_of(like, device_of(mesh)),
+            backend=dist.get_backend_config(like),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
         assert isinstance(group, dist.ProcessGroup)
         groups[name] = group
     return groups[name]
@@ -194,7 +200,7 @@ def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(mesh_info.shard_group)
     first = mesh_info.shard_rank // group_size * group_size
     own = ranks[first : first + group_size]
-    return _extra_pg(mesh_info.mesh, f"meshard_post_forward_{group_size}", own)
+    return _extra_pg(mesh_info, f"meshard_post_forward_{group_size}", own)
 
 
 def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
@@ -203,7 +209,7 @@ def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
     **Collective:** the shard group, the first time.
     """
     ranks = dist.get_process_group_ranks(mesh_info.shard_group)
-    return _extra_pg(mesh_info.mesh, "meshard_scatter", ranks)
+    return _extra_pg(mesh_info, "meshard_scatter", ranks)
 
 
 def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:

@@ -94,7 +94,7 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-_NOTHING = torch.empty(0)
+_NO_TENSOR = torch.empty(0)
 
 
 def _accumulator_of(param: torch.Tensor) -> Any:
@@ -106,7 +106,7 @@ def _accumulator_of(param: torch.Tensor) -> Any:
 
 
 def _after_accumulation(hook: GradientHook, *_: object) -> None:
-    hook(_NOTHING)
+    hook(_NO_TENSOR)
 
 
 class ReplicatedParams(UnitParams):
@@ -189,7 +189,7 @@ class ReplicatedParams(UnitParams):
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return GatherInFlight(_NOTHING, _NOTHING, DONE)
+        return GatherInFlight(_NO_TENSOR, _NO_TENSOR, DONE)
 
     @torch.no_grad()
     def fill_unsharded(self, gathered: Rows, *, comes_again: bool) -> None:
