@@ -169,7 +169,7 @@ class Buckets:
         lifecycle = getattr(unit, "lifecycle", None)  # not the first time
         if lifecycle is not None and unit.group is not None:
             storage.label = unit.label
-            unit.group.comm = lifecycle.comm.with_custom(unit.settings.comm)
+            unit.group.storage.comm = lifecycle.comm.with_custom(unit.settings.comm)
 
     def _configure_gradients(self, unit: Unit) -> None:
         if unit.gradients is not None:

@@ -28,7 +28,7 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
@@ -530,7 +530,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if unit.group is None or unit.group.is_unsharded_installed:
+        if unit.group is None or unit.group.state is ParamState.INSTALLED:
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)

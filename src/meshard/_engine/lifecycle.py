@@ -115,7 +115,7 @@ class Lifecycle:
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
             if unit.group is not None:
-                unit.group.comm = comm.with_custom(unit.settings.comm)
+                unit.group.storage.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""

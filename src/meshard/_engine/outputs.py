@@ -17,17 +17,15 @@ import copy
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import Unit, units_in
-from meshard._params.sharded_param import UnitParam
+from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
 
@@ -48,32 +46,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def takes_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward that is called with these may leave tensors in one of them.
-
-    Examples: a list that collects hidden states, a dict that caches keys and values.
-    """
-    return any(_takes_tensors(value) for value in (*args, *kwargs.values()))
-
-
-def _takes_tensors(value: Any) -> bool:
+def may_collect(value: Any) -> bool:
+    """Whether a forward may leave tensors in an argument, as in a list of hidden states."""
     if isinstance(value, _SIMPLE):
         return False
-    return any(map(_takes_tensors, value)) if type(value) is tuple else True
+    return any(map(may_collect, value)) if type(value) is tuple else True
 
 
-def left_in(args: tuple[Any, ...], kwargs: dict[str, Any], since: int) -> list[torch.Tensor]:
-    """Return the tensors that a forward has left in what it was called with.
+def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
+    """Return the tensors that a forward has left in its arguments.
 
     Args:
-        args: The positional arguments of the forward.
-        kwargs: The keyword arguments of the forward.
+        arguments: Positional and keyword arguments of the forward.
         since: ``next_node()`` when it began.
     """
-    given = [value for value in (*args, *kwargs.values()) if _takes_tensors(value)]
     return [
         tensor
-        for tensor in tensors_in(given)
+        for tensor in tensors_in([value for value in arguments if may_collect(value)])
         if number_of(tensor) >= since and not hasattr(tensor, WATCHED)
     ]
 
@@ -83,24 +72,15 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to every tensor in it.
 
-    A container in which nothing changes is returned itself; others are copied.
-
-    Args:
-        function: Returns what takes the place of a tensor.
-        value: A tensor, a container, or something else, which is returned.
-        around: The ids of the objects around ``value``, to which it may refer back.
+    A container in which nothing changes is returned itself; others are copied. ``around`` are the
+    ids of the objects around ``value``, to which it may refer back.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, _PLAIN):
         return value
     if type(value) is tuple:
-        mapped = tuple(
-            function(item)
-            if isinstance(item, torch.Tensor)
-            else map_tensors(function, item, around)
-            for item in value
-        )
+        mapped = tuple(map_tensors(function, item, around) for item in value)
         return mapped if any(a is not b for a, b in zip(mapped, value, strict=True)) else value
     if type(value) is dict:
         changed = {key: map_tensors(function, item, around) for key, item in value.items()}
@@ -198,18 +178,17 @@ _REMEDIES = (
 def explain_mixed_tensors(
     error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any
 ) -> None:
-    """Add to the message of ``error`` what was read, or given, and what helps.
+    """Add what was read, or given, and what helps to torch's message, if ``error`` is that.
 
     Args:
-        error: What left the forward of ``module``; left alone unless it is torch's.
+        error: What left the forward of ``module``, one of those of ``unit``.
         unit: Whose forward that was.
         module: A module of the unit.
         inputs: The arguments of the forward.
     """
-    if not isinstance(error, RuntimeError) or _TEXT_OF_TORCH not in str(error):
+    is_ours = isinstance(error, RuntimeError) and _TEXT_OF_TORCH in str(error)
+    if error is None or not is_ours or hasattr(error, _EXPLAINED):  # by a unit inside
         return
-    if hasattr(error, _EXPLAINED):
-        return  # by a unit inside
     text = ""
     with contextlib.suppress(Exception):  # which would hide the error that is being explained
         text = _explanation(error, unit, module, inputs)
@@ -219,16 +198,17 @@ def explain_mixed_tensors(
         setattr(error, _EXPLAINED, True)
 
 
-def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any) -> str:
-    sharded = {
-        id(param.sharded): (each, param)
-        for each in units_in(_outermost(module, unit))
-        if each.group is not None
-        for param in each.group.params
-    }
-    local_variables = _local_variables(error.__traceback__)
-    found = _first_known(sharded, local_variables)
-    if not found and _takes_ordinary_tensors(unit):
+def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
+    units = list(units_in(_outermost(module, unit)))
+    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames.reverse()  # innermost first
+    found = _first_known(sharded, frames)
+    if not found and all(
+        param.dtensor_placement is None
+        for param in unit.params
+        if isinstance(param, ShardedParam)  # no other parallelism: the unit takes ordinary tensors
+    ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
             return (
@@ -237,7 +217,7 @@ def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any
                 "its forward. Pass the input as an ordinary tensor, by to_local() or "
                 "full_tensor(), or place the parameters over the same mesh before fully_shard."
             )
-    found = found or _first_known(sharded, [_parameters_of(frame) for frame in local_variables])
+    found = found or _first_known(sharded, map(_parameters_of, frames))
     if found:
         of_unit, param = found[0]
         prefix = f"{of_unit.fqn}." if of_unit.fqn else ""
@@ -247,15 +227,15 @@ def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
-    suspects = [each for each in units_in(_outermost(module, unit)) if _holds_shards(each)]
-    inside = set(units_in(module))
-    # Any unit that the failed line names; else those inside the running one.
+    # Units that the failed line names, anywhere in the model; else those inside the running one.
+    suspects = [each for each in units if each.group is not None and each.group.holds_shards]
     words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
     named = [each for each in suspects if _attribute_of(each) in words]
+    which = "named in the line that failed" if named else f"inside {unit.label!r}"
+    inside = set(units_in(module))
     labels = [repr(each.label) for each in named or suspects if named or each in inside]
     if not labels:
         return ""
-    which = "named in the line that failed" if named else f"inside {unit.label!r}"
     more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return (
         "a parameter of another unit was probably read while that unit is not running, when its "
@@ -277,37 +257,12 @@ def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
     return module if outermost is None else outermost
 
 
-def _local_variables(trace: TracebackType | None) -> list[list[Any]]:
-    """Return the local variables of each frame that an error came through, innermost first."""
-    frames: list[list[Any]] = []
-    while trace is not None:
-        frames.insert(0, list(trace.tb_frame.f_locals.values()))
-        trace = trace.tb_next
-    return frames
-
-
 def _parameters_of(local_variables: list[Any]) -> list[Any]:
     modules = [value for value in local_variables if isinstance(value, nn.Module)]
     return [param for module in modules for param in module._parameters.values()]
 
 
-def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit, UnitParam]]:
+def _first_known(sharded: _Sharded, frames: Iterable[list[Any]]) -> list[tuple[Unit, UnitParam]]:
     """Return the sharded parameters among the values of the first frame that has any."""
-    for values in frames:
-        found = {id(each): sharded[id(each)] for each in values if id(each) in sharded}
-        if found:
-            return list(found.values())
-    return []
-
-
-def _takes_ordinary_tensors(unit: Unit) -> bool:
-    """Whether no parameter of a unit is placed by another parallelism."""
-    return unit.group is None or all(
-        param.dtensor_placement is None for param in sharded_params(unit.group)
-    )
-
-
-def _holds_shards(unit: Unit) -> bool:
-    return unit.group is not None and any(
-        param.sharded is installed for param in unit.group.params for installed in param.installed()
-    )
+    known = ({id(each): None for each in values if id(each) in sharded} for values in frames)
+    return [sharded[each] for each in next(filter(None, known), {})]

@@ -1,19 +1,14 @@
-"""The parameters of a unit, gathered and resharded together.
-
-The lifecycle decides when; here is only how.
-"""
+"""The parameters of a unit, gathered and resharded together."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import GatherInFlight, start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, StepPhase
@@ -31,14 +26,9 @@ _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reus
 class AwaitedStep(Protocol):
     """What the engine needs of ``optim.unit_step.PendingStep``, which it may not import."""
 
-    def before_gather(self) -> None:
-        """Order the next use of the gather stream after the step."""
-
-    def finish(self) -> None:
-        """Order the caller's next work after the step."""
-
-    def abandon(self) -> None:
-        """Drop the step if it was not taken: its window is void."""
+    def before_gather(self) -> None: ...
+    def finish(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class ParamState(enum.IntEnum):  # hashed as an int, which is fast
@@ -125,9 +115,7 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
 class ParamGroup:
     """The parameters of one unit, with their gradients.
 
-    Args:
-        storage: The parameters, sharded and unsharded.
-        gradients: Their accumulators.
+    The lifecycle decides when; here is only how.
     """
 
     def __init__(self, storage: UnitParams, gradients: GradientAccumulator) -> None:
@@ -150,16 +138,10 @@ class ParamGroup:
 
     @property
     def comm(self) -> Communicator:
-        """The communicator, shared by all units of a root."""
         return self.storage.comm
-
-    @comm.setter
-    def comm(self, comm: Communicator) -> None:
-        self.storage.comm = comm
 
     @property
     def label(self) -> str:
-        """The name of the unit, known once its root is sharded."""
         return self.storage.label
 
     def _move(self, to: ParamState) -> None:
@@ -167,26 +149,22 @@ class ParamGroup:
         self.state = to
 
     @property
-    def is_unsharded_installed(self) -> bool:
-        """Whether modules hold the unsharded parameters of a gather."""
-        return self.state is ParamState.INSTALLED
+    def holds_shards(self) -> bool:
+        """Whether modules hold the sharded parameters."""
+        return self.state not in (ParamState.INSTALLED, ParamState.SUMMONED)
 
     @property
     def is_summoned(self) -> bool:
-        """Whether modules hold parameters of ``meshard.unsharded_params``."""
         return self.state is ParamState.SUMMONED
 
     def summon(self, options: SummonOptions) -> None:
-        """Record that modules hold parameters of ``meshard.unsharded_params`` from now on."""
         self._move(ParamState.SUMMONED)
         self.summoned_by = options
 
     def dismiss(self) -> None:
-        """Record that modules hold the sharded parameters again."""
         self._move(ParamState.SHARDED)
 
     def check_not_summoned(self, what: str) -> None:
-        """Raise if the group is summoned and so cannot be ``what``."""
         if self.is_summoned:
             raise RuntimeError(
                 f"unit {self.label!r} is inside unsharded_params, so it cannot be {what}; leave "
@@ -200,14 +178,7 @@ class ParamGroup:
         watch_optimizers(self, [param.sharded for param in self.params])
 
     def adopt_edits(self) -> int:
-        """Take over parameters and storage that the user replaced since the last use.
-
-        Returns:
-            The version of the shards.
-
-        Raises:
-            RuntimeError: A parameter was replaced by something that is not its shard.
-        """
+        """Take over what the user replaced since the last use; return the version of the shards."""
         version = self.storage.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
@@ -237,20 +208,9 @@ class ParamGroup:
         """Forbid later forwards to reuse the unsharded copy."""
         self._unsharded_version = _UNKNOWN
 
-    # --- look-ups by tensor: see optimizer_hooks --------------------------------------
-
-    def owns(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` is one of the sharded parameters, the very object."""
-        return any(own.sharded is param for own in self.params)
-
-    def sharded_of(self, unsharded: torch.Tensor) -> torch.Tensor | None:
-        """Return the sharded parameter of an unsharded one, the very object."""
-        return next((own.sharded for own in self.params if own.unsharded is unsharded), None)
-
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        """Raise if an optimizer step would miss gradients."""
         if self.has_failed:
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
@@ -277,7 +237,6 @@ class ParamGroup:
             self.storage.host_copies.wait()
 
     def finish_pending_step(self) -> None:
-        """Order what the caller does next after the pending optimizer step, if there is one."""
         if self.pending_step is not None:
             self.pending_step.finish()
 
@@ -286,7 +245,6 @@ class ParamGroup:
         self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
 
     def record_step(self) -> None:
-        """Record that an optimizer stepped."""
         self.num_steps += 1
         self.saves_memory = False
         self.gradients.close_window()
@@ -305,11 +263,9 @@ class ParamGroup:
         """Start gathering, unless the group is gathered.
 
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
-        **Stream:** the gather stream.
 
         Args:
-            only_for_backward: No later forward reuses the unsharded copy. Parameters that the user
-                replaced meanwhile are left to the next forward.
+            only_for_backward: No later forward reuses the unsharded copy, or adopts edits by it.
             may_keep_shard: ``finish_unshard`` may keep a post-forward shard.
         """
         if self._gather is not None:
@@ -322,7 +278,14 @@ class ParamGroup:
         self.storage.check_materialised()
         shard = self._post_forward_shard
         if shard is not None:
-            in_flight = self._gather_post_forward_shard(shard)
+            with self.comm.on_stream(CommStream.GATHER):
+                in_flight = start_all_gather(
+                    shard.rows.view(-1),
+                    shard.group.size(),
+                    comm=self.comm,
+                    group=shard.group,
+                    label=self.label,
+                )
             self._post_forward_shard = None
         else:
             self._unsharded_version = version
@@ -334,22 +297,11 @@ class ParamGroup:
         self._gather = _Gather(in_flight, shard is not None, may_keep_shard)
         self._move(ParamState.GATHERING)
 
-    def _gather_post_forward_shard(self, shard: PostForwardShard) -> GatherInFlight:
-        with self.comm.on_stream(CommStream.GATHER):
-            return start_all_gather(
-                shard.rows.view(-1),
-                shard.group.size(),
-                comm=self.comm,
-                group=shard.group,
-                label=self.label,
-            )
-
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Wait for the unsharded parameters on the current stream; gather them if need be.
 
-        Args:
-            post_forward_group: Also keep this rank's part of them, so that the next gather is among
-                the ranks of this group only.
+        With a ``post_forward_group``, also keep this rank's part of them: the next gather is among
+        the ranks of that group only.
         """
         self.start_unshard()
         gather = self._gather
@@ -373,11 +325,10 @@ class ParamGroup:
         self._move(ParamState.UNSHARDED)
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """Reshard if the unsharded copy, or the post-forward shard, is older than the shards.
+        """Reshard if the unsharded copy is older than the shards.
 
         Args:
-            voids_graphs: The memory of parameters that the user unsharded will be freed before a
-                backward of graphs that the user built on them.
+            voids_graphs: Graphs that the user built after ``unshard()`` have no backward any more.
         """
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
@@ -390,11 +341,7 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Free the unsharded parameters.
-
-        Args:
-            keep_post_forward: Keep the post-forward shard: backward will gather again.
-        """
+        """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
         if self._gather is not None:
             self._gather.in_flight.pending.wait()
             self._gather.in_flight.end()
@@ -412,20 +359,13 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def install_unsharded(self, *, read_flags: bool = True) -> None:
-        """Put the unsharded parameters on the modules.
-
-        Args:
-            read_flags: Take over the present ``requires_grad`` of the sharded parameters. False in
-                backward, which uses the flags of its forward, so that all ranks reduce the same.
-        """
-        if read_flags:
+        if read_flags:  # not in backward, which uses those of its forward: all ranks the same
             self.num_trainable = self._owner_dicts.take_flags()
         if self.state is not ParamState.INSTALLED:
             self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
         self._owner_dicts.install_unsharded()
 
     def install_sharded(self) -> None:
-        """Put the sharded parameters on the modules, where they are outside of their forward."""
         if self.state is ParamState.INSTALLED:
             self._owner_dicts.install_sharded()
             self._move(ParamState.UNSHARDED)
@@ -434,10 +374,7 @@ class ParamGroup:
     # --- unshard() and reshard() by the user ------------------------------------------
 
     def start_manual_unshard(self) -> ManualUnshard:
-        """Start gathering parameters that the user wants to use outside of a forward.
-
-        **Collective:** the shard group. **Stream:** the gather stream.
-        """
+        """Start gathering parameters that the user wants to use outside of a forward."""
         present = self.manual_unshard  # of an unshard() that was not waited for
         self.forget_stale()
         self.start_unshard(may_keep_shard=False)
@@ -453,14 +390,7 @@ class ParamGroup:
             register_manually_unsharded(self, [param.unsharded for param in self.params])
 
     def end_manual_unshard(self, *, refuse: bool = True) -> None:
-        """End the user's ``unshard()``, if there is one.
-
-        Args:
-            refuse: Raise if the user did something to the parameters that cannot last.
-
-        Raises:
-            RuntimeError: ``refuse``, and a parameter was cast, moved or given other data.
-        """
+        """End the user's ``unshard()``; ``refuse`` what cannot last, as a cast, by an error."""
         if self.manual_unshard is None:
             return
         manual, self.manual_unshard = self.manual_unshard, None
@@ -471,11 +401,7 @@ class ParamGroup:
             raise RuntimeError(wrong)
 
     def reshard_by_hand(self, *, awaits_backward: bool) -> None:
-        """Reshard because the user asked for it.
-
-        Args:
-            awaits_backward: A forward of the unit ran whose backward is to come.
-        """
+        """Reshard because the user asked for it; a forward may wait for its backward."""
         manual = self.manual_unshard
         self.end_manual_unshard()
         self.reshard()
@@ -485,8 +411,7 @@ class ParamGroup:
 
     def _void_graphs(self) -> None:
         """Let autograd raise in a backward that would read freed unsharded parameters."""
-        locals_: Sequence[torch.Tensor] = [plain_of(param.unsharded) for param in self.params]
-        increment_version([local for local in locals_ if type(local) is not DTensor])
+        increment_version([plain_of(param.unsharded) for param in self.params])
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:

@@ -10,7 +10,7 @@ outputs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from meshard._gradients.reduce_plan import ReduceHook as ReduceHook
 from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.reduce_plan import check_divide_factor as check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo
+from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync
 
@@ -143,6 +144,10 @@ class Unit:
         return None if self.group is None else self.group.gradients
 
     @property
+    def params(self) -> Sequence[UnitParam]:
+        return () if self.group is None else self.group.params
+
+    @property
     def label(self) -> str:
         """The name in errors and tables: the root has no dotted name."""
         return (self.fqn or "(root)") + self.mesh_name
@@ -237,13 +242,7 @@ def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
 
 def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
     """Return every ``(module, attribute)`` that holds a parameter of a unit in ``module``."""
-    return {
-        owner
-        for unit in units_in(module)
-        if unit.group is not None
-        for param in unit.group.params
-        for owner in param.owners
-    }
+    return {owner for unit in units_in(module) for param in unit.params for owner in param.owners}
 
 
 def own_class(module: nn.Module) -> type:
