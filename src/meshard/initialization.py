@@ -24,7 +24,7 @@ from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, plain_tensors_in
-from meshard.weights import SummonedUnit, check_between_steps
+from meshard.weights import SummonedUnit
 
 
 def _poison_of(dtype: torch.dtype) -> float | int | None:
@@ -222,7 +222,7 @@ class _Initialisation:
         group = unit.group
         if group is None or isinstance(group.storage, ReplicatedParams):
             return
-        check_between_steps(unit, "materialize")
+        unit.lifecycle.check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
         self._new.update({param: f"{fqn}.{param.fqn}" if fqn else param.fqn for param in new})

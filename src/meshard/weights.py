@@ -136,22 +136,12 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     if unit.group.is_summoned:
         unit.group.summoned_by.check_allows(options, unit.label)
         return False
-    check_between_steps(unit, options.caller)
+    unit.lifecycle.check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
     unit.group.adopt_edits()
     check_not_subclass(unit.group.storage, "meshard.unsharded_params")
     unit.group.storage.check_materialised()
     return True
-
-
-def check_between_steps(unit: Unit, caller: str) -> None:
-    """Raise if a forward or backward runs in the root of ``unit``."""
-    if not unit.lifecycle.is_between_steps():
-        raise RuntimeError(
-            f"{caller} cannot unshard unit {unit.label!r} while a forward or backward of its "
-            "root runs. Before or around the forward it can; to read a weight inside a parent's "
-            "forward, pass unshard_on_access=True to fully_shard."
-        )
 
 
 def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:

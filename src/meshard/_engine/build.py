@@ -34,12 +34,7 @@ from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
-from meshard._mesh.placement import (
-    DTensorPlacement,
-    PlacedTensor,
-    check_composable,
-    compose_placement,
-)
+from meshard._mesh.placement import DTensorPlacement, compose_placement
 from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
@@ -52,7 +47,6 @@ from meshard._params.subclass_params import (
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.dtensor import is_plain, plain_of
-from meshard._torch.private import queue_backward_callback
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -91,16 +85,14 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
-    """List the parameters of ``modules`` that are in no unit yet, tied ones once.
-
-    Raises:
-        ValueError: A parameter is managed by a unit around or beside ``modules``.
-    """
+    """List the parameters of ``modules`` that are in no unit yet, tied ones once."""
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
         for prefix, module in named_modules_outside_units(root):
             for name, param in module._parameters.items():
-                if param is None or param in ignored or not _may_take(modules, param):
+                if param is None or param in ignored:
+                    continue
+                if param in _hoisted and _hoisted[param] not in modules:
                     continue
                 fqn = _joined(prefix, name)
                 if len(modules) > 1:
@@ -131,34 +123,26 @@ def _check_free(fqn: str, param: nn.Parameter) -> None:
         )
 
 
+_hoisted: dict[nn.Parameter, nn.Module] = {}
+
+
 @contextlib.contextmanager
 def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
     """Reserve each tied parameter for the unit of ``hoisted[param]``."""
-    for param, module in hoisted.items():
-        param._meshard_hoisted_to = weakref.ref(module)  # type: ignore[attr-defined]
+    _hoisted.update(hoisted)
     try:
         yield
     finally:
         for param in hoisted:
-            del param._meshard_hoisted_to  # type: ignore[attr-defined]
-
-
-def _hoisted_to(param: nn.Parameter) -> nn.Module | None:
-    ref = getattr(param, "_meshard_hoisted_to", None)
-    return None if ref is None else ref()
-
-
-def _may_take(modules: list[nn.Module], param: nn.Parameter) -> bool:
-    module = _hoisted_to(param)
-    return module is None or module in modules
+            del _hoisted[param]
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
     """Add the uses inside inner units of parameters that are reserved for ``modules``."""
-    for root in modules:
+    for root in modules if _hoisted else ():
         for prefix, module in root.named_modules():
             for name, param in module._parameters.items():
-                if param is None or _hoisted_to(param) is not root:
+                if param is None or _hoisted.get(param) is not root:
                     continue
                 new = Collected(_joined(prefix, name), param, [])
                 owners = found.setdefault(param, new).owners
@@ -170,50 +154,23 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """How a parameter lies on a mesh."""
+class PlannedParam:
+    """A parameter, and how it lies on the mesh of its unit."""
 
-    mesh_info: MeshInfo
-    layout: ParamLayout  # of the parameter; of a DTensor, of this rank's local tensor
+    fqn: str
+    param: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    layout: ParamLayout  # of a DTensor, that of this rank's local tensor
     dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
-    is_subclass: bool  # it has fsdp_pre_all_gather
-
-    def own_part(self, param: nn.Parameter) -> torch.Tensor:
-        """Return what this rank will own of ``param``: a view, of a tensor subclass a copy."""
-        local = plain_of(param).detach()
-        if self.is_subclass:
-            return _own_copy(local, self.mesh_info)
-        rows = self.layout.owned_rows(self.mesh_info.shard_rank)
-        return local.narrow(self.layout.shard_dim, rows.start, len(rows))
-
-
-def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return this rank's rows by the operations that torch's fully_shard requires of subclasses."""
-    chunks = local.chunk(mesh_info.shard_count)
-    has_any = mesh_info.shard_rank < len(chunks)
-    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
-    copied = own.new_zeros(own.shape)
-    copied.copy_(own)
-    return copied
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one unit will hold, and where. One collective gathers all of it.
-
-    Attributes:
-        mesh_info: Mesh of all its parameters.
-        is_subclass: Whether its parameters, and then all of them, have ``fsdp_pre_all_gather``.
-        params: In the order of the module; may be none.
-        shard_specs: Of each parameter.
-        layout: Range of each parameter in the flat shard.
-    """
+    """What one unit will hold. One collective gathers all of it."""
 
     mesh_info: MeshInfo
-    is_subclass: bool
-    params: tuple[Collected, ...]
-    shard_specs: tuple[ShardSpec, ...]
-    layout: FlatLayout
+    is_subclass: bool  # its parameters, and then all of them, have fsdp_pre_all_gather
+    params: list[PlannedParam]  # in the order of the module; may be empty
 
 
 def plan(
@@ -229,40 +186,17 @@ def plan(
     Returns:
         One plan per mesh and kind of gather, that for ``mesh_info`` first; one without parameters,
         if there are none.
-
-    Raises:
-        NotImplementedError: A parameter with ``fsdp_pre_all_gather`` cannot be sharded as asked.
-        ValueError: Another parameter cannot, or ``placement_fn`` returned something invalid.
     """
-    resolver = _ShardSpecResolver(mesh_info, placement_fn)
-    members: dict[tuple[int, bool], list[tuple[Collected, ShardSpec]]] = {}
-    members[id(mesh_info), False] = []
+    planner = _Planner(mesh_info, placement_fn)
     for each in found:
-        spec = resolver.resolve(each.fqn, each.param)
-        members.setdefault((id(spec.mesh_info), spec.is_subclass), []).append((each, spec))
+        planner.add(*each)
     check_parameters(found, device_of(mesh_info.mesh))
-    plans = [_plan_of(pairs) for pairs in members.values() if pairs]
-    return plans or [UnitPlan(mesh_info, False, (), (), FlatLayout.build([], []))]
-
-
-def _plan_of(pairs: list[tuple[Collected, ShardSpec]]) -> UnitPlan:
-    params, shard_specs = zip(*pairs, strict=True)
-    dtypes = [each.param.dtype for each in params]
-    return UnitPlan(
-        mesh_info=shard_specs[0].mesh_info,
-        is_subclass=shard_specs[0].is_subclass,
-        params=params,
-        shard_specs=shard_specs,
-        layout=FlatLayout.build([spec.layout for spec in shard_specs], dtypes),
-    )
+    plans = list(planner.plans.values())
+    return [each for each in plans if each.params] or plans[:1]
 
 
 def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
-    """Check what can be sharded onto ``device``.
-
-    Raises:
-        ValueError: A parameter is on a third device, is a scalar, or is complex.
-    """
+    """Raise a ValueError if a parameter cannot be sharded onto ``device``."""
     for fqn, param, _ in found:
         movable = param.device.type in ("cpu", "meta")
         if not movable and param.device != device:
@@ -288,11 +222,7 @@ def check_not_complex(fqn: str, param: torch.Tensor) -> None:
 
 
 def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
-    """Return the axes of the mesh that was passed to ``fully_shard``.
-
-    Raises:
-        ValueError: The mesh has no such axes, or not one or two where none are named.
-    """
+    """Return the axes of the mesh that was passed to ``fully_shard``."""
     if dims is None:
         return MeshInfo.of(mesh)
     return mesh_info_of_named_axes(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
@@ -304,36 +234,24 @@ def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-class _ShardSpecResolver:
-    """The mesh and placement of each parameter of one call of ``fully_shard``.
-
-    Args:
-        mesh_info: Of the mesh that was passed.
-        placement_fn: What the user chose per parameter, or None.
-    """
+class _Planner:
+    """The plans of one call of ``fully_shard``, by mesh and kind of gather."""
 
     def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
+        self.plans = {(mesh_info, False): UnitPlan(mesh_info, False, [])}
         self._default = mesh_info
         self._placement_fn = placement_fn
         # Units are told apart by the identity of their MeshInfo: one for each mesh and use.
         self._sharding = {mesh_info.mesh: mesh_info}
-        self._replicating: dict[int, MeshInfo] = {}
+        self._replicating: dict[MeshInfo, MeshInfo] = {}
 
-    def resolve(self, fqn: str, param: nn.Parameter) -> ShardSpec:
-        """Return how a parameter lies on its mesh.
-
-        Raises:
-            NotImplementedError: It has ``fsdp_pre_all_gather``, and cannot be sharded as asked.
-            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard``,
-                ``Replicate`` or ``ShardPlacementResult``, or the parameter is a DTensor that does
-                not fit.
-        """
+    def add(self, fqn: str, param: nn.Parameter, owners: list[tuple[nn.Module, str]]) -> None:
         chosen = self._placement_fn(param) if self._placement_fn is not None else None
         mesh_info, chosen = self._mesh_info_for(fqn, chosen)
         if type(chosen) is Replicate:
-            if id(mesh_info) not in self._replicating:
-                self._replicating[id(mesh_info)] = mesh_info.replicating_all()
-            mesh_info, chosen = self._replicating[id(mesh_info)], None
+            if mesh_info not in self._replicating:
+                self._replicating[mesh_info] = mesh_info.replicating_all()
+            mesh_info, chosen = self._replicating[mesh_info], None
         shard_dim = _shard_dim(fqn, param, chosen)
         local = plain_of(param)
         is_subclass = _check_gather_methods(fqn, local)
@@ -341,14 +259,14 @@ class _ShardSpecResolver:
             check_subclass_placement(fqn, local, mesh_info, shard_dim)
         placement = None
         if isinstance(param, DTensor):
-            placed = PlacedTensor(param.device_mesh, param.placements, param.shape)
             try:
-                check_composable(placed, mesh_info)
-                placement = compose_placement(placed, mesh_info)
+                placement = compose_placement(param, mesh_info)
             except ValueError as error:
                 raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local.shape, shard_dim, mesh_info.shard_count)
-        return ShardSpec(mesh_info, layout, placement, is_subclass)
+        key = mesh_info, is_subclass
+        params = self.plans.setdefault(key, UnitPlan(mesh_info, is_subclass, [])).params
+        params.append(PlannedParam(fqn, param, owners, layout, placement))
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
@@ -430,10 +348,8 @@ def allocate(
 
 def casts_of(policy: MixedPrecisionPolicy) -> Casts:
     """Return the dtypes to which a policy casts inputs and outputs of modules."""
-    return Casts(
-        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
-        outputs=policy.output_dtype,
-    )
+    inputs = policy.param_dtype if policy.cast_forward_inputs else None
+    return Casts(inputs, policy.output_dtype)
 
 
 def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
@@ -445,28 +361,43 @@ def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -
 def _allocate_params(
     unit: Unit, unit_plan: UnitPlan, spec: GroupSpec, policy: MixedPrecisionPolicy
 ) -> UnitParams:
-    pairs = list(zip(unit_plan.params, unit_plan.shard_specs, strict=True))
+    planned, hook = unit_plan.params, gradient_hook_maker(unit)
     params = [
-        ShardedParam(each.fqn, each.owners, shard_spec.layout, shard_spec.dtensor_placement)
-        for each, shard_spec in pairs
+        ShardedParam(each.fqn, each.owners, each.layout, each.dtensor_placement) for each in planned
     ]
-    shards = [shard_spec.own_part(each.param) for each, shard_spec in pairs]
-    flags = [each.param.requires_grad for each in unit_plan.params]
-    hook = gradient_hook_maker(unit)
+    flags = [each.param.requires_grad for each in planned]
     if not unit_plan.is_subclass:
+        layouts = [each.layout for each in planned]
         return FlatParams(
             params,
-            shards,
+            [_own_part(each, spec.mesh_info) for each in planned],
             flags,
-            layout=unit_plan.layout,
+            layout=FlatLayout.build(layouts, [each.param.dtype for each in planned]),
             spec=spec,
             mp_policy=policy,
             gradient_hook=hook,
         )
-    for param, shard, flag in zip(params, shards, flags, strict=True):
+    for param, each, flag in zip(params, planned, flags, strict=True):
+        shard = _own_copy(plain_of(each.param).detach(), spec.mesh_info)
         local = shard if shard.is_meta else shard.to(spec.device)
         param.make_sharded(local, spec.mesh_info, requires_grad=flag)
     return SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+
+
+def _own_part(planned: PlannedParam, mesh_info: MeshInfo) -> torch.Tensor:
+    """Return a view of what this rank will own."""
+    rows = planned.layout.owned_rows(mesh_info.shard_rank)
+    return plain_of(planned.param).detach().narrow(planned.layout.shard_dim, rows.start, len(rows))
+
+
+def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+    """Return this rank's rows by the operations that torch's fully_shard requires of subclasses."""
+    chunks = local.chunk(mesh_info.shard_count)
+    has_any = mesh_info.shard_rank < len(chunks)
+    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
+    copied = own.new_zeros(own.shape)
+    copied.copy_(own)
+    return copied
 
 
 # --- commit --------------------------------------------------------------------------------
@@ -486,11 +417,9 @@ def commit(
     """
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
-        if each.group is None:
-            continue
-        for param, (fqn, original, _) in zip(each.group.params, unit_plan.params, strict=True):
+        for param, planned in zip(each.params, unit_plan.params, strict=True):
             # Any other module that holds the original is tied to it, unknown to the unit.
-            tag_tensor(original, TensorTag.ORIGINAL, fqn)
+            tag_tensor(planned.param, TensorTag.ORIGINAL, planned.fqn)
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
@@ -521,8 +450,7 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
     """Return a ``forward`` for the sharded kind of ``original`` that may be called directly.
 
-    Inside ``module(...)`` the parameters are unsharded already, and it only passes the call on.
-    None where ``original`` has no ordinary method of that name.
+    Inside ``module(...)`` it only passes the call on. None: ``original`` has no such method.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):
@@ -559,7 +487,12 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
+    give_lifecycle(units, device)
+
+
+def give_lifecycle(units: list[Unit], device: torch.device) -> Lifecycle:
+    """Return the lifecycle of these units of one root, in module order, from now on."""
     comm = make_communicator(device)
     mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
     comm.number_root([group for mesh_info in mesh_infos for group in mesh_info.groups])
-    Lifecycle(queue_backward_callback, comm).set_units(units)
+    return Lifecycle(units, comm)

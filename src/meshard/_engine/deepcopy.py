@@ -16,26 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshard._engine.build import give_lifecycle
 from meshard._engine.hooks import gradient_hook_maker
-from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, UnitSettings, UnitStep, unit_of, units_in
-from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.private import queue_backward_callback
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
     Gradients are copied, unsharded parameters are not. Nothing is communicated.
-
-    Args:
-        module: The outermost sharded module of what is copied, or one inside it.
-        memo: The memo of ``copy.deepcopy``.
-
-    Raises:
-        RuntimeError: A step is running, or gradients are not fully reduced.
     """
     if id(unit_of(module)) in memo:  # a module inside the outermost one
         return _copy_module(module, memo)
@@ -79,12 +70,7 @@ def _reached_from(module: nn.Module) -> list[Unit]:
 
 
 def _check_between_steps(unit: Unit) -> None:
-    if not unit.lifecycle.is_between_steps():
-        raise RuntimeError(
-            f"copy.deepcopy was called while unit {unit.label!r} is in its forward or backward; "
-            "copy a sharded module between steps, or call reset_iter_state() on the root first if "
-            "a step was interrupted."
-        )
+    unit.lifecycle.check_between_steps(unit, "copy.deepcopy")
     if unit.group is not None:
         unit.group.check_not_summoned("copied")
         unit.group.finish_pending_step()
@@ -136,9 +122,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
         copied.siblings = [memo[id(sibling)] for sibling in unit.siblings]
         for sibling in copied.siblings:
             sibling.sibling_of = weakref.ref(copied)
-        if unit.group is None:
-            continue
-        for param, own in zip(unit.group.params, copied.group.params, strict=True):
+        for param, own in zip(unit.params, copied.params, strict=True):
             for owner, name in param.owners:
                 module = memo.get(id(owner))
                 if module is not None:
@@ -146,11 +130,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             own.install(own.sharded)
     groups = [copied.group for copied in copies if copied.group is not None]
     device = groups[0].spec.device if groups else torch.device("cpu")
-    comm = make_communicator(device)
-    comm.number_root([each for group in groups for each in group.spec.mesh_info.groups])
-    lifecycle = Lifecycle(queue_backward_callback, comm)
+    lifecycle = give_lifecycle(copies, device)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
-    lifecycle.set_units(copies)
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)

@@ -145,7 +145,7 @@ class ModuleHooks(_UnitHook):
         if group is not None and group.is_summoned:
             group.summoned_by.check_may_run(group)
             return None
-        if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
+        if unit.lifecycle.is_outermost(unit) and not _is_inside_itself(module):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()

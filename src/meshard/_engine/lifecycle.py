@@ -17,11 +17,12 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from meshard._comm.communicator import Communicator
+from meshard._engine.param_group import ParamGroup
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import (
     ForwardCall,
@@ -35,7 +36,7 @@ from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.patches import patch_new_optimizers
-from meshard._torch.private import graph_task_id, skip_dynamo
+from meshard._torch.private import graph_task_id, queue_backward_callback, skip_dynamo
 from meshard.policies import GradientSync
 
 # Numbers of backwards, over all roots: a unit may get another root.
@@ -54,7 +55,6 @@ class EndOfBackward:
 
     @skip_dynamo
     def __call__(self) -> None:
-        """Finish the backward."""
         self._was_called = True
         lifecycle = self._lifecycle()
         if lifecycle is None:
@@ -75,21 +75,18 @@ class Lifecycle:
     """The steps of one root and all units inside it.
 
     Args:
-        queue_callback: Registers a function that autograd calls at the end of the present backward.
+        units: In module order, outermost first. They leave their present lifecycle.
         comm: The communicator of all units, whose collectives share its streams.
     """
 
-    def __init__(
-        self, queue_callback: Callable[[Callable[[], None]], None], comm: Communicator
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.phase = Phase.IDLE
         self.is_last_backward = True
         self.has_failed = False  # a backward raised, and nothing was cleaned up since
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
         self.comm = comm
-        self._queue_callback = queue_callback
-        self._units: list[weakref.ref[Unit]] = []
+        self._units = [weakref.ref(unit) for unit in units]
         self._running: list[tuple[Unit, ForwardCall]] = []  # forwards that have not ended
         self._phase_around = Phase.IDLE  # the phase to go back to after a backward
         self._num_backwards = 0
@@ -98,16 +95,12 @@ class Lifecycle:
         self._has_nested = False  # another autograd run began inside it
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
-
-    def set_units(self, units: list[Unit]) -> None:
-        """Take over these units, given in module order, outermost first."""
-        self._units[:] = [weakref.ref(unit) for unit in units]
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
             if unit.group is not None:
                 unit.group.storage.label = unit.label
-        self.use(self.comm)
+        self.use(comm)
 
     def use(self, comm: Communicator) -> None:
         """Communicate through ``comm`` from now on. No collective may be in flight."""
@@ -119,10 +112,11 @@ class Lifecycle:
 
     def units(self) -> Iterator[Unit]:
         """Iterate over the units, in module order."""
-        for ref in self._units:
-            unit = ref()
-            if unit is not None:
-                yield unit
+        return filter(None, (ref() for ref in self._units))
+
+    def groups(self) -> Iterator[ParamGroup]:
+        """Iterate over the parameters of units that have some."""
+        return filter(None, (unit.group for unit in self.units()))
 
     # --- forward ----------------------------------------------------------------------
 
@@ -157,11 +151,7 @@ class Lifecycle:
             unit.step.record_forward(with_graph=torch.is_grad_enabled())
 
     def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
-        """Reshard ``unit`` if its policy says so: one of its modules has run, or raised.
-
-        Returns:
-            The call that ended.
-        """
+        """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
         group = unit.group
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
@@ -207,7 +197,7 @@ class Lifecycle:
         """Return the units whose forward has begun and not ended, outermost first."""
         return [unit for unit, _ in self._running]
 
-    def is_running(self, unit: Unit) -> bool:
+    def is_outermost(self, unit: Unit) -> bool:
         """Whether the outermost forward that has begun and not ended is that of ``unit``."""
         return bool(self._running) and self._running[0][0] is unit
 
@@ -219,11 +209,7 @@ class Lifecycle:
         return self._num_backwards + (self.phase is not Phase.BACKWARD)
 
     def _begin_backward(self, early: tuple[Unit, int] | None = None) -> None:
-        """Begin a backward, unless it has begun.
-
-        Args:
-            early: A unit and the index of a parameter that got its gradient already.
-        """
+        """Begin a backward, unless it has begun; ``early`` is a gradient that is there already."""
         if self.has_failed:
             self.abort()
         if self.phase is Phase.BACKWARD:
@@ -234,7 +220,7 @@ class Lifecycle:
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
         patch_new_optimizers()
-        self._queue_callback(EndOfBackward(self))
+        queue_backward_callback(EndOfBackward(self))
         for unit, grads in self._replicated():
             grads.hide(early[1] if early is not None and early[0] is unit else None)
         self.retained.begin_backward()
@@ -244,8 +230,7 @@ class Lifecycle:
     ) -> torch.Tensor | None:
         """Unshard ``unit``: the first gradient of one of its outputs is there.
 
-        Returns:
-            What autograd uses instead of the gradient; None: the gradient itself.
+        Returns what autograd uses instead of it; None: the gradient itself.
         """
         group = unit.group
         if group is not None and group.is_summoned:
@@ -304,12 +289,7 @@ class Lifecycle:
             self._reduce_if_ready(unit)
 
     def _complete(self, unit: Unit, of: ForwardPass | None = None) -> None:
-        """Reshard and reduce a unit of which nothing is left to run in this backward.
-
-        Args:
-            unit: The unit.
-            of: Nothing is left to run of this pass only.
-        """
+        """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
         if self._runs(unit):
             return  # a backward inside the forward of this unit
         unit.step.end_backward()
@@ -334,19 +314,18 @@ class Lifecycle:
             self._reduce_if_ready(parent)
 
     def _take_gradients(self, unit: Unit) -> None:
+        if unit.group is None:
+            return
         if unit.settings.sync is GradientSync.NONE:
-            if unit.group is not None:
-                self._queue.accumulate(unit.group.gradients, unit.settings)
+            self._queue.accumulate(unit.group.gradients, unit.settings)
             return
         is_full = unit.settings.sync is GradientSync.FULL
-        self._start_reduction(
-            unit, over_replicas=is_full, ends_window=self.is_last_backward and is_full
-        )
+        is_last = self.is_last_backward and is_full
+        self._start_reduction(unit, over_replicas=is_full, ends_window=is_last)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         group = unit.group
-        if group is None:
-            return
+        assert group is not None
         on_reduced = None
         if unit.on_reduced:
             self._queue.finish_of(group.gradients)
@@ -368,7 +347,7 @@ class Lifecycle:
 
     def _signal_reduced(self, unit: Unit) -> None:
         """Call the subscribers of a unit, once per window: its gradient is in ``.grad``."""
-        if unit.reduced_in != self._backward_id:
+        if unit.on_reduced and unit.reduced_in != self._backward_id:
             unit.reduced_in = self._backward_id
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
@@ -387,7 +366,7 @@ class Lifecycle:
         if self.is_last_backward:
             self._queue.finish_all()
             for unit in reversed(units):
-                if unit.on_reduced and unit.settings.sync is GradientSync.FULL:
+                if unit.settings.sync is GradientSync.FULL:
                     self._signal_reduced(unit)
             self._settle_host()
         self._prefetcher.drop_unused()
@@ -410,8 +389,7 @@ class Lifecycle:
 
     def end_window(self, unit: Unit) -> None:
         """End a unit's window by hand: its gradient is in ``.grad``."""
-        if unit.on_reduced:
-            self._signal_reduced(unit)
+        self._signal_reduced(unit)
 
     def finish_reductions(self) -> None:
         """Finish every reduction in flight."""
@@ -422,10 +400,8 @@ class Lifecycle:
 
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory, and publish their gradients."""
-        for unit in self.units():
-            group = unit.group
-            # A pending optimizer step waits by itself.
-            if group is not None and group.storage.host_copies and group.pending_step is None:
+        for group in self.groups():
+            if group.storage.host_copies and group.pending_step is None:  # that waits by itself
                 group.gradients.settle()
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
@@ -441,16 +417,20 @@ class Lifecycle:
         self.has_failed = True  # the next step begins with abort()
         self._prefetcher.forget()
         self._running.clear()
-        for unit in self.units():
-            if unit.group is not None:
-                unit.group.install_sharded()
-                unit.group.has_failed = True
+        for group in self.groups():
+            group.install_sharded()
+            group.has_failed = True
 
-    def is_between_steps(self) -> bool:
-        """Whether no module runs, forward or backward. Cleans up a step that failed."""
+    def check_between_steps(self, unit: Unit, caller: str) -> None:
+        """Raise if a module runs, forward or backward. Cleans up a step that failed."""
         if self.has_failed:
             self.abort()
-        return self.phase is Phase.IDLE
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{caller} was called inside the forward or backward of unit {unit.label!r}; call "
+                "it between steps, after reset_iter_state() on the root if a step was interrupted. "
+                "A forward may read parameters of another unit that has unshard_on_access=True."
+            )
 
     def abort(self) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
@@ -465,7 +445,7 @@ class Lifecycle:
         self._prefetcher.forget()
         self.schedule.forget()
         self.retained.release()
-        groups = [unit.group for unit in self.units() if unit.group is not None]
+        groups = list(self.groups())
         is_void = is_void or any(group.gradients.is_window_open for group in groups)
         self._queue.abandon()
         for unit in self.units():
