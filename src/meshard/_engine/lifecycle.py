@@ -30,7 +30,6 @@ from meshard._engine.schedule import (
     Phase,
     Prefetcher,
     StepSchedule,
-    UpNext,
 )
 from meshard._engine.unit import Unit
 from meshard._gradients.reduce_queue import ReduceQueue
@@ -141,14 +140,19 @@ class Lifecycle:
             )
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         else:
-            up_next = UpNext([], False)  # a recomputation: backward prefetches what follows
-        keeps_shard = unit.settings.post_forward_group is not None and torch.is_grad_enabled()
+            up_next = []  # a recomputation: backward prefetches what follows
+        in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
+        keeps_shard = unit.settings.post_forward_group is not None and with_graph
         self._prefetcher.unshard(
-            unit, up_next, keep_shard=keeps_shard and unit.reshards_after_forward
+            unit,
+            up_next,
+            in_forward=in_forward,
+            keep_shard=keeps_shard and unit.reshards_after_forward,
         )
-        group.install_unsharded(read_flags=self.phase is Phase.FORWARD)
+        group.install_unsharded(read_flags=in_forward)
         if group.num_trainable:
-            unit.step.record_forward(with_graph=torch.is_grad_enabled())
+            unit.step.may_run_again = not with_graph
+            unit.step.awaits_gradients |= with_graph
 
     def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
@@ -253,7 +257,7 @@ class Lifecycle:
         replacement = None
         if unit.settings.unshard_in_backward:
             up_next = self._prefetcher.after_backward_of(unit, of, call)
-            self._prefetcher.unshard(unit, up_next, keep_shard=False)
+            self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
             group.install_unsharded(read_flags=False)  # checkpointing may run forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):

@@ -74,12 +74,6 @@ class UnitStep:
     is_retained: bool = False  # a graph may read its unsharded parameters again: see retained
     modules_run: set[int] = field(default_factory=set)  # in this pass, for units of several
 
-    def record_forward(self, *, with_graph: bool) -> None:
-        """Record that a forward of the unit began."""
-        self.may_run_again = not with_graph
-        if with_graph:
-            self.awaits_gradients = True
-
     def end_backward(self) -> None:
         """Record that nothing of the unit is left to run in this pass."""
         self.is_in_backward = self.may_run_again = False
@@ -108,15 +102,10 @@ class UnitStep:
 
 
 class Unit:
-    """One parameter group with the modules that use it.
+    """One parameter group with the modules that were passed to ``fully_shard``.
 
     Ownership runs one way: module, unit, parameter group, parameters. Every edge back is weak, so
     that deleting a model frees its memory without the garbage collector.
-
-    Args:
-        modules: The modules that were passed to ``fully_shard``.
-        casts: dtypes of inputs and outputs.
-        settings: The settings that the user chose.
     """
 
     def __init__(self, modules: list[nn.Module], casts: Casts, settings: UnitSettings) -> None:
@@ -140,7 +129,6 @@ class Unit:
 
     @property
     def gradients(self) -> GradientAccumulator | None:
-        """The accumulators of the unit; None without parameters."""
         return None if self.group is None else self.group.gradients
 
     @property
@@ -183,10 +171,9 @@ class Unit:
             child = ref()
             if child is None:
                 continue
-            if child.step.awaits_gradients or child.step.may_run_again:
-                return True
             # The child may have nothing to train, but a unit further inside.
-            if child.children and child.has_open_children:
+            is_open = child.step.awaits_gradients or child.step.may_run_again
+            if is_open or (child.children and child.has_open_children):
                 return True
         return False
 
@@ -197,9 +184,8 @@ class Unit:
         reused in a later forward only if the user chose to keep it.
         """
         for each in with_siblings(self):
-            settings = each.settings
-            is_chosen = settings.reshard_after_forward is not None
-            is_kept = is_chosen or not settings.reshard_after_backward
+            is_chosen = each.settings.reshard_after_forward is not None
+            is_kept = is_chosen or not each.settings.reshard_after_backward
             if each.group is not None and not is_kept and not each.step.is_retained:
                 each.group.forget_version()
 
@@ -226,11 +212,7 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Return the units of ``module``, and with ``recurse`` those inside.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the units of ``module``, and with ``recurse`` those inside; at least one."""
     units = list(units_in(module)) if recurse else units_of(module)
     if not units:
         raise ValueError(
@@ -254,16 +236,12 @@ def own_class(module: nn.Module) -> type:
 
 
 def link_siblings(units: list[Unit]) -> Unit:
-    """Make the units after the first its siblings, and return the first.
-
-    Args:
-        units: Units of the same modules, on different meshes or of different kinds.
-    """
+    """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
     for unit in units[1:]:
         assert unit.group is not None
-        unit.mesh_name = _name(unit.group.spec.mesh_info)
-        if isinstance(unit.group.storage, SubclassParams):
-            unit.mesh_name += " (tensor subclasses)"
+        is_subclass = isinstance(unit.group.storage, SubclassParams)
+        suffix = " (tensor subclasses)" if is_subclass else ""
+        unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix
     return nest(units)
 
 

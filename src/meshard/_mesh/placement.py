@@ -34,23 +34,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorPlacement:
-    """The placements of a DTensor parameter, sharded and unsharded.
+    """The placements of a DTensor parameter, sharded and unsharded."""
 
-    Attributes:
-        in_use: Mesh and placements of the unsharded parameter, as users gave them.
-        mesh: Mesh of the sharded parameter.
-        data_positions: For each axis of ``mesh``, its position among the data-parallel axes, or
-            None.
-        others: For each axis of ``mesh``, the placement that users gave; Replicate along
-            data-parallel ones.
-        data_axes: The data-parallel axes of ``in_use.mesh``: the gradient may be a partial sum
-            along them, because it is going to be reduced.
-    """
-
-    in_use: PlacedTensor
-    mesh: DeviceMesh
-    data_positions: tuple[int | None, ...]
-    others: tuple[Placement, ...]
+    in_use: PlacedTensor  # the unsharded parameter, as users placed it
+    mesh: DeviceMesh  # of the sharded parameter
+    data_positions: tuple[int | None, ...]  # of each axis of mesh among the data-parallel ones
+    others: tuple[Placement, ...]  # on each axis of mesh: Replicate along data-parallel ones
+    # The data-parallel axes of in_use.mesh: along them a gradient may be a partial sum.
     data_axes: frozenset[int]
 
     def sharded_of_all(self, data_placements: Sequence[Placement]) -> PlacedTensor:
@@ -85,9 +75,9 @@ class DTensorPlacement:
         return unsharded
 
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
-        """Return the placements that a gradient needs to be reduced.
+        """Return the placements that a gradient is reduced with.
 
-        None if it cannot be, because ``arrived`` shards it along a data-parallel axis.
+        None: it cannot be, because ``arrived`` shards it along a data-parallel axis.
         """
         if any(not isinstance(arrived[axis], (Replicate, Partial)) for axis in self.data_axes):
             return None
