@@ -155,8 +155,8 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"reduce_dtype={_short(gradients.rules.reduce_dtype)}"
     if gradients.rules.chosen_dtype is not None:
         yield f"accumulate_dtype={_short(gradients.rules.chosen_dtype)}"
-    if unit.casts.outputs is not None:
-        yield f"output_dtype={_short(unit.casts.outputs)}"
+    if unit.output_dtype is not None:
+        yield f"output_dtype={_short(unit.output_dtype)}"
     if settings.sync is not GradientSync.FULL:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):

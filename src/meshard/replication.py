@@ -26,14 +26,13 @@ from meshard._engine.build import (
     Collected,
     adopt_inner_units,
     adopt_module,
-    casts_of,
     check_not_complex,
     collect,
     give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.unit import Casts, Unit, UnitSettings, nest, unit_of, units_in, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, nest, unit_of, units_in, with_siblings
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
@@ -436,8 +435,7 @@ def replicate(
 
 def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> list[Unit]:
     """Return one unit per bucket, outermost first, each inside the one before."""
-    units = [Unit([module], casts_of(policy), UnitSettings())]
-    units += [Unit([module], Casts(None, None), UnitSettings()) for _ in range(count - 1)]
+    units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
     nest(units)
     for number, unit in enumerate(reversed(units)):
         unit.mesh_name = f" bucket {number}" if count > 1 else ""

@@ -199,7 +199,7 @@ def test_arguments_of_fully_shard_reach_every_unit_and_overrides_one():
     )
     units = [vars(m)["_meshard_unit"] for m in (model, *model.blocks)]
     assert [u.settings.reshard_after_forward for u in units] == [True, True, False, True]
-    assert {u.casts.inputs for u in units} == {torch.bfloat16}
+    assert {u.input_dtype for u in units} == {torch.bfloat16}
     assert sorted(seen) == [("", "MlpStack"), *((f"blocks.{n}", "MlpBlock") for n in range(3))]
 
 

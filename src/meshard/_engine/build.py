@@ -29,7 +29,7 @@ from meshard._engine.hooks import (
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup, ParamState
-from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
@@ -62,22 +62,15 @@ class Collected(NamedTuple):
     owners: list[tuple[nn.Module, str]]
 
 
-def named_modules_outside_units(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over ``root`` and its submodules, without those that are units or inside one."""
-    seen: set[nn.Module] = set()
-    stack: list[tuple[str, nn.Module]] = [("", root)]
-    while stack:
-        prefix, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield prefix, module
-        children = [
-            (_joined(prefix, name), child)
-            for name, child in module._modules.items()
-            if child is not None and unit_of(child) is None
-        ]
-        stack.extend(reversed(children))
+def _outside_units(
+    prefix: str, module: nn.Module, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over ``module`` and its submodules, without those that are units or inside one."""
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        if child not in seen and unit_of(child) is None:
+            yield from _outside_units(_joined(prefix, name), child, seen)
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -88,7 +81,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
     """List the parameters of ``modules`` that are in no unit yet, tied ones once."""
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
-        for prefix, module in named_modules_outside_units(root):
+        for prefix, module in _outside_units("", root, set()):
             for name, param in module._parameters.items():
                 if param is None or param in ignored:
                     continue
@@ -339,17 +332,11 @@ def allocate(
         settings: What the user chose.
         host: Memory of shards; None: that of the mesh's device.
     """
-    unit = Unit(modules, casts_of(policy), settings)
+    unit = Unit(modules, settings, policy)
     if unit_plan.params:
         spec = GroupSpec(unit_plan.mesh_info, device_of(unit_plan.mesh_info.mesh), host)
         give_params(unit, _allocate_params(unit, unit_plan, spec, policy), policy)
     return unit
-
-
-def casts_of(policy: MixedPrecisionPolicy) -> Casts:
-    """Return the dtypes to which a policy casts inputs and outputs of modules."""
-    inputs = policy.param_dtype if policy.cast_forward_inputs else None
-    return Casts(inputs, policy.output_dtype)
 
 
 def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:

@@ -32,7 +32,11 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return _copy_module(module, memo)
     units = _reached_from(module)
     for unit in units:
-        _check_between_steps(unit)
+        unit.lifecycle.check_between_steps(unit, "copy.deepcopy")
+        if unit.group is not None:
+            unit.group.check_not_summoned("copied")
+            unit.group.finish_pending_step()
+            unit.group.check_nothing_is_pending()
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
@@ -67,19 +71,6 @@ def _reached_from(module: nn.Module) -> list[Unit]:
                 found[unit] = None
                 modules += [each for ref in unit.modules if (each := ref()) is not None]
     return list(found)
-
-
-def _check_between_steps(unit: Unit) -> None:
-    unit.lifecycle.check_between_steps(unit, "copy.deepcopy")
-    if unit.group is not None:
-        unit.group.check_not_summoned("copied")
-        unit.group.finish_pending_step()
-    if unit.gradients is not None and unit.gradients.pending:
-        raise RuntimeError(
-            f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "
-            f"{unit.gradients.pending}; end the window, call meshard.finalize_gradients(module), "
-            "or drop them with zero_grad()."
-        )
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:

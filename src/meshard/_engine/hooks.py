@@ -10,6 +10,7 @@ this rank's shard of it. That takes no communication, because every rank has the
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -49,11 +50,7 @@ from meshard._torch.private import (
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
     """Return a function that makes the gradient hook of the parameter ``index`` of a unit."""
     unit_ref = weakref.ref(unit)
-
-    def make(index: int) -> GradientHook:
-        return partial(_gradient_hook, unit_ref, index)
-
-    return make
+    return lambda index: partial(_gradient_hook, unit_ref, index)
 
 
 @skip_dynamo
@@ -63,15 +60,9 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
         unit.lifecycle.gradient_arrived(unit, index)
 
 
-_checks_registrations = False
-
-
 def register_hooks(unit: Unit) -> None:
     """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
-    global _checks_registrations
-    if not _checks_registrations:
-        register_module_parameter_registration_hook(_before_registration)
-        _checks_registrations = True
+    _check_registrations()
     for position, ref in enumerate(unit.modules):
         module = ref()
         assert module is not None
@@ -81,6 +72,11 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
+
+
+@functools.cache
+def _check_registrations() -> None:
+    register_module_parameter_registration_hook(_before_registration)
 
 
 def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -152,7 +148,7 @@ class ModuleHooks(_UnitHook):
         unit.lifecycle.pre_forward(unit)
         if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
             _record_arguments(unit, (*args, *kwargs.values()))
-        dtype = unit.casts.inputs
+        dtype = unit.input_dtype
         if dtype is None:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -173,8 +169,8 @@ class ModuleHooks(_UnitHook):
         if failed:
             return None
         result = output
-        if unit.casts.outputs is not None:
-            result = cast_floats(output, unit.casts.outputs)
+        if unit.output_dtype is not None:
+            result = cast_floats(output, unit.output_dtype)
         if watched is not None:
             result = detached_from_others(result, args, kwargs)
             watch_outputs(result, watched)

@@ -110,11 +110,9 @@ class Lifecycle:
                 unit.group.storage.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> Iterator[Unit]:
-        """Iterate over the units, in module order."""
         return filter(None, (ref() for ref in self._units))
 
     def groups(self) -> Iterator[ParamGroup]:
-        """Iterate over the parameters of units that have some."""
         return filter(None, (unit.group for unit in self.units()))
 
     # --- forward ----------------------------------------------------------------------
@@ -134,21 +132,15 @@ class Lifecycle:
         if group is None:
             return
         group.gradients.sharded.release_cleared()
-        if self.phase is Phase.FORWARD:
-            group.forget_stale(
-                voids_graphs=unit.reshards_after_forward and not unit.step.awaits_gradients
-            )
-            up_next = self._prefetcher.after_entry(unit, self.schedule)
-        else:
-            up_next = []  # a recomputation: backward prefetches what follows
         in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
+        up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
+        if in_forward:
+            voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
+            group.forget_stale(voids_graphs=voids_graphs)
+            up_next = self._prefetcher.after_entry(unit, self.schedule)
         keeps_shard = unit.settings.post_forward_group is not None and with_graph
-        self._prefetcher.unshard(
-            unit,
-            up_next,
-            in_forward=in_forward,
-            keep_shard=keeps_shard and unit.reshards_after_forward,
-        )
+        keeps_shard = keeps_shard and unit.reshards_after_forward
+        self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward)
         if group.num_trainable:
             unit.step.may_run_again = not with_graph
@@ -340,7 +332,7 @@ class Lifecycle:
                     "later. Step it in the ordinary way (detach() of what overlap_optimizer has "
                     "returned)."
                 )
-            on_reduced = functools.partial(self._signal_reduced, unit) if ends_window else None
+            on_reduced = functools.partial(self.end_window, unit) if ends_window else None
         self._queue.start(
             group.gradients,
             unit.settings,
@@ -349,8 +341,8 @@ class Lifecycle:
             on_reduced=on_reduced,
         )
 
-    def _signal_reduced(self, unit: Unit) -> None:
-        """Call the subscribers of a unit, once per window: its gradient is in ``.grad``."""
+    def end_window(self, unit: Unit) -> None:
+        """Call the subscribers of a unit, once: its gradient is in ``.grad``."""
         if unit.on_reduced and unit.reduced_in != self._backward_id:
             unit.reduced_in = self._backward_id
             for subscriber in tuple(unit.on_reduced):
@@ -371,7 +363,7 @@ class Lifecycle:
             self._queue.finish_all()
             for unit in reversed(units):
                 if unit.settings.sync is GradientSync.FULL:
-                    self._signal_reduced(unit)
+                    self.end_window(unit)
             self._settle_host()
         self._prefetcher.drop_unused()
         for _, grads in self._replicated():
@@ -391,12 +383,7 @@ class Lifecycle:
                 self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
             gradients.close_window()
 
-    def end_window(self, unit: Unit) -> None:
-        """End a unit's window by hand: its gradient is in ``.grad``."""
-        self._signal_reduced(unit)
-
     def finish_reductions(self) -> None:
-        """Finish every reduction in flight."""
         if self.has_failed:
             self.abort()
         self._queue.finish_all()
@@ -409,7 +396,6 @@ class Lifecycle:
                 group.gradients.settle()
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
-        """Iterate over units of ``replicate``, with their gradients."""
         for unit in self.units():
             if unit.gradients is not None and isinstance(unit.gradients.sharded, ReplicatedGrads):
                 yield unit, unit.gradients.sharded
@@ -449,12 +435,11 @@ class Lifecycle:
         self._prefetcher.forget()
         self.schedule.forget()
         self.retained.release()
-        groups = list(self.groups())
-        is_void = is_void or any(group.gradients.is_window_open for group in groups)
+        is_void = is_void or any(group.gradients.is_window_open for group in self.groups())
         self._queue.abandon()
         for unit in self.units():
             unit.step.reset()
-        for group in groups:
+        for group in self.groups():
             if is_void and group.pending_step is not None:
                 group.pending_step.abandon()
             group.reshard()

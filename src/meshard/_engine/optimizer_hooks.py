@@ -8,6 +8,7 @@ shards alone do not show that a copy is stale.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,6 @@ _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDiction
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 # Of each optimizer: the ids of its parameters, by group, and the units that it steps.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-_is_watching = False
 
 overlapped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step in backward now
 
@@ -50,14 +50,16 @@ def find_overlapped(
 
 def watch_optimizers(owner: ParamGroup, params: Iterable[torch.Tensor]) -> None:
     """Check and record from now on every step of an optimizer that holds one of ``params``."""
-    global _is_watching
+    _register_hooks()
     for param in params:
         _owners[id(param)] = owner
     _stepped_by.clear()
-    if not _is_watching:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        _is_watching = True
+
+
+@functools.cache
+def _register_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def register_manually_unsharded(owner: ParamGroup, all_unsharded: Iterable[torch.Tensor]) -> None:

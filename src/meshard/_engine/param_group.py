@@ -241,7 +241,7 @@ class ParamGroup:
             self.pending_step.finish()
 
     def make_room(self) -> None:
-        """Release cached memory: an optimizer is about to step and may need it."""
+        """Release cached memory, which an optimizer that is about to step may need."""
         self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
 
     def record_step(self) -> None:
@@ -325,18 +325,11 @@ class ParamGroup:
         self._move(ParamState.UNSHARDED)
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """Reshard if the unsharded copy is older than the shards.
-
-        Args:
-            voids_graphs: Graphs that the user built after ``unshard()`` have no backward any more.
-        """
+        """Reshard if the unsharded copy is older than the shards; see ``end_manual_unshard``."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
-        manual = self.manual_unshard
-        self.end_manual_unshard()
-        if voids_graphs and manual is not None and manual.was_installed:
-            self._void_graphs()
+        self.end_manual_unshard(voids_graphs=voids_graphs)
         if self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
@@ -389,8 +382,13 @@ class ParamGroup:
             manual.record_installed(self.version)
             register_manually_unsharded(self, [param.unsharded for param in self.params])
 
-    def end_manual_unshard(self, *, refuse: bool = True) -> None:
-        """End the user's ``unshard()``; ``refuse`` what cannot last, as a cast, by an error."""
+    def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
+        """End the user's ``unshard()``, if there is one.
+
+        Args:
+            refuse: Raise if a parameter was cast, moved or given other data, which cannot last.
+            voids_graphs: Let autograd raise in a backward that would read freed parameters.
+        """
         if self.manual_unshard is None:
             return
         manual, self.manual_unshard = self.manual_unshard, None
@@ -399,19 +397,14 @@ class ParamGroup:
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)
+        if voids_graphs and manual.was_installed:
+            increment_version([plain_of(param.unsharded) for param in self.params])
 
     def reshard_by_hand(self, *, awaits_backward: bool) -> None:
         """Reshard because the user asked for it; a forward may wait for its backward."""
-        manual = self.manual_unshard
-        self.end_manual_unshard()
+        self.end_manual_unshard(voids_graphs=not awaits_backward)
         self.reshard()
-        if manual is not None and manual.was_installed and not awaits_backward:
-            self._void_graphs()
         self.finish_copies()  # the user may edit the shards next
-
-    def _void_graphs(self) -> None:
-        """Let autograd raise in a backward that would read freed unsharded parameters."""
-        increment_version([plain_of(param.unsharded) for param in self.params])
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:

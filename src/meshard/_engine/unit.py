@@ -29,7 +29,7 @@ from meshard._gradients.reduce_plan import check_divide_factor as check_divide_f
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
-from meshard.policies import GradientSync
+from meshard.policies import GradientSync, MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
@@ -50,14 +50,6 @@ class UnitSettings(ReduceSettings):
     unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Casts:
-    """dtypes to which a unit casts its inputs and outputs; None: no cast."""
-
-    inputs: torch.dtype | None
-    outputs: torch.dtype | None
 
 
 @dataclass(slots=True)
@@ -108,10 +100,13 @@ class Unit:
     that deleting a model frees its memory without the garbage collector.
     """
 
-    def __init__(self, modules: list[nn.Module], casts: Casts, settings: UnitSettings) -> None:
+    def __init__(
+        self, modules: list[nn.Module], settings: UnitSettings, policy: MixedPrecisionPolicy
+    ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
-        self.casts = casts
         self.settings = settings
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype  # to which outputs are cast; None: no cast
         self.step = UnitStep()
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
@@ -198,7 +193,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 def units_of(module: nn.Module) -> list[Unit]:
     """Return the unit of ``module``, if any, and its siblings."""
     unit = unit_of(module)
-    return [] if unit is None else [unit, *unit.siblings]
+    return [] if unit is None else with_siblings(unit)
 
 
 def units_in(module: nn.Module) -> Iterator[Unit]:
@@ -250,7 +245,7 @@ def nest(units: list[Unit]) -> Unit:
     outer, *siblings = units
     around = outer
     for unit in siblings:
-        unit.casts = Casts(None, None)
+        unit.input_dtype = unit.output_dtype = None
         unit.sibling_of = weakref.ref(outer)
         unit.parent = weakref.ref(around)
         around.children.append(weakref.ref(unit))
