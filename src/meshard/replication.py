@@ -428,7 +428,7 @@ def replicate(
         are_views=gradient_as_bucket_view,
     )
     buffers_over = mesh_info.replicate_group if broadcast_buffers else None
-    _commit(module, buckets, BeforeForward(buckets, buffers_over), device)
+    _commit(module, buckets, BeforeForward(buckets, buffers_over))
     patch_zero_grad(clear_pending)
     return module
 
@@ -442,16 +442,14 @@ def _make_units(module: nn.Module, count: int, policy: MixedPrecisionPolicy) -> 
     return units
 
 
-def _commit(
-    module: nn.Module, buckets: Buckets, before_forward: BeforeForward, device: torch.device
-) -> None:
+def _commit(module: nn.Module, buckets: Buckets, before_forward: BeforeForward) -> None:
     unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
     module.__dict__["_meshard_buckets"] = buckets
     module.__dict__["_meshard_before_forward"] = before_forward
     for each in reversed(with_siblings(unit)):  # the hooks of the outermost run first, and last
         register_hooks(each)
-    adopt_inner_units(unit, [module], device)
+    adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(before_forward, prepend=True)
 
 

@@ -169,12 +169,7 @@ class UnitPlan:
 def plan(
     found: Sequence[Collected], mesh_info: MeshInfo, placement_fn: PlacementFn | None
 ) -> list[UnitPlan]:
-    """Decide which unit each parameter goes to, and how it is sharded.
-
-    Args:
-        found: Parameters of one call of ``fully_shard``.
-        mesh_info: Of the mesh that was passed.
-        placement_fn: What the user chose per parameter, or None.
+    """Decide which unit each parameter of a ``fully_shard`` goes to, and how it is sharded.
 
     Returns:
         One plan per mesh and kind of gather, that for ``mesh_info`` first; one without parameters,
@@ -218,13 +213,11 @@ def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Me
     """Return the axes of the mesh that was passed to ``fully_shard``."""
     if dims is None:
         return MeshInfo.of(mesh)
-    return mesh_info_of_named_axes(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
-
-
-def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else names
+    shard, replicate = (
+        (names,) if isinstance(names, str) else names or ()
+        for names in (dims.shard, dims.replicate)
+    )
+    return mesh_info_of_named_axes(mesh, shard, replicate)
 
 
 class _Planner:
@@ -325,12 +318,7 @@ def allocate(
 ) -> Unit:
     """Return a unit for ``modules`` with memory of its own; nothing refers to it yet.
 
-    Args:
-        unit_plan: What it holds.
-        modules: That will be its modules.
-        policy: dtypes.
-        settings: What the user chose.
-        host: Memory of shards; None: that of the mesh's device.
+    Shards live in ``host``; None: on the device of the mesh.
     """
     unit = Unit(modules, settings, policy)
     if unit_plan.params:
@@ -415,7 +403,7 @@ def commit(
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
-    adopt_inner_units(unit, modules, device_of(plans[0].mesh_info.mesh))
+    adopt_inner_units(unit, modules)
 
 
 _classes: dict[tuple[type, type], type] = {}  # by base and by class before
@@ -455,7 +443,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
     return functools.wraps(plain)(forward)
 
 
-def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
+def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     """Name the units inside after their modules, and give all of them one lifecycle."""
     units = with_siblings(unit)
     innermost = units[-1]
@@ -474,12 +462,12 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
-    give_lifecycle(units, device)
+    give_lifecycle(units)
 
 
-def give_lifecycle(units: list[Unit], device: torch.device) -> Lifecycle:
+def give_lifecycle(units: list[Unit]) -> Lifecycle:
     """Return the lifecycle of these units of one root, in module order, from now on."""
-    comm = make_communicator(device)
-    mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
-    comm.number_root([group for mesh_info in mesh_infos for group in mesh_info.groups])
+    specs = [unit.group.spec for unit in units if unit.group is not None]
+    comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
+    comm.number_root([group for spec in specs for group in spec.mesh_info.groups])
     return Lifecycle(units, comm)

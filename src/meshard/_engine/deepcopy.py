@@ -20,7 +20,7 @@ from meshard._engine.build import give_lifecycle
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, UnitSettings, UnitStep, unit_of, units_in
+from meshard._engine.unit import Unit, UnitSettings, UnitStep, alive, unit_of, units_in
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -41,8 +41,8 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
     for unit in units:  # a unit of several modules has some that are not inside this one
-        for ref in unit.modules:
-            copy.deepcopy(ref(), memo)
+        for each in alive(unit.modules):
+            copy.deepcopy(each, memo)
     _connect(units, memo)
     return copied
 
@@ -69,17 +69,14 @@ def _reached_from(module: nn.Module) -> list[Unit]:
         for unit in units_in(modules.pop(0)):
             if unit not in found:
                 found[unit] = None
-                modules += [each for ref in unit.modules if (each := ref()) is not None]
+                modules += alive(unit.modules)
     return list(found)
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied = copy.copy(unit)
-    copied.modules = []
+    copied.modules, copied.children, copied.siblings, copied.on_reduced = [], [], [], []
     copied.parent = None
-    copied.children = []
-    copied.siblings = []
-    copied.on_reduced = []
     copied.step = UnitStep()
     if unit.group is None or unit.gradients is None:
         return copied
@@ -115,13 +112,10 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             sibling.sibling_of = weakref.ref(copied)
         for param, own in zip(unit.params, copied.params, strict=True):
             for owner, name in param.owners:
-                module = memo.get(id(owner))
-                if module is not None:
-                    own.add_owner(module, name)
+                if id(owner) in memo:
+                    own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
-    groups = [copied.group for copied in copies if copied.group is not None]
-    device = groups[0].spec.device if groups else torch.device("cpu")
-    lifecycle = give_lifecycle(copies, device)
+    lifecycle = give_lifecycle(copies)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:

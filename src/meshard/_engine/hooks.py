@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -33,7 +34,7 @@ from meshard._engine.outputs import (
     tensors_in,
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
-from meshard._engine.unit import Unit, own_class, units_of, with_siblings
+from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of
 from meshard._params.unit_params import GradientHook
 from meshard._torch.dtensor import is_placed_like, local_of
@@ -63,9 +64,7 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
 def register_hooks(unit: Unit) -> None:
     """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
     _check_registrations()
-    for position, ref in enumerate(unit.modules):
-        module = ref()
-        assert module is not None
+    for position, module in enumerate(alive(unit.modules)):
         hooks = ModuleHooks(unit, position)
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: after an exception in forward, the unit is resharded.
@@ -210,7 +209,7 @@ def run_in_unit(
 
     The siblings of the unit, which must be the outermost, are unsharded too.
     """
-    position = next(position for position, ref in enumerate(unit.modules) if ref() is module)
+    position = unit.modules.index(weakref.ref(module))
     for each in reversed(with_siblings(unit)):
         method = partial(ModuleHooks(each, position).run, module, method)
     return method(*args, **kwargs)
@@ -227,15 +226,7 @@ class Watched(NamedTuple):
 def end_forward(
     unit: Unit, position: int, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End a forward of a unit; None: it has no backward.
-
-    Args:
-        unit: The unit.
-        position: Index of the module that ran.
-        output: What it returned.
-        inputs: What it was called with.
-        failed: It raised.
-    """
+    """End a forward of module ``position`` of a unit; None: it has no backward."""
     of = unit.lifecycle.schedule.present
     # A root without parameters too: its units may hold gradients and not run in this forward.
     is_watched = unit.group is not None or unit.is_root
@@ -262,28 +253,19 @@ def watch_outputs(output: Any, watched: Watched) -> None:
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             hook_gradient(tensor, hook)
-            _watch_base(tensor, partial(_base_hook, watched))
+            # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
+            # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
+            base = base_of(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(partial(_base_hook, watched, base.output_nr))
 
 
 def _record_arguments(unit: Unit, arguments: tuple[Any, ...]) -> None:
     """Record that the forward that begins may store tensors in its arguments."""
-    if unit.lifecycle.phase is not Phase.FORWARD or not torch.is_grad_enabled():
-        return
     call = unit.lifecycle.schedule.newest
-    if call is not None and may_collect(arguments):
+    in_forward = unit.lifecycle.phase is Phase.FORWARD and torch.is_grad_enabled()
+    if in_forward and call is not None and may_collect(arguments):
         call.began_at = next_node()
-
-
-def _watch_base(view: torch.Tensor, hook: Callable[[int, tuple[Any, ...]], Any]) -> None:
-    """Register ``hook`` so that it is called even if ``view`` is changed in place.
-
-    A linear layer returns a view. If the caller adds to it in place (``x = layer(x); x += y``),
-    autograd drops the hooks of the view. The node that made the base of the view stays in the
-    graph.
-    """
-    base = base_of(view)
-    if base is not None and base.grad_fn is not None:
-        base.grad_fn.register_prehook(partial(hook, base.output_nr))
 
 
 @skip_dynamo
@@ -320,11 +302,8 @@ def _is_call_of(module: nn.Module, frame: FrameType) -> bool:
 
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether the present call of ``module`` was made inside another call of it."""
-    num_calls, frame = 0, sys._getframe().f_back
-    while frame is not None:
-        num_calls += _is_call_of(module, frame)
-        frame = frame.f_back
-    return num_calls > 1
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    return sum(_is_call_of(module, frame) for frame in frames) > 1
 
 
 def register_load_hooks(unit: Unit) -> None:
@@ -337,9 +316,7 @@ def register_load_hooks(unit: Unit) -> None:
             owned.setdefault(owner, []).append((name, index))
     for owner, names in owned.items():
         owner.register_load_state_dict_pre_hook(_LoadHook(unit, names))
-    for module_ref in unit.modules:
-        module = module_ref()
-        assert module is not None
+    for module in alive(unit.modules):
         module.register_load_state_dict_post_hook(_adopt_loaded)
 
 
@@ -351,16 +328,11 @@ def _adopt_loaded(module: nn.Module, _: Any) -> None:
 
 
 class _LoadHook(_UnitHook):
-    """The hook that runs before one module loads its own parameters.
-
-    Args:
-        unit: The unit of the parameters.
-        names: Attribute in the module, and index in the unit, of each parameter.
-    """
+    """The hook that runs before one module loads its own parameters."""
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
         super().__init__(unit)
-        self._names = names
+        self._names = names  # attribute in the module, and index in the unit, of each parameter
 
     def __call__(
         self,

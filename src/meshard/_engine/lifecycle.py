@@ -31,7 +31,7 @@ from meshard._engine.schedule import (
     Prefetcher,
     StepSchedule,
 )
-from meshard._engine.unit import Unit
+from meshard._engine.unit import Unit, alive
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.patches import patch_new_optimizers
@@ -110,7 +110,7 @@ class Lifecycle:
                 unit.group.storage.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> Iterator[Unit]:
-        return filter(None, (ref() for ref in self._units))
+        return iter(alive(self._units))
 
     def groups(self) -> Iterator[ParamGroup]:
         return filter(None, (unit.group for unit in self.units()))
@@ -350,7 +350,7 @@ class Lifecycle:
 
     def finish_backward(self) -> None:
         """End the backward: reduce what is left, and finish what was started."""
-        units = list(self.units())
+        units = alive(self._units)
         self.schedule.end_backward()
         self.retained.end_backward()
         for unit in reversed(units):  # units inside before the unit around them

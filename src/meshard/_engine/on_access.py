@@ -15,7 +15,7 @@ from torch import nn
 
 from meshard._engine.hooks import end_forward, has_raised, watch_outputs
 from meshard._engine.schedule import Phase
-from meshard._engine.unit import Unit, unit_of, with_siblings
+from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo
 
 _read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a running forward
@@ -63,9 +63,8 @@ def _read(unit: Unit) -> None:
     reader = next((one for one in reversed(lifecycle.running()) if one not in _read_units), None)
     if reader is None:
         return
-    for ref in reader.modules:
-        module = ref()
-        if module is not None and module not in _readers:
+    for module in alive(reader.modules):
+        if module not in _readers:
             # First of its hooks, so that the module counts as running; called also if it raises.
             # Never removed: torch iterates over the hooks when it is called.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)

@@ -56,9 +56,7 @@ def may_collect(value: Any) -> bool:
 def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     """Return the tensors that a forward has left in its arguments.
 
-    Args:
-        arguments: Positional and keyword arguments of the forward.
-        since: ``next_node()`` when it began.
+    ``since`` is ``next_node()`` of when it began.
     """
     return [
         tensor
@@ -180,11 +178,7 @@ def explain_mixed_tensors(
 ) -> None:
     """Add what was read, or given, and what helps to torch's message, if ``error`` is that.
 
-    Args:
-        error: What left the forward of ``module``, one of those of ``unit``.
-        unit: Whose forward that was.
-        module: A module of the unit.
-        inputs: The arguments of the forward.
+    ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
     is_ours = isinstance(error, RuntimeError) and _TEXT_OF_TORCH in str(error)
     if error is None or not is_ours or hasattr(error, _EXPLAINED):  # by a unit inside

@@ -19,7 +19,7 @@ import torch
 
 from meshard._engine.param_group import ParamState, refuse_transforms
 from meshard._engine.schedule import ForwardPass
-from meshard._engine.unit import Unit
+from meshard._engine.unit import Unit, alive
 from meshard._torch.private import keeps_graph, skip_dynamo
 
 
@@ -107,23 +107,22 @@ class RetainedUnits:
         self._making = None
         if not self._units:
             return
-        alive = [graph for ref in self._graphs if (graph := ref()) is not None]
+        graphs = alive(self._graphs)
         if self._frees:
-            if self._num_hidden:
-                self._num_hidden -= 1
-            alive = [graph for graph in alive if not graph.was_used]
-        for graph in alive:
+            self._num_hidden = max(0, self._num_hidden - 1)
+            graphs = [graph for graph in graphs if not graph.was_used]
+        for graph in graphs:
             graph.was_used = False
-        self._graphs = [weakref.ref(graph) for graph in alive]
-        if not alive and not self._num_hidden:
+        self._graphs = [weakref.ref(graph) for graph in graphs]
+        if not graphs and not self._num_hidden:
             self.release()
 
     def begin_forward(self) -> None:
         """Reshard the units before a forward of the root, if they are stale or no graph is left."""
         if not self._units:
             return
-        units = self._alive()
-        needed = self._num_hidden or any(ref() is not None for ref in self._graphs)
+        units = alive(self._units)
+        needed = self._num_hidden or alive(self._graphs)
         if needed and not any(unit.group is not None and unit.group.is_stale for unit in units):
             return
         self.release()
@@ -131,12 +130,9 @@ class RetainedUnits:
             if unit.group is not None and unit.group.state is ParamState.UNSHARDED:
                 unit.group.reshard()
 
-    def _alive(self) -> list[Unit]:
-        return [unit for ref in self._units if (unit := ref()) is not None]
-
     def release(self) -> None:
         """Retain nothing. The caller reshards the units."""
-        for unit in self._alive():
+        for unit in alive(self._units):
             unit.step.is_retained = False
         self._units.clear()
         self._graphs.clear()

@@ -12,12 +12,9 @@ import enum
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from meshard._engine.param_group import ParamGroup, ParamState
-
-if TYPE_CHECKING:
-    from meshard._engine.unit import Unit
+from meshard._engine.unit import Unit, alive
 
 
 class Phase(enum.Enum):
@@ -186,7 +183,7 @@ class Prefetcher:
 
     def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
         refs = chosen or ([] if predicted is None else [self._units[predicted]])
-        return [unit for ref in refs if (unit := ref()) is not None]
+        return alive(refs)
 
     def unshard(
         self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool

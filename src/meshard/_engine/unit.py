@@ -10,9 +10,9 @@ outputs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,9 @@ class UnitStep:
     modules_run: set[int] = field(default_factory=set)  # in this pass, for units of several
 
     def end_backward(self) -> None:
-        """Record that nothing of the unit is left to run in this pass."""
         self.is_in_backward = self.may_run_again = False
 
     def record_taken(self) -> None:
-        """Record that the gradients were taken, to be reduced or accumulated."""
         self.is_ready = self.awaits_gradients = False
         self.arrived.clear()
 
@@ -162,15 +160,13 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        for ref in self.children:
-            child = ref()
-            if child is None:
-                continue
-            # The child may have nothing to train, but a unit further inside.
-            is_open = child.step.awaits_gradients or child.step.may_run_again
-            if is_open or (child.children and child.has_open_children):
-                return True
-        return False
+        return any(
+            child.step.awaits_gradients
+            or child.step.may_run_again
+            # It may have nothing to train, but a unit further inside.
+            or (child.children and child.has_open_children)
+            for child in alive(self.children)
+        )
 
     def distrust_leftovers(self) -> None:
         """Gather again in the next forward: the unit was left unsharded for its backward only.
@@ -185,6 +181,14 @@ class Unit:
                 each.group.forget_version()
 
 
+Referent = TypeVar("Referent")
+
+
+def alive(refs: Iterable[weakref.ref[Referent]]) -> list[Referent]:
+    """Return what is left of the objects that ``refs`` refer to."""
+    return [each for ref in refs if (each := ref()) is not None]
+
+
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``fully_shard`` made for ``module``, if it did."""
     return module.__dict__.get("_meshard_unit")
@@ -192,18 +196,12 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """Return the unit of ``module``, if any, and its siblings."""
-    unit = unit_of(module)
-    return [] if unit is None else with_siblings(unit)
+    return with_siblings(unit) if (unit := unit_of(module)) is not None else []
 
 
 def units_in(module: nn.Module) -> Iterator[Unit]:
     """Iterate over the units of ``module`` and of everything inside it, each once."""
-    seen: set[Unit] = set()
-    for inner in module.modules():
-        for unit in units_of(inner):
-            if unit not in seen:
-                seen.add(unit)
-                yield unit
+    yield from dict.fromkeys(unit for inner in module.modules() for unit in units_of(inner))
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
@@ -225,9 +223,8 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
 def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__
-    if TorchFSDPModule in classes:
-        return classes[classes.index(TorchFSDPModule) + 1]
-    return classes[0]
+    is_sharded = TorchFSDPModule in classes
+    return classes[classes.index(TorchFSDPModule) + 1 if is_sharded else 0]
 
 
 def link_siblings(units: list[Unit]) -> Unit:
@@ -260,9 +257,8 @@ def with_siblings(unit: Unit) -> list[Unit]:
 
 
 def _name(mesh_info: MeshInfo) -> str:
-    mesh = mesh_info.mesh
     how = " on" if mesh_info.shard_axis is not None else " replicated on"
-    if mesh.mesh_dim_names is None:
-        return f"{how} {'x'.join(map(str, mesh.shape))}"
-    pairs = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
-    return f"{how} {', '.join(f'{name}={size}' for name, size in pairs)}"
+    names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
+    if names is None:
+        return f"{how} {'x'.join(map(str, sizes))}"
+    return f"{how} {', '.join(map('{}={}'.format, names, sizes))}"

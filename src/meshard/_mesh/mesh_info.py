@@ -229,11 +229,6 @@ def mesh_info_of_named_axes(
 
     **Collective:** all ranks of the default group, the first time that several axes are flattened
     into one.
-
-    Args:
-        mesh: All axes, with names.
-        shard: Axes over which parameters are sharded; none: they are only replicated.
-        replicate: Axes over which they are replicated.
     """
     known = _check_names(mesh, shard, replicate)
     data_axes = frozenset(known.index(name) for name in {*shard, *replicate})
