@@ -139,7 +139,7 @@ def _check_values(
 ) -> None:
     classes = ", ".join(type(each).__name__ for each in modules)
     for each in plans:
-        named = [(param.fqn, param.param) for param in each.params]
+        named = [(found.fqn, found.param) for found in each.found]
         check_same_start(named, each.mesh_info, device, classes)
 
 

@@ -323,7 +323,7 @@ def _take_values_of_first_rank(units: list[PlannedUnit], arguments: list[dict[st
         specs = {
             each.param: unit_plan.mesh_info
             for unit_plan in plan(_collected(unit), mesh_info, chosen.get("shard_placement_fn"))
-            for each in unit_plan.params
+            for each in unit_plan.found
         }
         for param, fqn in unit.params.items():
             # Over the parameter's own mesh: experts on another mesh differ over this one.

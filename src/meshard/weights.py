@@ -242,8 +242,7 @@ class SummonedUnit:
         """Copy this rank's part of what ``edited_values`` returned into the shards."""
         self._group.finish_copies()
         for param, value in zip(self.params, values, strict=True):
-            owned = param.layout.owned_rows(self.mesh_info.shard_rank)
-            part = value.narrow(param.layout.shard_dim, owned.start, len(owned))
+            part = param.layout.own_part(value, self.mesh_info.shard_rank)
             local_of(param.sharded).copy_(part)
 
 

@@ -34,7 +34,7 @@ from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
-from meshard._mesh.placement import DTensorPlacement, compose_placement
+from meshard._mesh.placement import compose_placement
 from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
@@ -147,23 +147,13 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedParam:
-    """A parameter, and how it lies on the mesh of its unit."""
-
-    fqn: str
-    param: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
-    layout: ParamLayout  # of a DTensor, that of this rank's local tensor
-    dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
-
-
-@dataclass(frozen=True, slots=True)
 class UnitPlan:
     """What one unit will hold. One collective gathers all of it."""
 
     mesh_info: MeshInfo
     is_subclass: bool  # its parameters, and then all of them, have fsdp_pre_all_gather
-    params: list[PlannedParam]  # in the order of the module; may be empty
+    found: list[Collected]  # in the order of the module; may be empty
+    params: list[ShardedParam]  # what takes their place
 
 
 def plan(
@@ -177,7 +167,7 @@ def plan(
     """
     planner = _Planner(mesh_info, placement_fn)
     for each in found:
-        planner.add(*each)
+        planner.add(each)
     check_parameters(found, device_of(mesh_info.mesh))
     plans = list(planner.plans.values())
     return [each for each in plans if each.params] or plans[:1]
@@ -224,14 +214,15 @@ class _Planner:
     """The plans of one call of ``fully_shard``, by mesh and kind of gather."""
 
     def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
-        self.plans = {(mesh_info, False): UnitPlan(mesh_info, False, [])}
+        self.plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
         self._default = mesh_info
         self._placement_fn = placement_fn
         # Units are told apart by the identity of their MeshInfo: one for each mesh and use.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
 
-    def add(self, fqn: str, param: nn.Parameter, owners: list[tuple[nn.Module, str]]) -> None:
+    def add(self, found: Collected) -> None:
+        fqn, param, owners = found
         chosen = self._placement_fn(param) if self._placement_fn is not None else None
         mesh_info, chosen = self._mesh_info_for(fqn, chosen)
         if type(chosen) is Replicate:
@@ -250,9 +241,10 @@ class _Planner:
             except ValueError as error:
                 raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local.shape, shard_dim, mesh_info.shard_count)
-        key = mesh_info, is_subclass
-        params = self.plans.setdefault(key, UnitPlan(mesh_info, is_subclass, [])).params
-        params.append(PlannedParam(fqn, param, owners, layout, placement))
+        new = UnitPlan(mesh_info, is_subclass, [], [])
+        unit_plan = self.plans.setdefault((mesh_info, is_subclass), new)
+        unit_plan.found.append(found)
+        unit_plan.params.append(ShardedParam(fqn, owners, layout, placement))
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
@@ -336,33 +328,27 @@ def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -
 def _allocate_params(
     unit: Unit, unit_plan: UnitPlan, spec: GroupSpec, policy: MixedPrecisionPolicy
 ) -> UnitParams:
-    planned, hook = unit_plan.params, gradient_hook_maker(unit)
-    params = [
-        ShardedParam(each.fqn, each.owners, each.layout, each.dtensor_placement) for each in planned
-    ]
-    flags = [each.param.requires_grad for each in planned]
+    params, hook = unit_plan.params, gradient_hook_maker(unit)
+    originals = [each.param for each in unit_plan.found]
+    flags = [original.requires_grad for original in originals]
+    locals_ = [plain_of(original).detach() for original in originals]
     if not unit_plan.is_subclass:
-        layouts = [each.layout for each in planned]
+        layouts = [param.layout for param in params]
+        rank = spec.mesh_info.shard_rank
         return FlatParams(
             params,
-            [_own_part(each, spec.mesh_info) for each in planned],
+            [layout.own_part(local, rank) for layout, local in zip(layouts, locals_, strict=True)],
             flags,
-            layout=FlatLayout.build(layouts, [each.param.dtype for each in planned]),
+            layout=FlatLayout.build(layouts, [original.dtype for original in originals]),
             spec=spec,
             mp_policy=policy,
             gradient_hook=hook,
         )
-    for param, each, flag in zip(params, planned, flags, strict=True):
-        shard = _own_copy(plain_of(each.param).detach(), spec.mesh_info)
-        local = shard if shard.is_meta else shard.to(spec.device)
-        param.make_sharded(local, spec.mesh_info, requires_grad=flag)
+    for param, local, flag in zip(params, locals_, flags, strict=True):
+        shard = _own_copy(local, spec.mesh_info)
+        shard = shard if shard.is_meta else shard.to(spec.device)
+        param.make_sharded(shard, spec.mesh_info, requires_grad=flag)
     return SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
-
-
-def _own_part(planned: PlannedParam, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return a view of what this rank will own."""
-    rows = planned.layout.owned_rows(mesh_info.shard_rank)
-    return plain_of(planned.param).detach().narrow(planned.layout.shard_dim, rows.start, len(rows))
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
@@ -392,9 +378,10 @@ def commit(
     """
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
-        for param, planned in zip(each.params, unit_plan.params, strict=True):
+        for fqn, original, _ in unit_plan.found:
             # Any other module that holds the original is tied to it, unknown to the unit.
-            tag_tensor(planned.param, TensorTag.ORIGINAL, planned.fqn)
+            tag_tensor(original, TensorTag.ORIGINAL, fqn)
+        for param in each.params:
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)

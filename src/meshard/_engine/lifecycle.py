@@ -24,13 +24,7 @@ import torch
 from meshard._comm.communicator import Communicator
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.retained import RetainedUnits
-from meshard._engine.schedule import (
-    ForwardCall,
-    ForwardPass,
-    Phase,
-    Prefetcher,
-    StepSchedule,
-)
+from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
 from meshard._engine.unit import Unit, alive
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
@@ -163,7 +157,8 @@ class Lifecycle:
         if group is not None:
             group.install_sharded()
         unit.step.modules_run.add(module_position)
-        if group is not None and (failed or unit.may_reshard):
+        have_all_run = len(unit.step.modules_run) == len(unit.modules)
+        if group is not None and (failed or (have_all_run and unit.reshards_after_forward)):
             group.reshard(keep_post_forward=not failed)
         elif not self._running:
             unit.distrust_leftovers()

@@ -48,11 +48,11 @@ def find_overlapped(
     return next((param for param in params if id(param) in ids), None)
 
 
-def watch_optimizers(owner: ParamGroup, params: Iterable[torch.Tensor]) -> None:
-    """Check and record from now on every step of an optimizer that holds one of ``params``."""
+def watch_optimizers(owner: ParamGroup) -> None:
+    """Check and record from now on every step of an optimizer with parameters of ``owner``."""
     _register_hooks()
-    for param in params:
-        _owners[id(param)] = owner
+    for param in owner.params:
+        _owners[id(param.sharded)] = owner
     _stepped_by.clear()
 
 
@@ -62,10 +62,10 @@ def _register_hooks() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def register_manually_unsharded(owner: ParamGroup, all_unsharded: Iterable[torch.Tensor]) -> None:
+def register_manually_unsharded(owner: ParamGroup) -> None:
     """Note that ``module.parameters()`` yields unsharded parameters of ``owner`` at present."""
-    for unsharded in all_unsharded:
-        _manually_unsharded[id(unsharded)] = owner
+    for param in owner.params:
+        _manually_unsharded[id(param.unsharded)] = owner
     hold_pending(owner)  # zero_grad sees the unsharded parameters, and .grad is on the shards
 
 

@@ -77,7 +77,6 @@ class SummonOptions:
     offload_to_cpu: bool = False
 
     def check_allows(self, inner: SummonOptions, label: str) -> None:
-        """Raise unless a unit that is summoned so can serve ``inner`` too."""
         ours = (self.caller, self.rank0_only, self.offload_to_cpu)
         if (inner.caller, inner.rank0_only, inner.offload_to_cpu) != ours:
             raise RuntimeError(
@@ -175,7 +174,7 @@ class ParamGroup:
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
-        watch_optimizers(self, [param.sharded for param in self.params])
+        watch_optimizers(self)
 
     def adopt_edits(self) -> int:
         """Take over what the user replaced since the last use; return the version of the shards."""
@@ -205,7 +204,6 @@ class ParamGroup:
             self._unsharded_version = self.version
 
     def forget_version(self) -> None:
-        """Forbid later forwards to reuse the unsharded copy."""
         self._unsharded_version = _UNKNOWN
 
     # --- optimizer steps --------------------------------------------------------------
@@ -220,7 +218,6 @@ class ParamGroup:
         self.check_nothing_is_pending()
 
     def check_nothing_is_pending(self) -> None:
-        """Raise if gradients are accumulated that are not in ``.grad``."""
         if self.gradients.pending:
             raise RuntimeError(
                 f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
@@ -380,7 +377,7 @@ class ParamGroup:
             self.finish_unshard()
             self.install_unsharded()
             manual.record_installed(self.version)
-            register_manually_unsharded(self, [param.unsharded for param in self.params])
+            register_manually_unsharded(self)
 
     def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``, if there is one.

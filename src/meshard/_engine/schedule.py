@@ -72,7 +72,6 @@ class StepSchedule:
             self._passes.append(self.current)
 
     def end_backward(self) -> None:
-        """Record that no pass has a backward to come."""
         self._passes.clear()
         self.in_backward = None
 
@@ -125,7 +124,6 @@ class StepSchedule:
 
     @staticmethod
     def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
-        """Return the unit whose backward follows that of ``call``."""
         return of.exits[call.exit_position - 1] if call.exit_position > 0 else None
 
     @staticmethod
@@ -172,11 +170,9 @@ class Prefetcher:
         self._prefetched: list[Unit] = []
 
     def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
-        """Return what follows a unit whose forward begins."""
         return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
 
     def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
-        """Return what follows a unit whose backward begins."""
         chosen = unit.settings.backward_prefetch
         following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
         return [each for each in following if chosen or each.settings.unshard_in_backward]
@@ -218,7 +214,6 @@ class Prefetcher:
                 self._start(unit.siblings, in_forward=in_forward)
 
     def drop_unused(self) -> None:
-        """Reshard units that were gathered ahead and not used."""
         for unit in self._prefetched:
             if unit.group is not None and unit.group.state is ParamState.GATHERING:
                 unit.group.reshard()

@@ -153,11 +153,6 @@ class Unit:
         return bool(chosen)
 
     @property
-    def may_reshard(self) -> bool:
-        """Whether the forward of all its modules has run, and the unit is resharded after that."""
-        return self.reshards_after_forward and len(self.step.modules_run) == len(self.modules)
-
-    @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
         return any(

@@ -72,6 +72,11 @@ class ParamLayout:
         start = min(shard_rank * self.chunk_rows, self.rows)
         return range(start, min(start + self.chunk_rows, self.rows))
 
+    def own_part(self, unsharded: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        """Return what ``shard_rank`` owns of a tensor of this shape: a view of it."""
+        rows = self.owned_rows(shard_rank)
+        return unsharded.narrow(self.shard_dim, rows.start, len(rows))
+
     def local_shape(self, shard_rank: int) -> torch.Size:
         shape = list(self.shape)
         shape[self.shard_dim] = len(self.owned_rows(shard_rank))

@@ -70,13 +70,18 @@ class MeshInfo:
         if full is not None:
             axes = tuple(range(full.mesh.ndim))
             full = FullMesh(full.mesh, full.mesh, axes, full.data_axes)
+        group = self.replicate_group
+        if group is None:
+            group = self.shard_group
+        elif self.shard_axis is not None:
+            group = _extra_pg(self, "meshard_all", sorted(self.mesh.mesh.flatten().tolist()))
         return dataclasses.replace(
             self,
             shard_axis=None,
             shard_group=pg_of_one(),
             shard_count=1,
             shard_rank=0,
-            replicate_group=_pg_of_all(self),
+            replicate_group=group,
             replicate_count=self.shard_count * self.replicate_count,
             full=full,
         )
@@ -129,14 +134,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 def pg_of_one() -> dist.ProcessGroup:
     """Return a group of this rank alone. It has no backend, and needs none."""
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
-
-
-def _pg_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup:
-    if mesh_info.replicate_group is None:
-        return mesh_info.shard_group
-    if mesh_info.shard_axis is None:
-        return mesh_info.replicate_group
-    return _extra_pg(mesh_info, "meshard_all", sorted(mesh_info.mesh.mesh.flatten().tolist()))
 
 
 class _ExtraGroups(dict[str, dist.ProcessGroup]):

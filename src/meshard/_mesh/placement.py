@@ -70,8 +70,7 @@ class DTensorPlacement:
             if isinstance(placement, Shard):
                 count = self.in_use.mesh.size(axis)
                 layout = ParamLayout(unsharded.shape, placement.dim, count)
-                rows = layout.owned_rows(coordinate[axis])
-                unsharded = unsharded.narrow(placement.dim, rows.start, len(rows))
+                unsharded = layout.own_part(unsharded, coordinate[axis])
         return unsharded
 
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:

@@ -217,8 +217,7 @@ class ShardedParam(UnitParam):
         local = unsharded.detach()
         if self.dtensor_placement is not None:
             local = self.dtensor_placement.cut(local)
-        rows = self.layout.owned_rows(self.shard_rank)
-        return local.narrow(self.layout.shard_dim, rows.start, len(rows))
+        return self.layout.own_part(local, self.shard_rank)
 
     def shard_of(self, unsharded: torch.Tensor) -> DTensor:
         """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
