@@ -195,9 +195,7 @@ def refused_copies():
     model.inner._forward_hooks.popitem()
     with meshard.no_sync(model):
         model(x).sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"'inner' holds gradients that are not reduced yet.* zero_grad"
-    ):
+    with pytest.raises(RuntimeError, match=r"'inner' holds gradients that .* zero_grad"):
         copy.deepcopy(model)
     meshard.finalize_gradients(model)
     copied = copy.deepcopy(model)

@@ -312,30 +312,24 @@ def allocate(
 
     Shards live in ``host``; None: on the device of the mesh.
     """
-    unit = Unit(modules, settings, policy)
-    if unit_plan.params:
-        spec = GroupSpec(unit_plan.mesh_info, device_of(unit_plan.mesh_info.mesh), host)
-        give_params(unit, _allocate_params(unit, unit_plan, spec, policy), policy)
-    return unit
-
-
-def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
-    """Make ``storage`` the parameters of ``unit``, without gradients."""
-    rules = GradientRules(storage, policy.reduce_dtype, policy.accumulate_dtype)
-    unit.group = ParamGroup(storage, GradientAccumulator(storage, rules))
-
-
-def _allocate_params(
-    unit: Unit, unit_plan: UnitPlan, spec: GroupSpec, policy: MixedPrecisionPolicy
-) -> UnitParams:
-    params, hook = unit_plan.params, gradient_hook_maker(unit)
+    unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
+    if not params:
+        return unit
+    spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
     originals = [each.param for each in unit_plan.found]
     flags = [original.requires_grad for original in originals]
     locals_ = [plain_of(original).detach() for original in originals]
-    if not unit_plan.is_subclass:
-        layouts = [param.layout for param in params]
-        rank = spec.mesh_info.shard_rank
-        return FlatParams(
+    hook = gradient_hook_maker(unit)
+    storage: UnitParams
+    if unit_plan.is_subclass:
+        for param, local, flag in zip(params, locals_, flags, strict=True):
+            shard = _own_copy(local, mesh_info)
+            shard = shard if shard.is_meta else shard.to(spec.device)
+            param.make_sharded(shard, mesh_info, requires_grad=flag)
+        storage = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+    else:
+        layouts, rank = [param.layout for param in params], mesh_info.shard_rank
+        storage = FlatParams(
             params,
             [layout.own_part(local, rank) for layout, local in zip(layouts, locals_, strict=True)],
             flags,
@@ -344,11 +338,14 @@ def _allocate_params(
             mp_policy=policy,
             gradient_hook=hook,
         )
-    for param, local, flag in zip(params, locals_, flags, strict=True):
-        shard = _own_copy(local, spec.mesh_info)
-        shard = shard if shard.is_meta else shard.to(spec.device)
-        param.make_sharded(shard, spec.mesh_info, requires_grad=flag)
-    return SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+    give_params(unit, storage, policy)
+    return unit
+
+
+def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
+    """Make ``storage`` the parameters of ``unit``, without gradients."""
+    rules = GradientRules(storage, policy.reduce_dtype, policy.accumulate_dtype)
+    unit.group = ParamGroup(storage, GradientAccumulator(storage, rules))
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:

@@ -33,7 +33,7 @@ from meshard._engine.outputs import (
     may_collect,
     tensors_in,
 )
-from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
+from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of
 from meshard._params.unit_params import GradientHook
@@ -144,9 +144,11 @@ class ModuleHooks(_UnitHook):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()
-        unit.lifecycle.pre_forward(unit)
-        if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
-            _record_arguments(unit, (*args, *kwargs.values()))
+        call = unit.lifecycle.pre_forward(unit)
+        is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
+        if is_more_than_tensor and call is not None and torch.is_grad_enabled():
+            collects = may_collect((*args, *kwargs.values()))
+            call.began_at = next_node() if collects else -1
         dtype = unit.input_dtype
         if dtype is None:
             return None
@@ -258,14 +260,6 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             base = base_of(tensor)
             if base is not None and base.grad_fn is not None:
                 base.grad_fn.register_prehook(partial(_base_hook, watched, base.output_nr))
-
-
-def _record_arguments(unit: Unit, arguments: tuple[Any, ...]) -> None:
-    """Record that the forward that begins may store tensors in its arguments."""
-    call = unit.lifecycle.schedule.newest
-    in_forward = unit.lifecycle.phase is Phase.FORWARD and torch.is_grad_enabled()
-    if in_forward and call is not None and may_collect(arguments):
-        call.began_at = next_node()
 
 
 @skip_dynamo

@@ -103,16 +103,16 @@ class Lifecycle:
             if unit.group is not None:
                 unit.group.storage.comm = comm.with_custom(unit.settings.comm)
 
-    def units(self) -> Iterator[Unit]:
-        return iter(alive(self._units))
+    def units(self) -> list[Unit]:
+        return alive(self._units)
 
-    def groups(self) -> Iterator[ParamGroup]:
-        return filter(None, (unit.group for unit in self.units()))
+    def groups(self) -> list[ParamGroup]:
+        return [unit.group for unit in self.units() if unit.group is not None]
 
     # --- forward ----------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit) -> None:
-        """Unshard ``unit``: one of its modules is about to run."""
+    def pre_forward(self, unit: Unit) -> ForwardCall | None:
+        """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
         if self.has_failed:
             self.abort()
         if self.phase is Phase.IDLE:
@@ -120,11 +120,13 @@ class Lifecycle:
             self._queue.begin_forward()
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             self.phase = Phase.FORWARD
+        call = None
         if self.phase is Phase.FORWARD:
-            self._running.append((unit, self.schedule.enter(unit.number)))
+            call = self.schedule.enter(unit.number)
+            self._running.append((unit, call))
         group = unit.group
         if group is None:
-            return
+            return call
         group.gradients.sharded.release_cleared()
         in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
         up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
@@ -139,6 +141,7 @@ class Lifecycle:
         if group.num_trainable:
             unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
+        return call
 
     def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
@@ -344,8 +347,7 @@ class Lifecycle:
                 subscriber(unit)
 
     def finish_backward(self) -> None:
-        """End the backward: reduce what is left, and finish what was started."""
-        units = alive(self._units)
+        units = self.units()
         self.schedule.end_backward()
         self.retained.end_backward()
         for unit in reversed(units):  # units inside before the unit around them
@@ -368,7 +370,6 @@ class Lifecycle:
     # --- outside of a backward --------------------------------------------------------
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
-        """Reduce fully what a unit has accumulated, if anything."""
         if self.has_failed:
             self.abort()
         if unit.group is not None:

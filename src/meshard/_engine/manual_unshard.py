@@ -71,7 +71,7 @@ class ManualUnshard:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
             warnings.warn(
-                f"parameter(s) {_listed(edited)} of unit {self._label!r} were edited after "
+                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after "
                 "unshard(), and these edits are lost: they were made to a copy. Edit unsharded "
                 "parameters inside meshard.unsharded_params(module), or the shards after "
                 "reshard().",
@@ -80,13 +80,14 @@ class ManualUnshard:
         if not cast:
             return ""
         return (
-            f"parameter(s) {_listed(cast)} of unit {self._label!r} were cast, moved or given other "
+            f"parameter(s) {listed(cast)} of unit {self._label!r} were cast, moved or given other "
             "data after unshard(), which changes a copy only; call reshard() before "
             "module.to(...), and edit unsharded parameters inside meshard.unsharded_params(module)."
         )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return the first three names, for an error."""
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

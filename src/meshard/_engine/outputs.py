@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshard._engine.manual_unshard import listed
 from meshard._engine.unit import Unit, units_in
 from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
@@ -227,14 +228,13 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     named = [each for each in suspects if _attribute_of(each) in words]
     which = "named in the line that failed" if named else f"inside {unit.label!r}"
     inside = set(units_in(module))
-    labels = [repr(each.label) for each in named or suspects if named or each in inside]
+    labels = [each.label for each in named or suspects if named or each in inside]
     if not labels:
         return ""
-    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return (
         "a parameter of another unit was probably read while that unit is not running, when its "
         f"modules hold shards. Units {which} that are sharded now: "
-        f"{', '.join(labels[:3])}{more}. {_REMEDIES}"
+        f"{listed(labels)}. {_REMEDIES}"
     )
 
 

@@ -78,16 +78,13 @@ class SummonOptions:
 
     def check_allows(self, inner: SummonOptions, label: str) -> None:
         ours = (self.caller, self.rank0_only, self.offload_to_cpu)
-        if (inner.caller, inner.rank0_only, inner.offload_to_cpu) != ours:
+        is_same = (inner.caller, inner.rank0_only, inner.offload_to_cpu) == ours
+        if not is_same or (inner.writeback and not self.writeback):
             raise RuntimeError(
                 f"unit {label!r} is unsharded already by {self.caller}(rank0_only="
-                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}); use the same arguments "
-                "inside, or leave the outer context first."
-            )
-        if inner.writeback and not self.writeback:
-            raise RuntimeError(
-                f"unit {label!r} is unsharded already with writeback=False, so edits will be "
-                "dropped; pass writeback=False here too, or writeback=True to the outer context."
+                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}, writeback="
+                f"{self.writeback}); use the same arguments inside, or leave the outer context "
+                "first (with writeback=False outside, edits inside are dropped)."
             )
 
     def check_may_run(self, group: ParamGroup) -> None:
@@ -195,7 +192,6 @@ class ParamGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the unsharded copy is older than the shards."""
         return self.state is not ParamState.SHARDED and self._unsharded_version != self.version
 
     def record_version(self) -> None:
@@ -247,7 +243,6 @@ class ParamGroup:
         self.gradients.close_window()
 
     def clear_pending(self, ids: set[int]) -> None:
-        """Drop pending gradients of the sharded parameters with these ids."""
         if self.pending_step is None:  # otherwise the step has taken them
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
@@ -364,7 +359,6 @@ class ParamGroup:
     # --- unshard() and reshard() by the user ------------------------------------------
 
     def start_manual_unshard(self) -> ManualUnshard:
-        """Start gathering parameters that the user wants to use outside of a forward."""
         present = self.manual_unshard  # of an unshard() that was not waited for
         self.forget_stale()
         self.start_unshard(may_keep_shard=False)

@@ -61,7 +61,6 @@ class StepSchedule:
         self._passes: list[ForwardPass] = []  # passes whose backward may come, oldest first
         self.current = ForwardPass()
         self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
-        self.newest: ForwardCall | None = None  # the last call that began
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
         if self.current.entries:
@@ -89,7 +88,7 @@ class StepSchedule:
     def enter(self, unit: int) -> ForwardCall:
         now = self.current
         is_first = unit not in now.units
-        call = self.newest = ForwardCall(unit, now.ticks, is_first)
+        call = ForwardCall(unit, now.ticks, is_first)
         if is_first:
             now.units.add(unit)
             now.first_entries.append((unit, now.ticks))

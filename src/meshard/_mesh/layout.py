@@ -34,12 +34,10 @@ class ParamLayout:
 
     @property
     def prefix(self) -> int:
-        """Elements before the shard dim."""
         return math.prod(self.shape[: self.shard_dim])
 
     @property
     def suffix(self) -> int:
-        """Elements after the shard dim."""
         return math.prod(self.shape[self.shard_dim + 1 :])
 
     @property
@@ -73,7 +71,6 @@ class ParamLayout:
         return range(start, min(start + self.chunk_rows, self.rows))
 
     def own_part(self, unsharded: torch.Tensor, shard_rank: int) -> torch.Tensor:
-        """Return what ``shard_rank`` owns of a tensor of this shape: a view of it."""
         rows = self.owned_rows(shard_rank)
         return unsharded.narrow(self.shard_dim, rows.start, len(rows))
 
@@ -115,7 +112,6 @@ class Segment:
 
     @property
     def regular_sizes(self) -> list[int]:
-        """Elements of the range of each regular parameter."""
         return [param_range.numel for param_range in self.ranges[: self.num_regular]]
 
     @property
@@ -170,7 +166,6 @@ class FlatLayout:
 
     @property
     def order(self) -> list[int]:
-        """Parameter indices in the order of their ranges in the buffer."""
         return [param_range.index for segment in self.segments for param_range in segment.ranges]
 
     @property
@@ -188,7 +183,6 @@ class FlatLayout:
         return self.shard_bytes, torch.uint8
 
     def allocate(self, *, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-        """Return an uninitialised buffer for one rank's flat shard."""
         numel, dtype = self.shard_form
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
 
