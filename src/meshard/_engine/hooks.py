@@ -64,8 +64,8 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
 def register_hooks(unit: Unit) -> None:
     """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
     _check_registrations()
-    for position, module in enumerate(alive(unit.modules)):
-        hooks = ModuleHooks(unit, position)
+    hooks = ModuleHooks(unit)
+    for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: after an exception in forward, the unit is resharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
@@ -123,11 +123,7 @@ class _UnitHook:
 
 
 class ModuleHooks(_UnitHook):
-    """The two hooks of one module of a unit; ``position`` is its index among those."""
-
-    def __init__(self, unit: Unit, position: int) -> None:
-        super().__init__(unit)
-        self._position = position
+    """The two hooks of the modules of a unit."""
 
     @skip_dynamo
     def pre_forward(
@@ -140,7 +136,8 @@ class ModuleHooks(_UnitHook):
         if group is not None and group.is_summoned:
             group.summoned_by.check_may_run(group)
             return None
-        if unit.lifecycle.is_outermost(unit) and not _is_inside_itself(module):
+        running = unit.lifecycle.running
+        if running and running[0][0] is unit and not _is_inside_itself(module):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()
@@ -166,7 +163,7 @@ class ModuleHooks(_UnitHook):
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.group is not None and unit.group.is_summoned:
             return None
-        watched = end_forward(unit, self._position, output, (args, kwargs), failed=failed)
+        watched = end_forward(unit, module, output, (args, kwargs), failed=failed)
         if failed:
             return None
         result = output
@@ -211,9 +208,8 @@ def run_in_unit(
 
     The siblings of the unit, which must be the outermost, are unsharded too.
     """
-    position = unit.modules.index(weakref.ref(module))
     for each in reversed(with_siblings(unit)):
-        method = partial(ModuleHooks(each, position).run, module, method)
+        method = partial(ModuleHooks(each).run, module, method)
     return method(*args, **kwargs)
 
 
@@ -226,9 +222,9 @@ class Watched(NamedTuple):
 
 
 def end_forward(
-    unit: Unit, position: int, output: Any, inputs: Any, *, failed: bool
+    unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End a forward of module ``position`` of a unit; None: it has no backward."""
+    """End a forward of a unit, that of ``module``; None: it has no backward."""
     of = unit.lifecycle.schedule.present
     # A root without parameters too: its units may hold gradients and not run in this forward.
     is_watched = unit.group is not None or unit.is_root
@@ -236,7 +232,7 @@ def end_forward(
     # Before post_forward, which reshards a unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
-    call = unit.lifecycle.post_forward(unit, position, failed=failed)
+    call = unit.lifecycle.post_forward(unit, module, failed=failed)
     return Watched(weakref.ref(unit), of, call) if records and call is not None else None
 
 

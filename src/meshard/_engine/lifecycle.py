@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from meshard._comm.communicator import Communicator
 from meshard._engine.param_group import ParamGroup
@@ -80,7 +81,8 @@ class Lifecycle:
         self.retained = RetainedUnits()
         self.comm = comm
         self._units = [weakref.ref(unit) for unit in units]
-        self._running: list[tuple[Unit, ForwardCall]] = []  # forwards that have not ended
+        # The forwards that have begun and not ended, outermost first.
+        self.running: list[tuple[Unit, ForwardCall]] = []
         self._phase_around = Phase.IDLE  # the phase to go back to after a backward
         self._num_backwards = 0
         self._backward_id = next(_backward_ids)
@@ -123,7 +125,7 @@ class Lifecycle:
         call = None
         if self.phase is Phase.FORWARD:
             call = self.schedule.enter(unit.number)
-            self._running.append((unit, call))
+            self.running.append((unit, call))
         group = unit.group
         if group is None:
             return call
@@ -143,7 +145,7 @@ class Lifecycle:
             unit.step.awaits_gradients |= with_graph
         return call
 
-    def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
+    def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
         group = unit.group
         if self.phase is Phase.BACKWARD:
@@ -152,25 +154,25 @@ class Lifecycle:
                 group.install_sharded()
             return self.schedule.present.last_call.get(unit.number)
         call = None
-        if self._running and self._running[-1][0] is unit:
-            call = self._running.pop()[1]
+        if self.running and self.running[-1][0] is unit:
+            call = self.running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # a module that called itself
         if group is not None:
             group.install_sharded()
-        unit.step.modules_run.add(module_position)
+        unit.step.modules_run.add(id(module))
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if group is not None and (failed or (have_all_run and unit.reshards_after_forward)):
             group.reshard(keep_post_forward=not failed)
-        elif not self._running:
+        elif not self.running:
             unit.distrust_leftovers()
-        if not self._running:
+        if not self.running:
             self._end_forward(failed=failed)
         return call
 
     def _runs(self, unit: Unit) -> bool:
-        return bool(self._running) and any(other is unit for other, _ in self._running)
+        return bool(self.running) and any(other is unit for other, _ in self.running)
 
     def _end_forward(self, *, failed: bool) -> None:
         self.phase = Phase.IDLE
@@ -186,14 +188,6 @@ class Lifecycle:
                     # Of several modules, not all have run.
                     unit.group.reshard(keep_post_forward=True)
                 unit.step.modules_run.clear()
-
-    def running(self) -> list[Unit]:
-        """Return the units whose forward has begun and not ended, outermost first."""
-        return [unit for unit, _ in self._running]
-
-    def is_outermost(self, unit: Unit) -> bool:
-        """Whether the outermost forward that has begun and not ended is that of ``unit``."""
-        return bool(self._running) and self._running[0][0] is unit
 
     # --- backward ---------------------------------------------------------------------
 
@@ -402,7 +396,7 @@ class Lifecycle:
         """Record that a backward raised. The exception is propagating: do not communicate."""
         self.has_failed = True  # the next step begins with abort()
         self._prefetcher.forget()
-        self._running.clear()
+        self.running.clear()
         for group in self.groups():
             group.install_sharded()
             group.has_failed = True
@@ -427,7 +421,7 @@ class Lifecycle:
         is_void = self.has_failed or not self._queue.is_idle
         self.has_failed = False
         self.phase = self._phase_around = Phase.IDLE
-        self._running.clear()
+        self.running.clear()
         self._prefetcher.forget()
         self.schedule.forget()
         self.retained.release()

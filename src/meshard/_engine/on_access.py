@@ -60,7 +60,8 @@ def _read(unit: Unit) -> None:
         # Activation checkpointing runs a part of forward again. The lifecycle reshards.
         lifecycle.pre_forward(unit)
         return
-    reader = next((one for one in reversed(lifecycle.running()) if one not in _read_units), None)
+    running = (one for one, _ in reversed(lifecycle.running))
+    reader = next((one for one in running if one not in _read_units), None)
     if reader is None:
         return
     for module in alive(reader.modules):
@@ -81,9 +82,8 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
         return
     lifecycle = reader.lifecycle
     failed = output is None and has_raised(module)
-    while (running := lifecycle.running()) and running[-1] in _read_units:
-        unit = running[-1]
+    while lifecycle.running and (unit := lifecycle.running[-1][0]) in _read_units:
         _read_units.discard(unit)
-        watched = end_forward(unit, 0, output, args, failed=failed)
+        watched = end_forward(unit, module, output, args, failed=failed)
         if watched is not None:
             watch_outputs(output, watched)

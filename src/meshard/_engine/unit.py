@@ -64,7 +64,7 @@ class UnitStep:
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     is_retained: bool = False  # a graph may read its unsharded parameters again: see retained
-    modules_run: set[int] = field(default_factory=set)  # in this pass, for units of several
+    modules_run: set[int] = field(default_factory=set)  # ids, in this pass: a unit of several
 
     def end_backward(self) -> None:
         self.is_in_backward = self.may_run_again = False
