@@ -155,13 +155,16 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        return any(
-            child.step.awaits_gradients
-            or child.step.may_run_again
-            # It may have nothing to train, but a unit further inside.
-            or (child.children and child.has_open_children)
-            for child in alive(self.children)
-        )
+        for ref in self.children:
+            child = ref()
+            if child is None:
+                continue
+            if child.step.awaits_gradients or child.step.may_run_again:
+                return True
+            # The child may have nothing to train, but a unit further inside.
+            if child.children and child.has_open_children:
+                return True
+        return False
 
     def distrust_leftovers(self) -> None:
         """Gather again in the next forward: the unit was left unsharded for its backward only.
