@@ -109,7 +109,7 @@ def fully_shard(
     if is_debugging():
         classes = ", ".join(type(each).__name__ for each in modules)
         for each in plans:
-            named = [(param.fqn, param.param) for param in each.params]
+            named = [(found.fqn, found.param) for found in each.found]
             check_same_start(named, each.mesh_info, classes)
     settings = [
         _settings(reshard_after_forward, each.mesh_info, unshard_on_access) for each in plans

@@ -120,7 +120,7 @@ def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]
     mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
     for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
         # Over the parameters' own mesh: experts on another mesh differ over this one.
-        named = [(param.fqn, param.param) for param in each.params]
+        named = [(own.fqn, own.param) for own in each.found]
         take_values_of_first_rank(named, each.mesh_info)
 
 

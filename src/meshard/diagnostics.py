@@ -119,7 +119,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"param_dtype={'+'.join(computed)}"
     rules = gradients.rules
     chosen = {"reduce": rules.reduce_dtype, "accumulate": rules.chosen_dtype}
-    for name, dtype in {**chosen, "output": unit.casts.outputs}.items():
+    for name, dtype in {**chosen, "output": unit.output_dtype}.items():
         if dtype is not None:
             yield f"{name}_dtype={_short(dtype)}"
     if settings.sync is not GradientSync.FULL:

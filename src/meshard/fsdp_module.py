@@ -466,7 +466,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
         if unit.group is not None:
-            unit.group.comm = unit.lifecycle.comm.with_custom(settings)
+            unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
-from meshard._engine.param_group import ParamGroup, sharded_params
-from meshard._engine.unit import SummonOptions, Unit, own_class, owned_names, units_in, units_of
+from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
+from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, plain_of, plain_tensors_in
-from meshard.weights import SummonedUnit, check_between_steps
+from meshard.weights import SummonedUnit
 
 
 def _poison_of(dtype: torch.dtype) -> float | int | None:
@@ -70,7 +70,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     return new
 
 
-def _unsharded(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
+def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
     """Return a plain parameter of the global shape, in the dtype of the shard.
 
     **Collective:** the mesh of the parameter, unless it is new.
@@ -186,12 +186,12 @@ class _Initialisation:
         group = unit.group
         if unit in self._summoned or group is None or isinstance(group.storage, ReplicatedParams):
             return False
-        check_between_steps(unit, "materialize")
+        unit.lifecycle.check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
         self._new.update({param: f"{unit.fqn}.{param.fqn}".lstrip(".") for param in new})
         device = group.spec.device
-        unsharded = [_unsharded(p, device, is_new=p in new) for p in sharded_params(group)]
+        unsharded = [_unsharded_copy(p, device, is_new=p in new) for p in sharded_params(group)]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
         return True
 

@@ -99,11 +99,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
 
 
 def _check_between_steps(unit: Unit, what: str) -> None:
-    if not unit.lifecycle.is_between_steps():
-        raise RuntimeError(
-            f"meshard.{what} was called inside the forward or backward of unit {unit.label!r}; "
-            "call it between steps."
-        )
+    unit.lifecycle.check_between_steps(unit, f"meshard.{what}")
     if unit.group is not None:
         unit.group.finish_pending_step()
         unit.group.adopt_edits()

@@ -24,7 +24,6 @@ from meshard._engine.build import (
     Collected,
     adopt_inner_units,
     adopt_module,
-    casts_of,
     check_not_complex,
     collect,
     give_params,
@@ -116,7 +115,7 @@ class Buckets:
         order = list(reversed(range(len(params))))
         count = max(1, len(partition([params[position].sharded for position in order], cap)))
         # Outermost first, each inside the one before.
-        self.units = [Unit([module], casts_of(policy), UnitSettings()) for _ in range(count)]
+        self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
         nest(self.units)
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
@@ -199,7 +198,7 @@ class Buckets:
         for unit in self.units:
             if unit.group is not None:
                 unit.group.storage.label = unit.label
-                unit.group.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
+                unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order; parameters without a gradient come last."""
@@ -367,7 +366,7 @@ def replicate(
     module.__dict__["_meshard_buckets"] = buckets
     for each in reversed(with_siblings(unit)):  # the hooks of the outermost run first, and last
         register_hooks(each)
-    adopt_inner_units(unit, [module], device)
+    adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
     patch_zero_grad(clear_pending)
     return module

@@ -26,8 +26,8 @@ from meshard._comm.blocking import (
     scatter_from_first,
 )
 from meshard._comm.buffers import matching_parts
-from meshard._engine.param_group import ParamGroup, sharded_params
-from meshard._engine.unit import SummonOptions, Unit, require_units
+from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
+from meshard._engine.unit import Unit, require_units
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -117,25 +117,15 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
                 "of rank 0 would not reach the others; make them on all ranks, without rank0_only."
             )
         return False
-    if unit.summoned is not None:
-        unit.summoned.check_allows(options, unit.label)
+    if unit.group.is_summoned:
+        unit.group.summoned_by.check_allows(options, unit.label)
         return False
-    check_between_steps(unit, options.caller)
+    unit.lifecycle.check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
     unit.group.adopt_edits()
     check_not_subclass(unit.group.storage, "meshard.unsharded_params")
     unit.group.storage.check_materialised()
     return True
-
-
-def check_between_steps(unit: Unit, caller: str) -> None:
-    """Raise if a forward or backward runs in the root of ``unit``."""
-    if not unit.lifecycle.is_between_steps():
-        raise RuntimeError(
-            f"{caller} cannot unshard unit {unit.label!r} while a forward or backward of its "
-            "root runs. Before or around the forward it can; to read a weight inside a parent's "
-            "forward, pass unshard_on_access=True to fully_shard."
-        )
 
 
 def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:
@@ -160,10 +150,9 @@ class SummonedUnit:
         self._options = options
         self.group = unit.group
         self.group.reshard()
-        self.group.summon()
+        self.group.summon(options)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)
-        unit.summoned = options
         unit_ref = weakref.ref(unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
@@ -216,7 +205,6 @@ class SummonedUnit:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
         self.group.dismiss()
-        self.unit.summoned = None
 
     @torch.no_grad()
     def write(self, values: list[torch.Tensor]) -> None:
@@ -224,8 +212,7 @@ class SummonedUnit:
         self.group.finish_copies()
         shard_rank = self.group.spec.mesh_info.shard_rank
         for param, value in zip(self.params, values, strict=True):
-            owned = param.layout.owned_rows(shard_rank)
-            part = value.narrow(param.layout.shard_dim, owned.start, len(owned))
+            part = param.layout.own_part(value, shard_rank)
             local_of(param.sharded).copy_(part)
 
 

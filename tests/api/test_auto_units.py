@@ -199,7 +199,7 @@ def test_arguments_of_fully_shard_reach_every_unit_and_overrides_one():
     )
     units = [vars(m)["_meshard_unit"] for m in (model, *model.blocks)]
     assert [u.settings.reshard_after_forward for u in units] == [True, True, False, True]
-    assert {u.casts.inputs for u in units} == {torch.bfloat16}
+    assert {u.input_dtype for u in units} == {torch.bfloat16}
     assert sorted(seen) == [("", "MlpStack"), *((f"blocks.{n}", "MlpBlock") for n in range(3))]
 
 
@@ -223,7 +223,7 @@ def test_none_in_overrides_is_the_default(name):
     fully_shard_units(model, mesh, overrides=lambda fqn, _: {name: None}, **chosen)
     unit = vars(model.blocks[0])["_meshard_unit"]
     assert model.blocks[0].up.weight.device_mesh == mesh  # that of the call
-    assert (unit.casts.inputs is None) is (name == "mp_policy")
+    assert (unit.input_dtype is None) is (name == "mp_policy")
     assert (unit.settings.reshard_after_forward is None) is (name == "reshard_after_forward")
 
 

@@ -145,8 +145,43 @@ def test_a_parameter_that_a_local_variable_holds_is_named(how):
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("how", [by_index, by_cast, in_another_line])
 def test_of_other_reads_the_sharded_units_inside_are_named(how):
-    named = "a parameter of a unit inside '(root)' was probably read"
+    named = "a parameter of another unit was probably read"
     assert_explained(text_of_read(how), named, "sharded now: 'layers.0', 'layers.1'.")
+
+
+class Decoder(nn.Module):
+    """Reads the weight of a head that is no submodule of it, in a model of many units."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.tied = [head]
+
+    def forward(self, x):
+        return self.inner(x) @ self.tied[0].head.weight
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("where", ["elsewhere", "inside"])
+def test_a_read_of_a_unit_that_the_line_names(where):
+    model = nn.ModuleDict({f"layer{i}": nn.Linear(4, 4) for i in range(5)})
+    model["head"] = nn.Linear(4, 4)
+    if where == "elsewhere":
+        model["decoder"] = Decoder(holder := nn.Module())
+        holder.head = model["head"]
+        meshard.fully_shard(model["decoder"].inner)
+    for layer in model.values():
+        meshard.fully_shard(layer)
+    root = Root(lambda root, x: root.parts.head.weight @ x)
+    root.parts = nn.Module()
+    for name, layer in model.items():
+        setattr(root.parts, name, layer)
+    meshard.fully_shard(root)
+    run = root.parts.decoder if where == "elsewhere" else root
+    assert_explained(
+        text_of(run, torch.ones(4, 4)),
+        "Units named in the line that failed that are sharded now: 'parts.head'",
+    )
 
 
 def called_with_a_dtensor():

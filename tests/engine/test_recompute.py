@@ -204,7 +204,7 @@ def order_around_compute(forward):
         blocks[2].set_modules_to_backward_prefetch([blocks[0], blocks[1]])
 
     class Log(CommLedger):
-        def _observe(self, event, communicator):
+        def _observe(self, event, group, communicator):
             log.append(event.unit)
 
     def computes(*_):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import meshard
 from tests.support.models import seeded
@@ -106,3 +107,59 @@ def train_kind(kind):
 @pytest.mark.parametrize("kind", [Detached, Wrapping, Recursive, Force])
 def test_unusual_modules_train_like_plain_ones(run_ranks, kind):
     run_ranks(train_kind, 2, kind)
+
+
+class Returning(nn.Module):
+    """Returns its own parameter: an embedding of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 6))
+
+    def forward(self, x):
+        return self.weight, x
+
+
+def return_parameters():
+    plain = seeded(Returning())
+    model = meshard.fully_shard(copy.deepcopy(plain), reshard_after_forward=False)
+    for _ in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            weight, x = each(torch.ones(6, 6))
+            assert not weight._backward_hooks or weight.grad_fn is not None
+            (weight * x).square().sum().backward()
+        assert_same(full_grads(model), full_grads(plain))
+
+
+def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it(run_ranks):
+    run_ranks(return_parameters, 2)
+
+
+class Assigning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.layer(x)
+        self.layer.weight = self.layer.weight  # its own name
+        self.latest = self.layer.weight
+        return x
+
+
+def assign_parameters():
+    model = nn.Sequential(Assigning(), nn.Linear(6, 6))
+    meshard.fully_shard(model[0])
+    meshard.fully_shard(model)
+    names = list(model.state_dict())
+    text = "unsharded parameter 'layer.weight' was assigned to 'latest' of a Assigning.*Tie param"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=text):
+            model(torch.ones(2, 6))
+        assert list(model.state_dict()) == names
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_an_unsharded_parameter_gets_no_second_name(run_ranks):
+    run_ranks(assign_parameters, 2)

@@ -148,7 +148,7 @@ def compute_in_bfloat16():
     out = model(batch_of(0, 0, width=5))
     assert out.dtype == torch.bfloat16 and seen == [(torch.bfloat16, torch.bfloat16)]
     unit = vars(model)["_meshard_unit"]
-    assert [(each.casts.inputs, each.casts.outputs) for each in (unit, *unit.siblings)] == [
+    assert [(each.input_dtype, each.output_dtype) for each in (unit, *unit.siblings)] == [
         (torch.bfloat16, None),
         (None, None),
     ]

@@ -71,7 +71,10 @@ def test_infs_are_agreed_on_where_the_group_works(cuda_mesh, monkeypatch):
     monkeypatch.setattr(grad_scaler, "agree_on_max", lambda value, group: seen.append(value.device))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, other: self)  # nothing to copy on meta
     param = make_dtensor(torch.ones(2, 3), cuda_mesh, (Shard(0),), SHAPE)
-    grad_scaler._agree(torch.zeros(()), [param], None)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(param)], lr=1.0)
+    grad_scaler.ShardedGradScaler("cpu")._unscale_grads_(
+        optimizer, torch.ones(()), torch.zeros(()), allow_fp16=False
+    )
     assert seen == [meta]
 
 

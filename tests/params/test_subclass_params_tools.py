@@ -49,7 +49,7 @@ def count_collectives():
         one_backward(model)
     # Gathered in forward and in backward, and reduced: the weight apart from the bias.
     return [
-        (event.unit.endswith("(extended)"), event.op, event.payload_bytes)
+        (event.unit.endswith("(tensor subclasses)"), event.op, event.payload_bytes)
         for event in ledger.events
         if event.unit.startswith("blocks.1")
     ]
@@ -84,7 +84,7 @@ def test_norms_and_the_table_of_units(run_ranks, kind):
     for norm, clipped, table in run_ranks(norms_and_tables, 2, kind):
         assert_same(torch.tensor(norm), expected)
         assert clipped == pytest.approx(1e-3, rel=1e-4)
-        assert "(extended)" in table
+        assert "(tensor subclasses)" in table
 
 
 class Recomputed(nn.Module):

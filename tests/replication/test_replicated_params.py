@@ -98,14 +98,14 @@ def look_at_one():
     # The average over two ranks of a gradient of 2, at the divide factor of all ranks.
     assert layer.bias.grad.placements == (Replicate(),)
     assert torch.equal(layer.bias.grad.to_local(), torch.full((3,), 2.0))
-    assert [op for op, unit, _ in told if "whole" in unit] == ["all_reduce"]
-    assert [size for _, unit, size in told if "whole" in unit] == [whole_bytes]
+    assert [op for op, unit, _ in told if "replicated" in unit] == ["all_reduce"]
+    assert [size for _, unit, size in told if "replicated" in unit] == [whole_bytes]
     return meshard.describe(layer)
 
 
 def test_only_an_all_reduce_is_issued_for_them(run_ranks):
     for table in run_ranks(look_at_one, 2):
-        assert "whole on dp=2" in table
+        assert "replicated on dp=2" in table
 
 
 def step_too_early():

@@ -65,7 +65,7 @@ def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = Tru
         output.copy_(rows[0].add_(rows[1]))
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_STREAM = contextlib.nullcontext()
 
 
 class WorkInFlight:
@@ -106,7 +106,7 @@ class WorkCommunicator(Communicator):
     may_keep_buffers = True
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
-        return _NOTHING  # the host thread is the only queue
+        return _NO_STREAM  # the host thread is the only queue
 
     def record(self, *keep: torch.Tensor) -> RecordedWork:
         return DONE  # the host has done it

@@ -28,18 +28,13 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Casts, Unit, UnitSettings, unit_of, units_of, with_siblings
+from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.unit import Unit, UnitSettings, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
-from meshard._mesh.placement import (
-    DTensorPlacement,
-    PlacedTensor,
-    check_composable,
-    compose_placement,
-)
+from meshard._mesh.placement import compose_placement
 from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
@@ -52,7 +47,6 @@ from meshard._params.subclass_params import (
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.dtensor import is_plain, plain_of
-from meshard._torch.private import queue_backward_callback
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -68,22 +62,15 @@ class Collected(NamedTuple):
     owners: list[tuple[nn.Module, str]]
 
 
-def named_modules_outside_units(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over ``root`` and its submodules, without those that are units or inside one."""
-    seen: set[nn.Module] = set()
-    stack: list[tuple[str, nn.Module]] = [("", root)]
-    while stack:
-        prefix, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield prefix, module
-        children = [
-            (_joined(prefix, name), child)
-            for name, child in module._modules.items()
-            if child is not None and unit_of(child) is None
-        ]
-        stack.extend(reversed(children))
+def _outside_units(
+    prefix: str, module: nn.Module, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over ``module`` and its submodules, without those that are units or inside one."""
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        if child not in seen and unit_of(child) is None:
+            yield from _outside_units(_joined(prefix, name), child, seen)
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -91,16 +78,14 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
-    """List the parameters of ``modules`` that are in no unit yet, tied ones once.
-
-    Raises:
-        ValueError: A parameter is managed by a unit around or beside ``modules``.
-    """
+    """List the parameters of ``modules`` that are in no unit yet, tied ones once."""
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
-        for prefix, module in named_modules_outside_units(root):
+        for prefix, module in _outside_units("", root, set()):
             for name, param in module._parameters.items():
-                if param is None or param in ignored or not _may_take(modules, param):
+                if param is None or param in ignored:
+                    continue
+                if param in _hoisted and _hoisted[param] not in modules:
                     continue
                 fqn = _joined(prefix, name)
                 if len(modules) > 1:
@@ -131,34 +116,26 @@ def _check_free(fqn: str, param: nn.Parameter) -> None:
         )
 
 
+_hoisted: dict[nn.Parameter, nn.Module] = {}
+
+
 @contextlib.contextmanager
 def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
     """Reserve each tied parameter for the unit of ``hoisted[param]``."""
-    for param, module in hoisted.items():
-        param._meshard_hoisted_to = weakref.ref(module)  # type: ignore[attr-defined]
+    _hoisted.update(hoisted)
     try:
         yield
     finally:
         for param in hoisted:
-            del param._meshard_hoisted_to  # type: ignore[attr-defined]
-
-
-def _hoisted_to(param: nn.Parameter) -> nn.Module | None:
-    ref = getattr(param, "_meshard_hoisted_to", None)
-    return None if ref is None else ref()
-
-
-def _may_take(modules: list[nn.Module], param: nn.Parameter) -> bool:
-    module = _hoisted_to(param)
-    return module is None or module in modules
+            del _hoisted[param]
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
     """Add the uses inside inner units of parameters that are reserved for ``modules``."""
-    for root in modules:
+    for root in modules if _hoisted else ():
         for prefix, module in root.named_modules():
             for name, param in module._parameters.items():
-                if param is None or _hoisted_to(param) is not root:
+                if param is None or _hoisted.get(param) is not root:
                     continue
                 new = Collected(_joined(prefix, name), param, [])
                 owners = found.setdefault(param, new).owners
@@ -170,99 +147,34 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSpec:
-    """How a parameter lies on a mesh."""
-
-    mesh_info: MeshInfo
-    layout: ParamLayout  # of the parameter; of a DTensor, of this rank's local tensor
-    dtensor_placement: DTensorPlacement | None  # None: an ordinary tensor
-    is_subclass: bool  # it has fsdp_pre_all_gather
-
-    def own_part(self, param: nn.Parameter) -> torch.Tensor:
-        """Return what this rank will own of ``param``: a view, of a tensor subclass a copy."""
-        local = plain_of(param).detach()
-        if self.is_subclass:
-            return _own_copy(local, self.mesh_info)
-        rows = self.layout.owned_rows(self.mesh_info.shard_rank)
-        return local.narrow(self.layout.shard_dim, rows.start, len(rows))
-
-
-def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return this rank's rows by the operations that torch's fully_shard requires of subclasses."""
-    chunks = local.chunk(mesh_info.shard_count)
-    has_any = mesh_info.shard_rank < len(chunks)
-    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
-    copied = own.new_zeros(own.shape)
-    copied.copy_(own)
-    return copied
-
-
-@dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one unit will hold, and where. One collective gathers all of it.
-
-    Attributes:
-        mesh_info: Mesh of all its parameters.
-        is_subclass: Whether its parameters, and then all of them, have ``fsdp_pre_all_gather``.
-        params: In the order of the module; may be none.
-        shard_specs: Of each parameter.
-        layout: Range of each parameter in the flat shard.
-    """
+    """What one unit will hold. One collective gathers all of it."""
 
     mesh_info: MeshInfo
-    is_subclass: bool
-    params: tuple[Collected, ...]
-    shard_specs: tuple[ShardSpec, ...]
-    layout: FlatLayout
+    is_subclass: bool  # its parameters, and then all of them, have fsdp_pre_all_gather
+    found: list[Collected]  # in the order of the module; may be empty
+    params: list[ShardedParam]  # what takes their place
 
 
 def plan(
     found: Sequence[Collected], mesh_info: MeshInfo, placement_fn: PlacementFn | None
 ) -> list[UnitPlan]:
-    """Decide which unit each parameter goes to, and how it is sharded.
-
-    Args:
-        found: Parameters of one call of ``fully_shard``.
-        mesh_info: Of the mesh that was passed.
-        placement_fn: What the user chose per parameter, or None.
+    """Decide which unit each parameter of a ``fully_shard`` goes to, and how it is sharded.
 
     Returns:
         One plan per mesh and kind of gather, that for ``mesh_info`` first; one without parameters,
         if there are none.
-
-    Raises:
-        NotImplementedError: A parameter with ``fsdp_pre_all_gather`` cannot be sharded as asked.
-        ValueError: Another parameter cannot, or ``placement_fn`` returned something invalid.
     """
-    resolver = _ShardSpecResolver(mesh_info, placement_fn)
-    members: dict[tuple[int, bool], list[tuple[Collected, ShardSpec]]] = {}
-    members[id(mesh_info), False] = []
+    planner = _Planner(mesh_info, placement_fn)
     for each in found:
-        spec = resolver.resolve(each.fqn, each.param)
-        members.setdefault((id(spec.mesh_info), spec.is_subclass), []).append((each, spec))
+        planner.add(each)
     check_parameters(found, device_of(mesh_info.mesh))
-    plans = [_plan_of(pairs) for pairs in members.values() if pairs]
-    return plans or [UnitPlan(mesh_info, False, (), (), FlatLayout.build([], []))]
-
-
-def _plan_of(pairs: list[tuple[Collected, ShardSpec]]) -> UnitPlan:
-    params, shard_specs = zip(*pairs, strict=True)
-    dtypes = [each.param.dtype for each in params]
-    return UnitPlan(
-        mesh_info=shard_specs[0].mesh_info,
-        is_subclass=shard_specs[0].is_subclass,
-        params=params,
-        shard_specs=shard_specs,
-        layout=FlatLayout.build([spec.layout for spec in shard_specs], dtypes),
-    )
+    plans = list(planner.plans.values())
+    return [each for each in plans if each.params] or plans[:1]
 
 
 def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
-    """Check what can be sharded onto ``device``.
-
-    Raises:
-        ValueError: A parameter is on a third device, is a scalar, or is complex.
-    """
+    """Raise a ValueError if a parameter cannot be sharded onto ``device``."""
     for fqn, param, _ in found:
         movable = param.device.type in ("cpu", "meta")
         if not movable and param.device != device:
@@ -288,52 +200,35 @@ def check_not_complex(fqn: str, param: torch.Tensor) -> None:
 
 
 def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
-    """Return the axes of the mesh that was passed to ``fully_shard``.
-
-    Raises:
-        ValueError: The mesh has no such axes, or not one or two where none are named.
-    """
+    """Return the axes of the mesh that was passed to ``fully_shard``."""
     if dims is None:
         return MeshInfo.of(mesh)
-    return mesh_info_of_named_axes(mesh, _as_tuple(dims.shard), _as_tuple(dims.replicate))
+    shard, replicate = (
+        (names,) if isinstance(names, str) else names or ()
+        for names in (dims.shard, dims.replicate)
+    )
+    return mesh_info_of_named_axes(mesh, shard, replicate)
 
 
-def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else names
-
-
-class _ShardSpecResolver:
-    """The mesh and placement of each parameter of one call of ``fully_shard``.
-
-    Args:
-        mesh_info: Of the mesh that was passed.
-        placement_fn: What the user chose per parameter, or None.
-    """
+class _Planner:
+    """The plans of one call of ``fully_shard``, by mesh and kind of gather."""
 
     def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
+        self.plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
         self._default = mesh_info
         self._placement_fn = placement_fn
         # Units are told apart by the identity of their MeshInfo: one for each mesh and use.
         self._sharding = {mesh_info.mesh: mesh_info}
-        self._replicating: dict[int, MeshInfo] = {}
+        self._replicating: dict[MeshInfo, MeshInfo] = {}
 
-    def resolve(self, fqn: str, param: nn.Parameter) -> ShardSpec:
-        """Return how a parameter lies on its mesh.
-
-        Raises:
-            NotImplementedError: It has ``fsdp_pre_all_gather``, and cannot be sharded as asked.
-            ValueError: ``placement_fn`` returned something else than None, a valid ``Shard``,
-                ``Replicate`` or ``ShardPlacementResult``, or the parameter is a DTensor that does
-                not fit.
-        """
+    def add(self, found: Collected) -> None:
+        fqn, param, owners = found
         chosen = self._placement_fn(param) if self._placement_fn is not None else None
         mesh_info, chosen = self._mesh_info_for(fqn, chosen)
         if type(chosen) is Replicate:
-            if id(mesh_info) not in self._replicating:
-                self._replicating[id(mesh_info)] = mesh_info.replicating_all()
-            mesh_info, chosen = self._replicating[id(mesh_info)], None
+            if mesh_info not in self._replicating:
+                self._replicating[mesh_info] = mesh_info.replicating_all()
+            mesh_info, chosen = self._replicating[mesh_info], None
         shard_dim = _shard_dim(fqn, param, chosen)
         local = plain_of(param)
         is_subclass = _check_gather_methods(fqn, local)
@@ -341,14 +236,15 @@ class _ShardSpecResolver:
             check_subclass_placement(fqn, local, mesh_info, shard_dim)
         placement = None
         if isinstance(param, DTensor):
-            placed = PlacedTensor(param.device_mesh, param.placements, param.shape)
             try:
-                check_composable(placed, mesh_info)
-                placement = compose_placement(placed, mesh_info)
+                placement = compose_placement(param, mesh_info)
             except ValueError as error:
                 raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local.shape, shard_dim, mesh_info.shard_count)
-        return ShardSpec(mesh_info, layout, placement, is_subclass)
+        new = UnitPlan(mesh_info, is_subclass, [], [])
+        unit_plan = self.plans.setdefault((mesh_info, is_subclass), new)
+        unit_plan.found.append(found)
+        unit_plan.params.append(ShardedParam(fqn, owners, layout, placement))
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
@@ -414,26 +310,36 @@ def allocate(
 ) -> Unit:
     """Return a unit for ``modules`` with memory of its own; nothing refers to it yet.
 
-    Args:
-        unit_plan: What it holds.
-        modules: That will be its modules.
-        policy: dtypes.
-        settings: What the user chose.
-        host: Memory of shards; None: that of the mesh's device.
+    Shards live in ``host``; None: on the device of the mesh.
     """
-    unit = Unit(modules, casts_of(policy), settings)
-    if unit_plan.params:
-        spec = GroupSpec(unit_plan.mesh_info, device_of(unit_plan.mesh_info.mesh), host)
-        give_params(unit, _allocate_params(unit, unit_plan, spec, policy), policy)
+    unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
+    if not params:
+        return unit
+    spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
+    originals = [each.param for each in unit_plan.found]
+    flags = [original.requires_grad for original in originals]
+    locals_ = [plain_of(original).detach() for original in originals]
+    hook = gradient_hook_maker(unit)
+    storage: UnitParams
+    if unit_plan.is_subclass:
+        for param, local, flag in zip(params, locals_, flags, strict=True):
+            shard = _own_copy(local, mesh_info)
+            shard = shard if shard.is_meta else shard.to(spec.device)
+            param.make_sharded(shard, mesh_info, requires_grad=flag)
+        storage = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+    else:
+        layouts, rank = [param.layout for param in params], mesh_info.shard_rank
+        storage = FlatParams(
+            params,
+            [layout.own_part(local, rank) for layout, local in zip(layouts, locals_, strict=True)],
+            flags,
+            layout=FlatLayout.build(layouts, [original.dtype for original in originals]),
+            spec=spec,
+            mp_policy=policy,
+            gradient_hook=hook,
+        )
+    give_params(unit, storage, policy)
     return unit
-
-
-def casts_of(policy: MixedPrecisionPolicy) -> Casts:
-    """Return the dtypes to which a policy casts inputs and outputs of modules."""
-    return Casts(
-        inputs=policy.param_dtype if policy.cast_forward_inputs else None,
-        outputs=policy.output_dtype,
-    )
 
 
 def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
@@ -442,31 +348,14 @@ def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -
     unit.group = ParamGroup(storage, GradientAccumulator(storage, rules))
 
 
-def _allocate_params(
-    unit: Unit, unit_plan: UnitPlan, spec: GroupSpec, policy: MixedPrecisionPolicy
-) -> UnitParams:
-    pairs = list(zip(unit_plan.params, unit_plan.shard_specs, strict=True))
-    params = [
-        ShardedParam(each.fqn, each.owners, shard_spec.layout, shard_spec.dtensor_placement)
-        for each, shard_spec in pairs
-    ]
-    shards = [shard_spec.own_part(each.param) for each, shard_spec in pairs]
-    flags = [each.param.requires_grad for each in unit_plan.params]
-    hook = gradient_hook_maker(unit)
-    if not unit_plan.is_subclass:
-        return FlatParams(
-            params,
-            shards,
-            flags,
-            layout=unit_plan.layout,
-            spec=spec,
-            mp_policy=policy,
-            gradient_hook=hook,
-        )
-    for param, shard, flag in zip(params, shards, flags, strict=True):
-        local = shard if shard.is_meta else shard.to(spec.device)
-        param.make_sharded(local, spec.mesh_info, requires_grad=flag)
-    return SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+    """Return this rank's rows by the operations that torch's fully_shard requires of subclasses."""
+    chunks = local.chunk(mesh_info.shard_count)
+    has_any = mesh_info.shard_rank < len(chunks)
+    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
+    copied = own.new_zeros(own.shape)
+    copied.copy_(own)
+    return copied
 
 
 # --- commit --------------------------------------------------------------------------------
@@ -486,11 +375,10 @@ def commit(
     """
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
-        if each.group is None:
-            continue
-        for param, (fqn, original, _) in zip(each.group.params, unit_plan.params, strict=True):
+        for fqn, original, _ in unit_plan.found:
             # Any other module that holds the original is tied to it, unknown to the unit.
             tag_tensor(original, TensorTag.ORIGINAL, fqn)
+        for param in each.params:
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
@@ -499,7 +387,7 @@ def commit(
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
-    adopt_inner_units(unit, modules, device_of(plans[0].mesh_info.mesh))
+    adopt_inner_units(unit, modules)
 
 
 _classes: dict[tuple[type, type], type] = {}  # by base and by class before
@@ -521,8 +409,7 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
     """Return a ``forward`` for the sharded kind of ``original`` that may be called directly.
 
-    Inside ``module(...)`` the parameters are unsharded already, and it only passes the call on.
-    None where ``original`` has no ordinary method of that name.
+    Inside ``module(...)`` it only passes the call on. None: ``original`` has no such method.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):
@@ -530,7 +417,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if unit.group is None or unit.group.is_unsharded_installed:
+        if unit.group is None or unit.group.state is ParamState.INSTALLED:
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
@@ -540,7 +427,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
     return functools.wraps(plain)(forward)
 
 
-def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device) -> None:
+def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     """Name the units inside after their modules, and give all of them one lifecycle."""
     units = with_siblings(unit)
     innermost = units[-1]
@@ -559,7 +446,12 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module], device: torch.device
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
-    comm = make_communicator(device)
-    mesh_infos = [each.group.spec.mesh_info for each in units if each.group is not None]
-    comm.number_root([group for mesh_info in mesh_infos for group in mesh_info.groups])
-    Lifecycle(queue_backward_callback, comm).set_units(units)
+    give_lifecycle(units)
+
+
+def give_lifecycle(units: list[Unit]) -> Lifecycle:
+    """Return the lifecycle of these units of one root, in module order, from now on."""
+    specs = [unit.group.spec for unit in units if unit.group is not None]
+    comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
+    comm.number_root([group for spec in specs for group in spec.mesh_info.groups])
+    return Lifecycle(units, comm)

@@ -16,38 +16,33 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshard._engine.build import give_lifecycle
 from meshard._engine.hooks import gradient_hook_maker
-from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, UnitSettings, UnitStep, unit_of, units_in
-from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.private import queue_backward_callback
+from meshard._engine.unit import Unit, UnitSettings, UnitStep, alive, unit_of, units_in
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
     Gradients are copied, unsharded parameters are not. Nothing is communicated.
-
-    Args:
-        module: The outermost sharded module of what is copied, or one inside it.
-        memo: The memo of ``copy.deepcopy``.
-
-    Raises:
-        RuntimeError: A step is running, or gradients are not fully reduced.
     """
     if id(unit_of(module)) in memo:  # a module inside the outermost one
         return _copy_module(module, memo)
     units = _reached_from(module)
     for unit in units:
-        _check_between_steps(unit)
+        unit.lifecycle.check_between_steps(unit, "copy.deepcopy")
+        if unit.group is not None:
+            unit.group.check_not_summoned("copied")
+            unit.group.finish_pending_step()
+            unit.group.check_nothing_is_pending()
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
     for unit in units:  # a unit of several modules has some that are not inside this one
-        for ref in unit.modules:
-            copy.deepcopy(ref(), memo)
+        for each in alive(unit.modules):
+            copy.deepcopy(each, memo)
     _connect(units, memo)
     return copied
 
@@ -74,35 +69,14 @@ def _reached_from(module: nn.Module) -> list[Unit]:
         for unit in units_in(modules.pop(0)):
             if unit not in found:
                 found[unit] = None
-                modules += [each for ref in unit.modules if (each := ref()) is not None]
+                modules += alive(unit.modules)
     return list(found)
-
-
-def _check_between_steps(unit: Unit) -> None:
-    if not unit.lifecycle.is_between_steps():
-        raise RuntimeError(
-            f"copy.deepcopy was called while unit {unit.label!r} is in its forward or backward; "
-            "copy a sharded module between steps, or call reset_iter_state() on the root first if "
-            "a step was interrupted."
-        )
-    if unit.group is not None:
-        unit.group.check_not_summoned("copied")
-        unit.group.finish_pending_step()
-    if unit.gradients is not None and unit.gradients.pending:
-        raise RuntimeError(
-            f"copy.deepcopy cannot copy the gradients of unit {unit.label!r}, which are "
-            f"{unit.gradients.pending}; end the window, call meshard.finalize_gradients(module), "
-            "or drop them with zero_grad()."
-        )
 
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied = copy.copy(unit)
-    copied.modules = []
+    copied.modules, copied.children, copied.siblings, copied.on_reduced = [], [], [], []
     copied.parent = None
-    copied.children = []
-    copied.siblings = []
-    copied.on_reduced = []
     copied.step = UnitStep()
     if unit.group is None or unit.gradients is None:
         return copied
@@ -136,21 +110,13 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
         copied.siblings = [memo[id(sibling)] for sibling in unit.siblings]
         for sibling in copied.siblings:
             sibling.sibling_of = weakref.ref(copied)
-        if unit.group is None:
-            continue
-        for param, own in zip(unit.group.params, copied.group.params, strict=True):
+        for param, own in zip(unit.params, copied.params, strict=True):
             for owner, name in param.owners:
-                module = memo.get(id(owner))
-                if module is not None:
-                    own.add_owner(module, name)
+                if id(owner) in memo:
+                    own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
-    groups = [copied.group for copied in copies if copied.group is not None]
-    device = groups[0].spec.device if groups else torch.device("cpu")
-    comm = make_communicator(device)
-    comm.number_root([each for group in groups for each in group.spec.mesh_info.groups])
-    lifecycle = Lifecycle(queue_backward_callback, comm)
+    lifecycle = give_lifecycle(copies)
     lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
-    lifecycle.set_units(copies)
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)

@@ -10,17 +10,19 @@ this rank's shard of it. That takes no communication, because every rank has the
 
 from __future__ import annotations
 
-import copy
+import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from meshard._engine.outputs import (
     WATCHED,
@@ -28,12 +30,12 @@ from meshard._engine.outputs import (
     detached_from_others,
     explain_mixed_tensors,
     left_in,
-    takes_tensors,
+    may_collect,
     tensors_in,
 )
-from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
-from meshard._engine.unit import Unit, units_of
-from meshard._params.sharded_param import GradientHook, ShardedParam
+from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
+from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
     base_of,
@@ -48,11 +50,7 @@ from meshard._torch.private import (
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
     """Return a function that makes the gradient hook of the parameter ``index`` of a unit."""
     unit_ref = weakref.ref(unit)
-
-    def make(index: int) -> GradientHook:
-        return partial(_gradient_hook, unit_ref, index)
-
-    return make
+    return lambda index: partial(_gradient_hook, unit_ref, index)
 
 
 @skip_dynamo
@@ -64,10 +62,9 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
 
 def register_hooks(unit: Unit) -> None:
     """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
-    for position, ref in enumerate(unit.modules):
-        module = ref()
-        assert module is not None
-        hooks = ModuleHooks(unit, position)
+    _check_registrations()
+    hooks = ModuleHooks(unit)
+    for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
         # always_call: after an exception in forward, the unit is resharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
@@ -75,13 +72,26 @@ def register_hooks(unit: Unit) -> None:
             module.register_state_dict_pre_hook(_before_state_dict)
 
 
+@functools.cache
+def _check_registrations() -> None:
+    register_module_parameter_registration_hook(_before_registration)
+
+
+def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Refuse a second name for an unsharded parameter, which would hold memory that is freed."""
+    tag, fqn = (None, "") if param is None else tag_of(param)
+    if tag is TensorTag.UNSHARDED and module._parameters.get(name) is not param:
+        raise RuntimeError(
+            f"the unsharded parameter {fqn!r} was assigned to {name!r} of a "
+            f"{own_class(module).__name__}; it is freed when its unit is resharded. Tie parameters "
+            "before fully_shard; to keep one for the rest of a forward, use a local variable."
+        )
+
+
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise if gradients are pending, which a checkpoint would not contain; finish pending steps.
+    """Refuse pending gradients, which a checkpoint would not contain; finish pending steps.
 
     After a backward that failed it is allowed, because the parameters have not changed.
-
-    Raises:
-        RuntimeError: Gradients are pending.
     """
     for unit in units_of(module):
         if unit.group is not None:
@@ -89,27 +99,30 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             unit.group.finish_pending_step()
 
 
-class ModuleHooks:
-    """The two hooks of one module of a unit.
+class _UnitHook:
+    """A hook of a unit, which it holds weakly."""
 
-    Args:
-        unit: The unit, held weakly.
-        position: Index of the module among those of the unit.
-    """
-
-    __slots__ = ("_position", "_unit")
-
-    def __init__(self, unit: Unit, position: int) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
-        self._position = position
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
-        """Return hooks of the copied unit, if the unit is being copied: see ``deepcopy``."""
-        copied = copy.copy(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
+        """Return a hook of the copied unit, if the unit is being copied: see ``deepcopy``."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
         unit = self._unit()
         if id(unit) in memo:
             copied._unit = weakref.ref(memo[id(unit)])
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
+            "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
+        )
+
+
+class ModuleHooks(_UnitHook):
+    """The two hooks of the modules of a unit."""
 
     @skip_dynamo
     def pre_forward(
@@ -118,17 +131,21 @@ class ModuleHooks:
         unit = self._unit()
         if unit is None:
             return None
-        if unit.summoned is not None:
-            unit.summoned.check_may_run(unit)
+        group = unit.group
+        if group is not None and group.is_summoned:
+            group.summoned_by.check_may_run(group)
             return None
-        if unit.lifecycle.is_running(unit) and not _is_inside_itself(module):
+        running = unit.lifecycle.running
+        if running and running[0][0] is unit and not _is_inside_itself(module):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()
-        unit.lifecycle.pre_forward(unit)
-        if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor:
-            record_arguments(unit, args, kwargs)
-        dtype = unit.casts.inputs
+        call = unit.lifecycle.pre_forward(unit)
+        is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
+        if is_more_than_tensor and call is not None and torch.is_grad_enabled():
+            collects = may_collect((*args, *kwargs.values()))
+            call.began_at = next_node() if collects else -1
+        dtype = unit.input_dtype
         if dtype is None:
             return None
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -143,39 +160,25 @@ class ModuleHooks:
         failed = output is None and has_raised(module)
         if failed:
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
-        if unit.summoned is not None:
+        if unit.group is not None and unit.group.is_summoned:
             return None
-        of = unit.lifecycle.schedule.present
-        # A root without parameters too: its units may hold gradients and not run in this forward.
-        is_watched = unit.group is not None or unit.is_root
-        records = is_watched and not failed and torch.is_grad_enabled()
-        # Before post_forward, which reshards a unit unless it is retained.
-        if (
-            records
-            and not isinstance(output, torch.Tensor)
-            and is_hidden(output, unit, args, kwargs)
-        ):
-            unit.lifecycle.retained.retain_hidden(unit, output, of)
-        call = unit.lifecycle.post_forward(unit, self._position, failed=failed)
-        if failed or call is None:
+        watched = end_forward(unit, module, output, (args, kwargs), failed=failed)
+        if failed:
             return None
         result = output
-        if unit.casts.outputs is not None:
-            result = cast_floats(output, unit.casts.outputs)
-        if records:
+        if unit.output_dtype is not None:
+            result = cast_floats(output, unit.output_dtype)
+        if watched is not None:
             result = detached_from_others(result, args, kwargs)
-            watch_outputs(result, self._unit, of, call)
-            if call.began_at >= 0:
-                watch_outputs(left_in(args, kwargs, call.began_at), self._unit, of, call)
+            watch_outputs(result, watched)
+            if watched.call.began_at >= 0:
+                arguments = (*args, *kwargs.values())
+                watch_outputs(left_in(arguments, watched.call.began_at), watched)
         return None if result is output else result
 
     @skip_dynamo_once
     def run(
-        self,
-        module: nn.Module,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``method`` between the two hooks, as ``module(...)`` calls ``forward``."""
         output = None
@@ -200,106 +203,75 @@ def run_in_unit(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call ``method`` with ``unit`` unsharded, as ``module(...)`` calls ``forward``.
+    """Call ``method`` with ``unit`` of ``module`` unsharded, as ``module(...)`` calls ``forward``.
 
-    Args:
-        module: A module of the unit.
-        unit: The outermost unit of the module; its siblings are unsharded too.
-        method: What to call.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+    The siblings of the unit, which must be the outermost, are unsharded too.
     """
-    for sibling in reversed(unit.siblings):
-        method = partial(_run, _hooks_of(module, sibling), module, method)
-    return _hooks_of(module, unit).run(module, method, args, kwargs)
+    for each in reversed(with_siblings(unit)):
+        method = partial(ModuleHooks(each).run, module, method)
+    return method(*args, **kwargs)
 
 
-@skip_dynamo_once
-def _run(
-    hooks: ModuleHooks,
-    module: nn.Module,
-    method: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    return hooks.run(module, method, args, kwargs)
+class Watched(NamedTuple):
+    """A forward of a unit that has ended, whose outputs tell when its backward begins."""
+
+    unit: weakref.ref[Unit]
+    of: ForwardPass
+    call: ForwardCall
 
 
-def _hooks_of(module: nn.Module, unit: Unit) -> ModuleHooks:
-    """Return the hooks of one of the modules of ``unit``."""
-    position = next(position for position, ref in enumerate(unit.modules) if ref() is module)
-    return ModuleHooks(unit, position)
+def end_forward(
+    unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
+) -> Watched | None:
+    """End a forward of a unit, that of ``module``; None: it has no backward."""
+    of = unit.lifecycle.schedule.present
+    # A root without parameters too: its units may hold gradients and not run in this forward.
+    is_watched = unit.group is not None or unit.is_root
+    records = is_watched and not failed and torch.is_grad_enabled()
+    # Before post_forward, which reshards a unit unless it is retained.
+    if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
+        unit.lifecycle.retained.retain_hidden(unit, output, of)
+    call = unit.lifecycle.post_forward(unit, module, failed=failed)
+    return Watched(weakref.ref(unit), of, call) if records and call is not None else None
 
 
 @skip_dynamo
-def _output_hook(
-    unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
-) -> torch.Tensor | None:
-    unit = unit_ref()
+def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | None:
+    unit = watched.unit()
     if unit is None:
         return None
-    return unit.lifecycle.pre_backward(unit, of, call, gradient)
+    return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 
-def watch_outputs(
-    output: Any, unit_ref: weakref.ref[Unit], of: ForwardPass, call: ForwardCall
-) -> None:
+def watch_outputs(output: Any, watched: Watched) -> None:
     """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
-    hook = partial(_output_hook, unit_ref, of, call)
+    hook = partial(_output_hook, watched)
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             hook_gradient(tensor, hook)
-            _watch_base(tensor, partial(_base_hook, unit_ref, of, call))
-
-
-def record_arguments(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record that the forward that begins may store tensors in its arguments."""
-    if unit.lifecycle.phase is not Phase.FORWARD or not torch.is_grad_enabled():
-        return
-    call = unit.lifecycle.schedule.newest
-    if call is not None and takes_tensors(args, kwargs):
-        call.began_at = next_node()
-
-
-def _watch_base(view: torch.Tensor, hook: Callable[[int, tuple[Any, ...]], Any]) -> None:
-    """Register ``hook`` so that it is called even if ``view`` is changed in place.
-
-    A linear layer returns a view. If the caller adds to it in place (``x = layer(x); x += y``),
-    autograd drops the hooks of the view. The node that made the base of the view stays in the
-    graph.
-    """
-    base = base_of(view)
-    if base is not None and base.grad_fn is not None:
-        base.grad_fn.register_prehook(partial(hook, base.output_nr))
+            # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
+            # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
+            base = base_of(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(partial(_base_hook, watched, base.output_nr))
 
 
 @skip_dynamo
-def _base_hook(
-    unit_ref: weakref.ref[Unit],
-    of: ForwardPass,
-    call: ForwardCall,
-    index: int,
-    gradients: tuple[Any, ...],
-) -> tuple[Any, ...] | None:
-    unit = unit_ref()
-    if unit is None or call.begun_in == unit.lifecycle.backward_number:
+def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    unit, gradient = watched.unit(), gradients[index]
+    if unit is None or watched.call.begun_in == unit.lifecycle.backward_number or gradient is None:
         return None
-    gradient = gradients[index]
-    if gradient is None:
-        return None
-    used = unit.lifecycle.pre_backward(unit, of, call, gradient)
+    used = _output_hook(watched, gradient)
     return None if used is None else (*gradients[:index], used, *gradients[index + 1 :])
 
 
-def is_hidden(output: Any, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
     """Whether a backward may come, but the output has no tensor on which to register a hook."""
     if unit.group is None or tensors_in(output):
         return False
-    if unit.group.num_trainable:
-        return True
-    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+    is_trained = unit.group.num_trainable > 0
+    return is_trained or any(tensor.requires_grad for tensor in tensors_in(inputs))
 
 
 def has_raised(module: nn.Module) -> bool:
@@ -319,11 +291,8 @@ def _is_call_of(module: nn.Module, frame: FrameType) -> bool:
 
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether the present call of ``module`` was made inside another call of it."""
-    num_calls, frame = 0, sys._getframe().f_back
-    while frame is not None:
-        num_calls += _is_call_of(module, frame)
-        frame = frame.f_back
-    return num_calls > 1
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    return sum(_is_call_of(module, frame) for frame in frames) > 1
 
 
 def register_load_hooks(unit: Unit) -> None:
@@ -331,52 +300,28 @@ def register_load_hooks(unit: Unit) -> None:
     if unit.group is None:
         return
     owned: dict[nn.Module, list[tuple[str, int]]] = {}
-    for index, param in enumerate(unit.group.params):
+    for index, param in enumerate(unit.params):
         for owner, name in param.owners:
             owned.setdefault(owner, []).append((name, index))
     for owner, names in owned.items():
         owner.register_load_state_dict_pre_hook(_LoadHook(unit, names))
-    for module_ref in unit.modules:
-        module = module_ref()
-        assert module is not None
+    for module in alive(unit.modules):
         module.register_load_state_dict_post_hook(_adopt_loaded)
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Take over assigned parameters at once: tied ones must be tied before they are listed."""
     for unit in units_of(module):
-        group = unit.group
-        if group is not None and not group.is_unsharded_installed and not group.is_summoned:
-            group.adopt_edits()
+        if unit.group is not None and unit.group.holds_shards:
+            unit.group.adopt_edits()
 
 
-class _LoadHook:
-    """The hook that runs before one module loads its own parameters.
-
-    Args:
-        unit: The unit of the parameters.
-        names: Attribute in the module, and index in the unit, of each parameter.
-    """
+class _LoadHook(_UnitHook):
+    """The hook that runs before one module loads its own parameters."""
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
-        self._unit = weakref.ref(unit)
-        self._names = names
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LoadHook:
-        """Return a hook of the copied unit, if the unit is being copied: see ``deepcopy``."""
-        copied = object.__new__(_LoadHook)
-        copied._unit, copied._names = self._unit, self._names
-        unit = self._unit()
-        if id(unit) in memo:
-            copied._unit = weakref.ref(memo[id(unit)])
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise an error that says what to do instead of pickling a sharded module."""
-        raise TypeError(
-            "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
-            "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
-        )
+        super().__init__(unit)
+        self._names = names  # attribute in the module, and index in the unit, of each parameter
 
     def __call__(
         self,
@@ -403,12 +348,11 @@ class _LoadHook:
             if held is param.sharded:
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
-                state_dict[prefix + name] = _unsharded(param, given)
+                state_dict[prefix + name] = _to_plain(param, given)
                 # Also into the shard, because the unsharded copy is freed.
                 with torch.no_grad():
-                    local_of(param.sharded).copy_(
-                        local_of(_fitting(param, given, is_assigned=False))
-                    )
+                    shard = _fitting(param, given, is_assigned=False)
+                    local_of(param.sharded).copy_(local_of(shard))
 
 
 def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> torch.Tensor:
@@ -418,12 +362,12 @@ def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> 
     """
     if is_placed_like(given, param.sharded):
         return given
-    shard = param.shard_of(_unsharded(param, given))
+    shard = param.shard_of(_to_plain(param, given))
     # A view, assigned, would keep the unsharded tensor alive.
     return shard.clone() if is_assigned else shard
 
 
-def _unsharded(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
+def _to_plain(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
     if not isinstance(given, DTensor):
         return given
     if given.device_mesh.get_coordinate() is None:

@@ -17,25 +17,20 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from meshard._comm.communicator import Communicator
+from meshard._engine.param_group import ParamGroup
 from meshard._engine.retained import RetainedUnits
-from meshard._engine.schedule import (
-    ForwardCall,
-    ForwardPass,
-    Phase,
-    Prefetcher,
-    StepSchedule,
-    UpNext,
-)
-from meshard._engine.unit import Unit
+from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
+from meshard._engine.unit import Unit, alive
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.patches import patch_new_optimizers
-from meshard._torch.private import graph_task_id, skip_dynamo
+from meshard._torch.private import graph_task_id, queue_backward_callback, skip_dynamo
 from meshard.policies import GradientSync
 
 # Numbers of backwards, over all roots: a unit may get another root.
@@ -54,7 +49,6 @@ class EndOfBackward:
 
     @skip_dynamo
     def __call__(self) -> None:
-        """Finish the backward."""
         self._was_called = True
         lifecycle = self._lifecycle()
         if lifecycle is None:
@@ -75,22 +69,20 @@ class Lifecycle:
     """The steps of one root and all units inside it.
 
     Args:
-        queue_callback: Registers a function that autograd calls at the end of the present backward.
+        units: In module order, outermost first. They leave their present lifecycle.
         comm: The communicator of all units, whose collectives share its streams.
     """
 
-    def __init__(
-        self, queue_callback: Callable[[Callable[[], None]], None], comm: Communicator
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.phase = Phase.IDLE
         self.is_last_backward = True
         self.has_failed = False  # a backward raised, and nothing was cleaned up since
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
         self.comm = comm
-        self._queue_callback = queue_callback
-        self._units: list[weakref.ref[Unit]] = []
-        self._running: list[tuple[Unit, ForwardCall]] = []  # forwards that have not ended
+        self._units = [weakref.ref(unit) for unit in units]
+        # The forwards that have begun and not ended, outermost first.
+        self.running: list[tuple[Unit, ForwardCall]] = []
         self._phase_around = Phase.IDLE  # the phase to go back to after a backward
         self._num_backwards = 0
         self._backward_id = next(_backward_ids)
@@ -98,16 +90,12 @@ class Lifecycle:
         self._has_nested = False  # another autograd run began inside it
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
-
-    def set_units(self, units: list[Unit]) -> None:
-        """Take over these units, given in module order, outermost first."""
-        self._units[:] = [weakref.ref(unit) for unit in units]
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
             if unit.group is not None:
                 unit.group.storage.label = unit.label
-        self.use(self.comm)
+        self.use(comm)
 
     def use(self, comm: Communicator) -> None:
         """Communicate through ``comm`` from now on. No collective may be in flight."""
@@ -115,19 +103,18 @@ class Lifecycle:
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
             if unit.group is not None:
-                unit.group.comm = comm.with_custom(unit.settings.comm)
+                unit.group.storage.comm = comm.with_custom(unit.settings.comm)
 
-    def units(self) -> Iterator[Unit]:
-        """Iterate over the units, in module order."""
-        for ref in self._units:
-            unit = ref()
-            if unit is not None:
-                yield unit
+    def units(self) -> list[Unit]:
+        return alive(self._units)
+
+    def groups(self) -> list[ParamGroup]:
+        return [unit.group for unit in self.units() if unit.group is not None]
 
     # --- forward ----------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit) -> None:
-        """Unshard ``unit``: one of its modules is about to run."""
+    def pre_forward(self, unit: Unit) -> ForwardCall | None:
+        """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
         if self.has_failed:
             self.abort()
         if self.phase is Phase.IDLE:
@@ -135,32 +122,30 @@ class Lifecycle:
             self._queue.begin_forward()
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             self.phase = Phase.FORWARD
+        call = None
         if self.phase is Phase.FORWARD:
-            self._running.append((unit, self.schedule.enter(unit.number)))
+            call = self.schedule.enter(unit.number)
+            self.running.append((unit, call))
         group = unit.group
         if group is None:
-            return
-        if self.phase is Phase.FORWARD:
-            group.forget_stale(
-                voids_graphs=unit.reshards_after_forward and not unit.step.awaits_gradients
-            )
+            return call
+        in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
+        up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
+        if in_forward:
+            voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
+            group.forget_stale(voids_graphs=voids_graphs)
             up_next = self._prefetcher.after_entry(unit, self.schedule)
-        else:
-            up_next = UpNext([], False)  # a recomputation: backward prefetches what follows
-        keeps_shard = unit.settings.post_forward_group is not None and torch.is_grad_enabled()
-        self._prefetcher.unshard(
-            unit, up_next, keep_shard=keeps_shard and unit.reshards_after_forward
-        )
-        group.install_unsharded(read_flags=self.phase is Phase.FORWARD)
+        keeps_shard = unit.settings.post_forward_group is not None and with_graph
+        keeps_shard = keeps_shard and unit.reshards_after_forward
+        self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
+        group.install_unsharded(read_flags=in_forward)
         if group.num_trainable:
-            unit.step.record_forward(with_graph=torch.is_grad_enabled())
+            unit.step.may_run_again = not with_graph
+            unit.step.awaits_gradients |= with_graph
+        return call
 
-    def post_forward(self, unit: Unit, module_position: int, *, failed: bool) -> ForwardCall | None:
-        """Reshard ``unit`` if its policy says so: one of its modules has run, or raised.
-
-        Returns:
-            The call that ended.
-        """
+    def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
+        """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
         group = unit.group
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
@@ -168,24 +153,25 @@ class Lifecycle:
                 group.install_sharded()
             return self.schedule.present.last_call.get(unit.number)
         call = None
-        if self._running and self._running[-1][0] is unit:
-            call = self._running.pop()[1]
+        if self.running and self.running[-1][0] is unit:
+            call = self.running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # a module that called itself
         if group is not None:
             group.install_sharded()
-        unit.step.modules_run.add(module_position)
-        if group is not None and (failed or unit.may_reshard):
+        unit.step.modules_run.add(id(module))
+        have_all_run = len(unit.step.modules_run) == len(unit.modules)
+        if group is not None and (failed or (have_all_run and unit.reshards_after_forward)):
             group.reshard(keep_post_forward=not failed)
-        elif not self._running:
+        elif not self.running:
             unit.distrust_leftovers()
-        if not self._running:
+        if not self.running:
             self._end_forward(failed=failed)
         return call
 
     def _runs(self, unit: Unit) -> bool:
-        return bool(self._running) and any(other is unit for other, _ in self._running)
+        return bool(self.running) and any(other is unit for other, _ in self.running)
 
     def _end_forward(self, *, failed: bool) -> None:
         self.phase = Phase.IDLE
@@ -202,14 +188,6 @@ class Lifecycle:
                     unit.group.reshard(keep_post_forward=True)
                 unit.step.modules_run.clear()
 
-    def running(self) -> list[Unit]:
-        """Return the units whose forward has begun and not ended, outermost first."""
-        return [unit for unit, _ in self._running]
-
-    def is_running(self, unit: Unit) -> bool:
-        """Whether the outermost forward that has begun and not ended is that of ``unit``."""
-        return bool(self._running) and self._running[0][0] is unit
-
     # --- backward ---------------------------------------------------------------------
 
     @property
@@ -218,11 +196,7 @@ class Lifecycle:
         return self._num_backwards + (self.phase is not Phase.BACKWARD)
 
     def _begin_backward(self, early: tuple[Unit, int] | None = None) -> None:
-        """Begin a backward, unless it has begun.
-
-        Args:
-            early: A unit and the index of a parameter that got its gradient already.
-        """
+        """Begin a backward, unless it has begun; ``early`` is a gradient that is there already."""
         if self.has_failed:
             self.abort()
         if self.phase is Phase.BACKWARD:
@@ -233,7 +207,7 @@ class Lifecycle:
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
         patch_new_optimizers()
-        self._queue_callback(EndOfBackward(self))
+        queue_backward_callback(EndOfBackward(self))
         for unit, grads in self._replicated():
             grads.hide(early[1] if early is not None and early[0] is unit else None)
         self.retained.begin_backward()
@@ -243,12 +217,12 @@ class Lifecycle:
     ) -> torch.Tensor | None:
         """Unshard ``unit``: the first gradient of one of its outputs is there.
 
-        Returns:
-            What autograd uses instead of the gradient; None: the gradient itself.
+        Returns what autograd uses instead of it; None: the gradient itself.
         """
-        if unit.summoned is not None:
+        group = unit.group
+        if group is not None and group.is_summoned:
             raise RuntimeError(
-                f"a backward reached unit {unit.label!r} inside {unit.summoned.caller}, from a "
+                f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
                 "forward made before it; run that backward before, or after."
             )
         self._begin_backward()
@@ -258,7 +232,6 @@ class Lifecycle:
                 self._complete(other, of)
         self.schedule.in_backward = unit.step.in_pass = of
         unit.step.in_call = call
-        group = unit.group
         if group is None:
             return None
         if not unit.step.is_in_backward:
@@ -267,7 +240,7 @@ class Lifecycle:
         replacement = None
         if unit.settings.unshard_in_backward:
             up_next = self._prefetcher.after_backward_of(unit, of, call)
-            self._prefetcher.unshard(unit, up_next, keep_shard=False)
+            self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
             group.install_unsharded(read_flags=False)  # checkpointing may run forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
@@ -303,12 +276,7 @@ class Lifecycle:
             self._reduce_if_ready(unit)
 
     def _complete(self, unit: Unit, of: ForwardPass | None = None) -> None:
-        """Reshard and reduce a unit of which nothing is left to run in this backward.
-
-        Args:
-            unit: The unit.
-            of: Nothing is left to run of this pass only.
-        """
+        """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
         if self._runs(unit):
             return  # a backward inside the forward of this unit
         unit.step.end_backward()
@@ -333,19 +301,18 @@ class Lifecycle:
             self._reduce_if_ready(parent)
 
     def _take_gradients(self, unit: Unit) -> None:
+        if unit.group is None:
+            return
         if unit.settings.sync is GradientSync.NONE:
-            if unit.group is not None:
-                self._queue.accumulate(unit.group.gradients, unit.settings)
+            self._queue.accumulate(unit.group.gradients, unit.settings)
             return
         is_full = unit.settings.sync is GradientSync.FULL
-        self._start_reduction(
-            unit, over_replicas=is_full, ends_window=self.is_last_backward and is_full
-        )
+        is_last = self.is_last_backward and is_full
+        self._start_reduction(unit, over_replicas=is_full, ends_window=is_last)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         group = unit.group
-        if group is None:
-            return
+        assert group is not None
         on_reduced = None
         if unit.on_reduced:
             self._queue.finish_of(group.gradients)
@@ -356,7 +323,7 @@ class Lifecycle:
                     "later. Step it in the ordinary way (detach() of what overlap_optimizer has "
                     "returned)."
                 )
-            on_reduced = functools.partial(self._signal_reduced, unit) if ends_window else None
+            on_reduced = functools.partial(self.end_window, unit) if ends_window else None
         self._queue.start(
             group.gradients,
             unit.settings,
@@ -364,16 +331,15 @@ class Lifecycle:
             on_reduced=on_reduced,
         )
 
-    def _signal_reduced(self, unit: Unit) -> None:
-        """Call the subscribers of a unit, once per window: its gradient is in ``.grad``."""
-        if unit.reduced_in != self._backward_id:
+    def end_window(self, unit: Unit) -> None:
+        """Call the subscribers of a unit, once: its gradient is in ``.grad``."""
+        if unit.on_reduced and unit.reduced_in != self._backward_id:
             unit.reduced_in = self._backward_id
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
     def finish_backward(self) -> None:
-        """End the backward: reduce what is left, and finish what was started."""
-        units = list(self.units())
+        units = self.units()
         self.schedule.end_backward()
         self.retained.end_backward()
         for unit in reversed(units):  # units inside before the unit around them
@@ -385,8 +351,8 @@ class Lifecycle:
         if self.is_last_backward:
             self._queue.finish_all()
             for unit in reversed(units):
-                if unit.on_reduced and unit.settings.sync is GradientSync.FULL:
-                    self._signal_reduced(unit)
+                if unit.settings.sync is GradientSync.FULL:
+                    self.end_window(unit)
             self._settle_host()
         self._prefetcher.drop_unused()
         for _, grads in self._replicated():
@@ -396,7 +362,6 @@ class Lifecycle:
     # --- outside of a backward --------------------------------------------------------
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
-        """Reduce fully what a unit has accumulated, if anything."""
         if self.has_failed:
             self.abort()
         if unit.group is not None:
@@ -406,13 +371,7 @@ class Lifecycle:
                 self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
             gradients.window.close()
 
-    def end_window(self, unit: Unit) -> None:
-        """End a unit's window by hand: its gradient is in ``.grad``."""
-        if unit.on_reduced:
-            self._signal_reduced(unit)
-
     def finish_reductions(self) -> None:
-        """Finish every reduction in flight."""
         if self.has_failed:
             self.abort()
         self._queue.finish_all()
@@ -420,14 +379,11 @@ class Lifecycle:
 
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory, and publish their gradients."""
-        for unit in self.units():
-            group = unit.group
-            # A pending optimizer step waits by itself.
-            if group is not None and group.storage.host_copies and group.pending_step is None:
+        for group in self.groups():
+            if group.storage.host_copies and group.pending_step is None:  # that waits by itself
                 group.gradients.settle()
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
-        """Iterate over units of ``replicate``, with their gradients."""
         for unit in self.units():
             if unit.gradients is not None and isinstance(unit.gradients.sharded, ReplicatedGrads):
                 yield unit, unit.gradients.sharded
@@ -438,17 +394,21 @@ class Lifecycle:
         """Record that a backward raised. The exception is propagating: do not communicate."""
         self.has_failed = True  # the next step begins with abort()
         self._prefetcher.forget()
-        self._running.clear()
-        for unit in self.units():
-            if unit.group is not None:
-                unit.group.install_sharded()
-                unit.group.has_failed = True
+        self.running.clear()
+        for group in self.groups():
+            group.install_sharded()
+            group.has_failed = True
 
-    def is_between_steps(self) -> bool:
-        """Whether no module runs, forward or backward. Cleans up a step that failed."""
+    def check_between_steps(self, unit: Unit, caller: str) -> None:
+        """Raise if a module runs, forward or backward. Cleans up a step that failed."""
         if self.has_failed:
             self.abort()
-        return self.phase is Phase.IDLE
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{caller} was called inside the forward or backward of unit {unit.label!r}; call "
+                "it between steps, after reset_iter_state() on the root if a step was interrupted. "
+                "A forward may read parameters of another unit that has unshard_on_access=True."
+            )
 
     def abort(self) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
@@ -459,16 +419,15 @@ class Lifecycle:
         is_void = self.has_failed or not self._queue.is_idle
         self.has_failed = False
         self.phase = self._phase_around = Phase.IDLE
-        self._running.clear()
+        self.running.clear()
         self._prefetcher.forget()
         self.schedule.forget()
         self.retained.release()
-        groups = [unit.group for unit in self.units() if unit.group is not None]
-        is_void = is_void or any(group.gradients.window.is_open for group in groups)
+        is_void = is_void or any(group.gradients.window.is_open for group in self.groups())
         self._queue.abandon()
         for unit in self.units():
             unit.step.reset()
-        for group in groups:
+        for group in self.groups():
             if is_void and group.pending_step is not None:
                 group.pending_step.abandon()
             group.reshard()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,42 +20,33 @@ from meshard._torch.dtensor import place_like, plain_of, set_local
 from meshard._torch.private import version_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Installed:
+class _Installed(NamedTuple):
     """An unsharded parameter as it was when it was installed."""
 
-    requires_grad: bool
-    version: int
     local: torch.Tensor
-    address: int
-    dtype: torch.dtype
+    version: int
+    requires_grad: bool
 
 
 class ManualUnshard:
-    """One ``unshard()`` by the user, until it ends.
-
-    Args:
-        label: The name of the unit.
-        params: The parameters of the unit.
-    """
+    """One ``unshard()`` by the user, until it ends."""
 
     def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
+        self.was_installed = False  # modules held the unsharded parameters
         self._label = label
         self._params = params
         self._shard_version = 0
         self._installed: list[_Installed] = []
-        self.was_installed = False  # modules held the unsharded parameters
 
     def record_installed(self, shard_version: int) -> None:
-        """Record what the modules hold now.
-
-        Args:
-            shard_version: The version of the shards.
-        """
         if not self.was_installed:  # a second unshard() may have waited before
             self.was_installed = True
             self._shard_version = shard_version
-            self._installed = [_installed(param.unsharded) for param in self._params]
+            each = [param.unsharded for param in self._params]
+            self._installed = [
+                _Installed(plain_of(one).detach(), version_of(one), one.requires_grad)
+                for one in each
+            ]
 
     def end(self, shard_version: int) -> str:
         """Carry flags over, warn of lost edits, and undo casts.
@@ -73,45 +64,38 @@ class ManualUnshard:
             if unsharded.requires_grad is not before.requires_grad:
                 param.sharded.requires_grad_(unsharded.requires_grad)
             local = plain_of(unsharded)
-            if local.data_ptr() != before.address or local.dtype != before.dtype:
-                _restore(unsharded, before)
+            if local.data_ptr() != before.local.data_ptr() or local.dtype != before.local.dtype:
+                _restore(unsharded, before.local)
                 cast.append(param.fqn)
             elif version_of(unsharded) != before.version:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
             warnings.warn(
-                f"parameter(s) {_listed(edited)} of unit {self._label!r} were edited while "
-                "unshard() had made them whole, and these edits are lost: they were made to a "
-                "copy. Edit whole parameters inside meshard.unsharded_params(module), or the "
-                "shards after reshard().",
+                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after "
+                "unshard(), and these edits are lost: they were made to a copy. Edit unsharded "
+                "parameters inside meshard.unsharded_params(module), or the shards after "
+                "reshard().",
                 stacklevel=4,
             )
         if not cast:
             return ""
         return (
-            f"parameter(s) {_listed(cast)} of unit {self._label!r} were cast, moved or given other "
-            "data while unshard() had made them whole, which changes a copy only; call reshard() "
-            "before module.to(...), and edit whole parameters inside "
-            "meshard.unsharded_params(module)."
+            f"parameter(s) {listed(cast)} of unit {self._label!r} were cast, moved or given other "
+            "data after unshard(), which changes a copy only; call reshard() before "
+            "module.to(...), and edit unsharded parameters inside meshard.unsharded_params(module)."
         )
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return the first three names, for an error."""
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _installed(unsharded: torch.Tensor) -> _Installed:
-    local = plain_of(unsharded).detach()
-    return _Installed(
-        unsharded.requires_grad, version_of(unsharded), local, local.data_ptr(), local.dtype
-    )
-
-
-def _restore(unsharded: torch.Tensor, before: _Installed) -> None:
+def _restore(unsharded: torch.Tensor, local: torch.Tensor) -> None:
     """Put the memory that gathers fill back under ``unsharded``."""
     if isinstance(unsharded, DTensor):
-        unsharded.data = place_like(unsharded, before.local)
-        set_local(unsharded, before.local)
+        unsharded.data = place_like(unsharded, local)
+        set_local(unsharded, local)
     else:
-        unsharded.data = before.local
+        unsharded.data = local

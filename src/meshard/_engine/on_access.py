@@ -11,12 +11,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 
-from meshard._engine.hooks import has_raised, is_hidden, watch_outputs
+from meshard._engine.hooks import end_forward, has_raised, watch_outputs
 from meshard._engine.schedule import Phase
-from meshard._engine.unit import Unit, unit_of
+from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo
 
 _read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a running forward
@@ -24,12 +23,8 @@ _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have ou
 
 
 def gather_on_access(unit: Unit) -> None:
-    """Gather ``unit`` whenever the forward of a unit around it reads one of its parameters.
-
-    Its siblings are gathered with it, and reads of their parameters count too.
-    """
-    groups = [each.group for each in (unit, *unit.siblings) if each.group is not None]
-    params = [param for group in groups for param in group.params]
+    """Gather ``unit`` and its siblings when a unit around it reads one of their parameters."""
+    params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
         # Past Module.__setattr__, which takes names of parameters only.
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
@@ -38,12 +33,7 @@ def gather_on_access(unit: Unit) -> None:
 
 
 class _NoticedReads(dict[str, Any]):
-    """The ``_parameters`` of a module. Only ``module.weight`` is a read; ``parameters()`` is not.
-
-    Args:
-        params: The parameters of the module.
-        unit: The unit that they belong to.
-    """
+    """The ``_parameters`` of a module: ``module.weight`` is a read, ``parameters()`` is not."""
 
     __slots__ = ("_unit",)
 
@@ -53,19 +43,13 @@ class _NoticedReads(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
-        if unit is not None and _holds_shards(unit):
-            for each in (unit, *unit.siblings):
+        if unit is not None and unit.group is not None and unit.group.holds_shards:
+            for each in with_siblings(unit):
                 _read(each)
         return super().__getitem__(name)
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
-
-
-def _holds_shards(unit: Unit) -> bool:
-    """Whether the modules of ``unit`` hold shards."""
-    group = unit.group
-    return group is not None and not group.is_unsharded_installed and not group.is_summoned
 
 
 @skip_dynamo
@@ -76,12 +60,12 @@ def _read(unit: Unit) -> None:
         # Activation checkpointing runs a part of forward again. The lifecycle reshards.
         lifecycle.pre_forward(unit)
         return
-    reader = next((one for one in reversed(lifecycle.running()) if one not in _read_units), None)
+    running = (one for one, _ in reversed(lifecycle.running))
+    reader = next((one for one in running if one not in _read_units), None)
     if reader is None:
         return
-    for ref in reader.modules:
-        module = ref()
-        if module is not None and module not in _readers:
+    for module in alive(reader.modules):
+        if module not in _readers:
             # First of its hooks, so that the module counts as running; called also if it raises.
             # Never removed: torch iterates over the hooks when it is called.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
@@ -98,13 +82,8 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
         return
     lifecycle = reader.lifecycle
     failed = output is None and has_raised(module)
-    while (running := lifecycle.running()) and running[-1] in _read_units:
-        unit = running[-1]
+    while lifecycle.running and (unit := lifecycle.running[-1][0]) in _read_units:
         _read_units.discard(unit)
-        of = lifecycle.schedule.present
-        records = not failed and torch.is_grad_enabled()
-        if records and is_hidden(output, unit, args, {}):
-            lifecycle.retained.retain_hidden(unit, output, of)
-        call = lifecycle.post_forward(unit, 0, failed=failed)
-        if records and call is not None:
-            watch_outputs(output, weakref.ref(unit), of, call)
+        watched = end_forward(unit, module, output, args, failed=failed)
+        if watched is not None:
+            watch_outputs(output, watched)

@@ -8,6 +8,7 @@ shards alone do not show that a copy is stale.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,10 @@ if TYPE_CHECKING:
 # it. Another tensor may get the id later, so what is found is checked.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_Shape = list[tuple[int, ...]]  # of an optimizer: the ids of its parameters, by group
-_stepped_by: weakref.WeakKeyDictionary[Optimizer, tuple[_Shape, list[weakref.ref[ParamGroup]]]]
-_stepped_by = weakref.WeakKeyDictionary()
-_is_watching = False
+# Of each optimizer: the ids of its parameters, by group, and the units that it steps.
+_stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-overlapped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers that step in backward at present."""
+overlapped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step in backward now
 
 
 def find_overlapped(
@@ -50,22 +48,24 @@ def find_overlapped(
     return next((param for param in params if id(param) in ids), None)
 
 
-def watch_optimizers(owner: ParamGroup, params: Iterable[torch.Tensor]) -> None:
-    """Check and record from now on every step of an optimizer that holds one of ``params``."""
-    global _is_watching
-    for param in params:
-        _owners[id(param)] = owner
+def watch_optimizers(owner: ParamGroup) -> None:
+    """Check and record from now on every step of an optimizer with parameters of ``owner``."""
+    _register_hooks()
+    for param in owner.params:
+        _owners[id(param.sharded)] = owner
     _stepped_by.clear()
-    if not _is_watching:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        _is_watching = True
 
 
-def register_manually_unsharded(owner: ParamGroup, all_unsharded: Iterable[torch.Tensor]) -> None:
+@functools.cache
+def _register_hooks() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def register_manually_unsharded(owner: ParamGroup) -> None:
     """Note that ``module.parameters()`` yields unsharded parameters of ``owner`` at present."""
-    for unsharded in all_unsharded:
-        _manually_unsharded[id(unsharded)] = owner
+    for param in owner.params:
+        _manually_unsharded[id(param.unsharded)] = owner
     hold_pending(owner)  # zero_grad sees the unsharded parameters, and .grad is on the shards
 
 
@@ -76,33 +76,30 @@ def sharded_of_all(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found = []
     for param in params:
         owner = _manually_unsharded.get(id(param))
-        sharded = None if owner is None else owner.sharded_of(param)
-        found.append(param if sharded is None else sharded)
+        own = () if owner is None else owner.params
+        found.append(next((each.sharded for each in own if each.unsharded is param), param))
     return found
 
 
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
     """Return the group whose sharded parameter this very tensor is."""
-    owner = _owners.get(id(param))
-    return owner if owner is not None and owner.owns(param) else None
+    return next(iter(owners_of((param,))), None)
 
 
 def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     """Return the groups that have one of ``params`` as a sharded parameter, each once."""
-    found: dict[int, ParamGroup] = {}
+    found: dict[ParamGroup, None] = {}
     for param in params:
         owner = _owners.get(id(param))
-        if owner is not None and id(owner) not in found and owner.owns(param):
-            found[id(owner)] = owner
-    return list(found.values())
+        if owner is None or owner in found:
+            continue
+        if any(own.sharded is param for own in owner.params):
+            found[owner] = None
+    return list(found)
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> None:
-    """Raise if gradients of one of ``params`` are accumulated that are not in ``.grad``.
-
-    Raises:
-        RuntimeError: Naming the unit and what to do.
-    """
+    """Raise if gradients of one of ``params`` are accumulated that are not in ``.grad``."""
     for owner in owners_of(params):
         owner.check_may_step()
 
@@ -110,9 +107,7 @@ def check_may_step(params: Iterable[torch.Tensor]) -> None:
 def clear_pending(params: Sequence[torch.Tensor]) -> None:
     """Drop the pending gradients of ``params``, whose ``.grad`` is about to be cleared.
 
-    Args:
-        params: Parameters of any kind. Those unsharded by ``unshard()`` stand for their shards,
-            whose ``.grad`` is set to None here.
+    Those unsharded by ``unshard()`` stand for their shards, whose ``.grad`` is set to None here.
     """
     sharded = sharded_of_all(params)
     owners = owners_of(sharded)
@@ -137,11 +132,7 @@ _NEVER_TRAINED = {
 
 
 def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
-    """Return the groups that have parameters of ``optimizer``, looked up again if these change.
-
-    Raises:
-        RuntimeError: A parameter is a tensor that is not trained.
-    """
+    """Return the groups that have parameters of ``optimizer``, looked up again if these change."""
     shape = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
     known = _stepped_by.get(optimizer)
     if known is not None and known[0] == shape:
@@ -164,8 +155,12 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
     owners = _owners_in(optimizer)
-    for owner in owners:
-        owner.check_may_step()
+
+    def check() -> None:
+        for owner in owners:
+            owner.check_may_step()
+
+    check()
     for owner in owners:
         owner.make_room()
     # torch passes the optimizer itself as the first argument.
@@ -175,8 +170,7 @@ def _before_step(
 
     def closure_and_check() -> Any:
         loss = closure()
-        for owner in owners:
-            owner.check_may_step()
+        check()
         return loss
 
     if len(args) > 1:

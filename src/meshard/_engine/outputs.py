@@ -15,17 +15,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
-from types import TracebackType
+import re
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.param_group import sharded_params
+from meshard._engine.manual_unshard import listed
 from meshard._engine.unit import Unit, units_in
-from meshard._params.sharded_param import UnitParam
+from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
 
@@ -46,32 +47,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def takes_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a forward that is called with these may leave tensors in one of them.
-
-    Examples: a list that collects hidden states, a dict that caches keys and values.
-    """
-    return any(_takes_tensors(value) for value in (*args, *kwargs.values()))
-
-
-def _takes_tensors(value: Any) -> bool:
+def may_collect(value: Any) -> bool:
+    """Whether a forward may leave tensors in an argument, as in a list of hidden states."""
     if isinstance(value, _SIMPLE):
         return False
-    return any(map(_takes_tensors, value)) if type(value) is tuple else True
+    return any(map(may_collect, value)) if type(value) is tuple else True
 
 
-def left_in(args: tuple[Any, ...], kwargs: dict[str, Any], since: int) -> list[torch.Tensor]:
-    """Return the tensors that a forward has left in what it was called with.
+def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
+    """Return the tensors that a forward has left in its arguments.
 
-    Args:
-        args: The positional arguments of the forward.
-        kwargs: The keyword arguments of the forward.
-        since: ``next_node()`` when it began.
+    ``since`` is ``next_node()`` of when it began.
     """
-    given = [value for value in (*args, *kwargs.values()) if _takes_tensors(value)]
     return [
         tensor
-        for tensor in tensors_in(given)
+        for tensor in tensors_in([value for value in arguments if may_collect(value)])
         if number_of(tensor) >= since and not hasattr(tensor, WATCHED)
     ]
 
@@ -81,24 +71,15 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to every tensor in it.
 
-    A container in which nothing changes is returned itself; others are copied.
-
-    Args:
-        function: Returns what takes the place of a tensor.
-        value: A tensor, a container, or something else, which is returned.
-        around: The ids of the objects around ``value``, to which it may refer back.
+    A container in which nothing changes is returned itself; others are copied. ``around`` are the
+    ids of the objects around ``value``, to which it may refer back.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, _PLAIN):
         return value
     if type(value) is tuple:
-        mapped = tuple(
-            function(item)
-            if isinstance(item, torch.Tensor)
-            else map_tensors(function, item, around)
-            for item in value
-        )
+        mapped = tuple(map_tensors(function, item, around) for item in value)
         return mapped if any(a is not b for a, b in zip(mapped, value, strict=True)) else value
     if type(value) is dict:
         changed = {key: map_tensors(function, item, around) for key, item in value.items()}
@@ -157,20 +138,21 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def detached_from_others(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``output`` with a view in place of each tensor that is also that of another module.
+    """Return ``output`` with a view in place of each tensor that this forward did not compute.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Its hook would then be on a tensor that has the hook of the other unit, and their backwards
     could not be told apart; ranks of which some skip a layer would run them in different orders.
+    Or it returns a leaf, as its own parameter, where the hook would stay for all later backwards.
     """
-    if type(output) is torch.Tensor and not kwargs:  # as a rule, in a third of the time
-        is_of_another = hasattr(output, WATCHED) or any(value is output for value in args)
-        return output.view_as(output) if is_of_another and output.requires_grad else output
-    inputs = {id(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        is_of_another = id(tensor) in inputs or hasattr(tensor, WATCHED)
-        return tensor.view_as(tensor) if is_of_another and tensor.requires_grad else tensor
+        if not tensor.requires_grad:
+            return tensor
+        is_old = tensor.is_leaf or hasattr(tensor, WATCHED)
+        if is_old or any(value is tensor for value in (*args, *kwargs.values())):
+            return tensor.view_as(tensor)
+        return tensor
 
     return map_tensors(view, output)
 
@@ -195,18 +177,13 @@ _REMEDIES = (
 def explain_mixed_tensors(
     error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any
 ) -> None:
-    """Add to the message of ``error`` what was read, or given, and what helps.
+    """Add what was read, or given, and what helps to torch's message, if ``error`` is that.
 
-    Args:
-        error: What left the forward of ``module``; left alone unless it is torch's.
-        unit: Whose forward that was.
-        module: A module of the unit.
-        inputs: The arguments of the forward.
+    ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
-    if not isinstance(error, RuntimeError) or _TEXT_OF_TORCH not in str(error):
+    is_ours = isinstance(error, RuntimeError) and _TEXT_OF_TORCH in str(error)
+    if error is None or not is_ours or hasattr(error, _EXPLAINED):  # by a unit inside
         return
-    if hasattr(error, _EXPLAINED):
-        return  # by a unit inside
     text = ""
     with contextlib.suppress(Exception):  # which would hide the error that is being explained
         text = _explanation(error, unit, module, inputs)
@@ -216,16 +193,17 @@ def explain_mixed_tensors(
         setattr(error, _EXPLAINED, True)
 
 
-def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any) -> str:
-    sharded = {
-        id(param.sharded): (each, param)
-        for each in units_in(_outermost(module, unit))
-        if each.group is not None
-        for param in each.group.params
-    }
-    local_variables = _local_variables(error.__traceback__)
-    found = _first_known(sharded, local_variables)
-    if not found and _takes_ordinary_tensors(unit):
+def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
+    units = list(units_in(_outermost(module, unit)))
+    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames.reverse()  # innermost first
+    found = _first_known(sharded, frames)
+    if not found and all(
+        param.dtensor_placement is None
+        for param in unit.params
+        if isinstance(param, ShardedParam)  # no other parallelism: the unit takes ordinary tensors
+    ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
             return (
@@ -234,7 +212,7 @@ def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any
                 "its forward. Pass the input as an ordinary tensor, by to_local() or "
                 "full_tensor(), or place the parameters over the same mesh before fully_shard."
             )
-    found = found or _first_known(sharded, [_parameters_of(frame) for frame in local_variables])
+    found = found or _first_known(sharded, map(_parameters_of, frames))
     if found:
         of_unit, param = found[0]
         prefix = f"{of_unit.fqn}." if of_unit.fqn else ""
@@ -244,15 +222,25 @@ def _explanation(error: RuntimeError, unit: Unit, module: nn.Module, inputs: Any
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
-    labels = [repr(each.label) for each in units_in(module) if _holds_shards(each)]
+    # Units that the failed line names, anywhere in the model; else those inside the running one.
+    suspects = [each for each in units if each.group is not None and each.group.holds_shards]
+    words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
+    named = [each for each in suspects if _attribute_of(each) in words]
+    which = "named in the line that failed" if named else f"inside {unit.label!r}"
+    inside = set(units_in(module))
+    labels = [each.label for each in named or suspects if named or each in inside]
     if not labels:
         return ""
-    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
     return (
-        f"a parameter of a unit inside {unit.label!r} was probably read while that unit is not "
-        f"running, when its modules hold shards. Units inside that are sharded now: "
-        f"{', '.join(labels[:3])}{more}. {_REMEDIES}"
+        "a parameter of another unit was probably read while that unit is not running, when its "
+        f"modules hold shards. Units {which} that are sharded now: "
+        f"{listed(labels)}. {_REMEDIES}"
     )
+
+
+def _attribute_of(unit: Unit) -> str:
+    """Return the attribute that modules of ``unit`` are read by: ``layers`` of ``layers.0``."""
+    return next((part for part in reversed(unit.fqn.split(".")) if not part.isdigit()), "")
 
 
 def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
@@ -263,37 +251,12 @@ def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
     return module if outermost is None else outermost
 
 
-def _local_variables(trace: TracebackType | None) -> list[list[Any]]:
-    """Return the local variables of each frame that an error came through, innermost first."""
-    frames: list[list[Any]] = []
-    while trace is not None:
-        frames.insert(0, list(trace.tb_frame.f_locals.values()))
-        trace = trace.tb_next
-    return frames
-
-
 def _parameters_of(local_variables: list[Any]) -> list[Any]:
     modules = [value for value in local_variables if isinstance(value, nn.Module)]
     return [param for module in modules for param in module._parameters.values()]
 
 
-def _first_known(sharded: _Sharded, frames: list[list[Any]]) -> list[tuple[Unit, UnitParam]]:
+def _first_known(sharded: _Sharded, frames: Iterable[list[Any]]) -> list[tuple[Unit, UnitParam]]:
     """Return the sharded parameters among the values of the first frame that has any."""
-    for values in frames:
-        found = {id(each): sharded[id(each)] for each in values if id(each) in sharded}
-        if found:
-            return list(found.values())
-    return []
-
-
-def _takes_ordinary_tensors(unit: Unit) -> bool:
-    """Whether no parameter of a unit is placed by another parallelism."""
-    return unit.group is None or all(
-        param.dtensor_placement is None for param in sharded_params(unit.group)
-    )
-
-
-def _holds_shards(unit: Unit) -> bool:
-    return unit.group is not None and any(
-        param.sharded is installed for param in unit.group.params for installed in param.installed()
-    )
+    known = ({id(each): None for each in values if id(each) in sharded} for values in frames)
+    return [sharded[each] for each in next(filter(None, known), {})]

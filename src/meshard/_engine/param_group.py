@@ -1,19 +1,14 @@
-"""The parameters of a unit, gathered and resharded together.
-
-The lifecycle decides when; here is only how.
-"""
+"""The parameters of a unit, gathered and resharded together."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
@@ -36,14 +31,9 @@ _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reus
 class AwaitedStep(Protocol):
     """What the engine needs of ``optim.unit_step.PendingStep``, which it may not import."""
 
-    def before_gather(self) -> None:
-        """Order the next use of the gather stream after the step."""
-
-    def finish(self) -> None:
-        """Order the caller's next work after the step."""
-
-    def abandon(self) -> None:
-        """Drop the step if it was not taken: its window is void."""
+    def before_gather(self) -> None: ...
+    def finish(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class ParamState(enum.IntEnum):  # hashed as an int, which is fast
@@ -82,6 +72,35 @@ class _Gather:
     may_keep_shard: bool  # False after unshard(): ranks wait for that at different moments
 
 
+@dataclass(frozen=True, slots=True)
+class SummonOptions:
+    """How the unsharded parameters of a summoned unit came about: see ``weights.SummonedUnit``."""
+
+    caller: str  # the public function
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+    def check_allows(self, inner: SummonOptions, label: str) -> None:
+        ours = (self.caller, self.rank0_only, self.offload_to_cpu)
+        is_same = (inner.caller, inner.rank0_only, inner.offload_to_cpu) == ours
+        if not is_same or (inner.writeback and not self.writeback):
+            raise RuntimeError(
+                f"unit {label!r} is unsharded already by {self.caller}(rank0_only="
+                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}, writeback="
+                f"{self.writeback}); use the same arguments inside, or leave the outer context "
+                "first (with writeback=False outside, edits inside are dropped)."
+            )
+
+    def check_may_run(self, group: ParamGroup) -> None:
+        """Raise if only the first rank has the unsharded parameters, and this is another one."""
+        if self.rank0_only and not group.spec.mesh_info.is_first_rank:
+            raise RuntimeError(
+                f"unit {group.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
+                "leave unsharded_params(..., rank0_only=True) before the forward."
+            )
+
+
 def refuse_transforms(label: str, error: RuntimeError) -> None:
     """Raise an explanation if ``error`` came from a transform of torch.func around a unit."""
     try:
@@ -97,9 +116,7 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
 class ParamGroup:
     """The parameters of one unit, with their gradients.
 
-    Args:
-        storage: The parameters, sharded and unsharded.
-        gradients: Their accumulators.
+    The lifecycle decides when; here is only how.
     """
 
     def __init__(self, storage: UnitParams, gradients: GradientAccumulator) -> None:
@@ -113,54 +130,41 @@ class ParamGroup:
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self.pending_step: AwaitedStep | None = None  # until the next gather
-        self._state = ParamState.SHARDED
+        self.state = ParamState.SHARDED  # written by _move only
+        self.summoned_by: SummonOptions  # while SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
         self._begin_watching()
 
     @property
     def comm(self) -> Communicator:
-        """The communicator, shared by all units of a root."""
         return self.storage.comm
-
-    @comm.setter
-    def comm(self, comm: Communicator) -> None:
-        self.storage.comm = comm
 
     @property
     def label(self) -> str:
-        """The name of the unit, known once its root is sharded."""
         return self.storage.label
 
-    @property
-    def state(self) -> ParamState:
-        """Where the values are."""
-        return self._state
-
     def _move(self, to: ParamState) -> None:
-        assert to in _ALLOWED[self._state], f"unit {self.label!r}: {self._state} to {to}"
-        self._state = to
+        assert to in _ALLOWED[self.state], f"unit {self.label!r}: {self.state} to {to}"
+        self.state = to
 
     @property
-    def is_unsharded_installed(self) -> bool:
-        """Whether modules hold the unsharded parameters of a gather."""
-        return self._state is ParamState.INSTALLED
+    def holds_shards(self) -> bool:
+        """Whether modules hold the sharded parameters."""
+        return self.state not in (ParamState.INSTALLED, ParamState.SUMMONED)
 
     @property
     def is_summoned(self) -> bool:
-        """Whether modules hold parameters of ``meshard.unsharded_params``."""
-        return self._state is ParamState.SUMMONED
+        return self.state is ParamState.SUMMONED
 
-    def summon(self) -> None:
-        """Record that modules hold parameters of ``meshard.unsharded_params`` from now on."""
+    def summon(self, options: SummonOptions) -> None:
         self._move(ParamState.SUMMONED)
+        self.summoned_by = options
 
     def dismiss(self) -> None:
-        """Record that modules hold the sharded parameters again."""
         self._move(ParamState.SHARDED)
 
     def check_not_summoned(self, what: str) -> None:
-        """Raise if the group is summoned and so cannot be ``what``."""
         if self.is_summoned:
             raise RuntimeError(
                 f"unit {self.label!r} is inside unsharded_params, so it cannot be {what}; leave "
@@ -171,17 +175,10 @@ class ParamGroup:
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
-        watch_optimizers(self, [param.sharded for param in self.params])
+        watch_optimizers(self)
 
     def adopt_edits(self) -> int:
-        """Take over parameters and storage that the user replaced since the last use.
-
-        Returns:
-            The version of the shards.
-
-        Raises:
-            RuntimeError: A parameter was replaced by something that is not its shard.
-        """
+        """Take over what the user replaced since the last use; return the version of the shards."""
         version = self.storage.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
@@ -199,8 +196,7 @@ class ParamGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the unsharded copy is older than the shards."""
-        return self._state is not ParamState.SHARDED and self._unsharded_version != self.version
+        return self.state is not ParamState.SHARDED and self._unsharded_version != self.version
 
     def record_version(self) -> None:
         """Allow later forwards to reuse the unsharded copy: it is as new as the shards."""
@@ -208,23 +204,11 @@ class ParamGroup:
             self._unsharded_version = self.version
 
     def forget_version(self) -> None:
-        """Forbid later forwards to reuse the unsharded copy."""
         self._unsharded_version = _UNKNOWN
-
-    # --- look-ups by tensor: see optimizer_hooks --------------------------------------
-
-    def owns(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` is one of the sharded parameters, the very object."""
-        return any(own.sharded is param for own in self.params)
-
-    def sharded_of(self, unsharded: torch.Tensor) -> torch.Tensor | None:
-        """Return the sharded parameter of an unsharded one, the very object."""
-        return next((own.sharded for own in self.params if own.unsharded is unsharded), None)
 
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        """Raise if an optimizer step would miss gradients."""
         if self.has_failed:
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
@@ -234,7 +218,6 @@ class ParamGroup:
         self.check_nothing_is_pending()
 
     def check_nothing_is_pending(self) -> None:
-        """Raise if gradients are accumulated that are not in ``.grad``."""
         if self.gradients.pending:
             raise RuntimeError(
                 f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
@@ -251,22 +234,19 @@ class ParamGroup:
             self.storage.host_copies.wait()
 
     def finish_pending_step(self) -> None:
-        """Order what the caller does next after the pending optimizer step, if there is one."""
         if self.pending_step is not None:
             self.pending_step.finish()
 
     def make_room(self) -> None:
-        """Release cached memory: an optimizer is about to step and may need it."""
+        """Release cached memory, which an optimizer that is about to step may need."""
         self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
 
     def record_step(self) -> None:
-        """Record that an optimizer stepped."""
         self.num_steps += 1
         self.saves_memory = False
         self.gradients.window.close()
 
     def clear_pending(self, ids: set[int]) -> None:
-        """Drop pending gradients of the sharded parameters with these ids."""
         if self.pending_step is None:  # otherwise the step has taken them
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
@@ -279,16 +259,14 @@ class ParamGroup:
         """Start gathering, unless the group is gathered.
 
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
-        **Stream:** the gather stream.
 
         Args:
-            only_for_backward: No later forward reuses the unsharded copy. Parameters that the user
-                replaced meanwhile are left to the next forward.
+            only_for_backward: No later forward reuses the unsharded copy, or adopts edits by it.
             may_keep_shard: ``finish_unshard`` may keep a post-forward shard.
         """
         if self._gather is not None:
             self._gather.may_keep_shard &= may_keep_shard
-        if self._state is not ParamState.SHARDED:
+        if self.state is not ParamState.SHARDED:
             return
         if self.pending_step is not None:
             self.pending_step.before_gather()
@@ -296,7 +274,10 @@ class ParamGroup:
         self.storage.check_materialised()
         shard = self._post_forward_shard
         if shard is not None:
-            in_flight = self._gather_post_forward_shard(shard)
+            with self.comm.on_stream(CommStream.GATHER):
+                in_flight: GatherInFlight = start_all_gather(
+                    shard.rows.view(-1), comm=self.comm, group=shard.group, label=self.label
+                )
             self._post_forward_shard = None
         else:
             self._unsharded_version = version
@@ -308,18 +289,11 @@ class ParamGroup:
         self._gather = _Gather(in_flight, shard is not None, may_keep_shard)
         self._move(ParamState.GATHERING)
 
-    def _gather_post_forward_shard(self, shard: PostForwardShard) -> GatherInFlight:
-        with self.comm.on_stream(CommStream.GATHER):
-            return start_all_gather(
-                shard.rows.view(-1), comm=self.comm, group=shard.group, label=self.label
-            )
-
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Wait for the unsharded parameters on the current stream; gather them if need be.
 
-        Args:
-            post_forward_group: Also keep this rank's part of them, so that the next gather is among
-                the ranks of this group only.
+        With a ``post_forward_group``, also keep this rank's part of them: the next gather is among
+        the ranks of that group only.
         """
         self.start_unshard()
         gather = self._gather
@@ -343,28 +317,16 @@ class ParamGroup:
         self._move(ParamState.UNSHARDED)
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """Reshard if the unsharded copy, or the post-forward shard, is older than the shards.
-
-        Args:
-            voids_graphs: The memory of parameters that the user unsharded will be freed before a
-                backward of graphs that the user built on them.
-        """
+        """Reshard if the unsharded copy is older than the shards; see ``end_manual_unshard``."""
         self._post_forward_shard = None
-        if self._state is ParamState.SHARDED:
+        if self.state is ParamState.SHARDED:
             return
-        manual = self.manual_unshard
-        self.end_manual_unshard()
-        if voids_graphs and manual is not None and manual.was_installed:
-            self._void_graphs()
+        self.end_manual_unshard(voids_graphs=voids_graphs)
         if self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Free the unsharded parameters.
-
-        Args:
-            keep_post_forward: Keep the post-forward shard: backward will gather again.
-        """
+        """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
         if self._gather is not None:
             self._gather.in_flight.wait()
             self._gather.in_flight.release()
@@ -375,28 +337,21 @@ class ParamGroup:
             self.saves_memory = True
         else:
             self._post_forward_shard = None
-        if self._state in (ParamState.GATHERING, ParamState.UNSHARDED):
+        if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             self._move(ParamState.SHARDED)
             self.storage.free_unsharded()
 
     # --- what modules hold ------------------------------------------------------------
 
     def install_unsharded(self, *, read_flags: bool = True) -> None:
-        """Put the unsharded parameters on the modules.
-
-        Args:
-            read_flags: Take over the present ``requires_grad`` of the sharded parameters. False in
-                backward, which uses the flags of its forward, so that all ranks reduce the same.
-        """
-        if read_flags:
+        if read_flags:  # not in backward, which uses those of its forward: all ranks the same
             self.num_trainable = take_flags(self.params)
-        if self._state is not ParamState.INSTALLED:
+        if self.state is not ParamState.INSTALLED:
             self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
         install_unsharded(self.params)
 
     def install_sharded(self) -> None:
-        """Put the sharded parameters on the modules, where they are outside of their forward."""
-        if self._state is ParamState.INSTALLED:
+        if self.state is ParamState.INSTALLED:
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
             self.end_manual_unshard(refuse=False)
@@ -404,10 +359,6 @@ class ParamGroup:
     # --- unshard() and reshard() by the user ------------------------------------------
 
     def start_manual_unshard(self) -> ManualUnshard:
-        """Start gathering parameters that the user wants to use outside of a forward.
-
-        **Collective:** the shard group. **Stream:** the gather stream.
-        """
         present = self.manual_unshard  # of an unshard() that was not waited for
         self.forget_stale()
         self.start_unshard(may_keep_shard=False)
@@ -420,16 +371,14 @@ class ParamGroup:
             self.finish_unshard()
             self.install_unsharded()
             manual.record_installed(self.version)
-            register_manually_unsharded(self, [param.unsharded for param in self.params])
+            register_manually_unsharded(self)
 
-    def end_manual_unshard(self, *, refuse: bool = True) -> None:
+    def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``, if there is one.
 
         Args:
-            refuse: Raise if the user did something to the parameters that cannot last.
-
-        Raises:
-            RuntimeError: ``refuse``, and a parameter was cast, moved or given other data.
+            refuse: Raise if a parameter was cast, moved or given other data, which cannot last.
+            voids_graphs: Let autograd raise in a backward that would read freed parameters.
         """
         if self.manual_unshard is None:
             return
@@ -439,24 +388,14 @@ class ParamGroup:
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)
+        if voids_graphs and manual.was_installed:
+            increment_version([plain_of(param.unsharded) for param in self.params])
 
     def reshard_by_hand(self, *, awaits_backward: bool) -> None:
-        """Reshard because the user asked for it.
-
-        Args:
-            awaits_backward: A forward of the unit ran whose backward is to come.
-        """
-        manual = self.manual_unshard
-        self.end_manual_unshard()
+        """Reshard because the user asked for it; a forward may wait for its backward."""
+        self.end_manual_unshard(voids_graphs=not awaits_backward)
         self.reshard()
-        if manual is not None and manual.was_installed and not awaits_backward:
-            self._void_graphs()
         self.finish_copies()  # the user may edit the shards next
-
-    def _void_graphs(self) -> None:
-        """Let autograd raise in a backward that would read freed unsharded parameters."""
-        locals_: Sequence[torch.Tensor] = [plain_of(param.unsharded) for param in self.params]
-        increment_version([local for local in locals_ if type(local) is not DTensor])
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:

@@ -19,7 +19,7 @@ import torch
 
 from meshard._engine.param_group import ParamState, refuse_transforms
 from meshard._engine.schedule import ForwardPass
-from meshard._engine.unit import Unit
+from meshard._engine.unit import Unit, alive
 from meshard._torch.private import keeps_graph, skip_dynamo
 
 
@@ -57,12 +57,7 @@ class RetainedUnits:
     def on_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
         """Retain a unit whose backward begins, if this backward makes a graph.
 
-        Args:
-            unit: The unit.
-            gradient: The gradient of one of its outputs.
-
-        Returns:
-            The tensor to use in place of the gradient; None: the gradient itself.
+        Returns what to use in place of the gradient of its output; None: that itself.
         """
         if self._making is None:
             return None
@@ -70,12 +65,15 @@ class RetainedUnits:
         watched = gradient
         if not gradient.requires_grad:
             # A constant, as the gradient of a sum. A hook needs a tensor that requires a gradient.
-            watched = _requiring_gradient(unit, gradient)
+            try:
+                watched = gradient.detach().requires_grad_()
+            except RuntimeError as error:
+                refuse_transforms(unit.label, error)
+                raise
         watched.register_hook(partial(_record_use, self._making))
         return None if watched is gradient else watched
 
     def retain(self, unit: Unit) -> None:
-        """Keep a unit unsharded."""
         if not unit.step.is_retained:
             unit.step.is_retained = True
             if unit.group is not None:
@@ -88,7 +86,14 @@ class RetainedUnits:
             return  # a recomputation: the unit is in its backward
         if unit not in _warned:
             _warned.add(unit)
-            _warn_of_hidden(unit, output)
+            warnings.warn(
+                f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was "
+                "found, so the beginning of its backward cannot be seen; it stays unsharded until "
+                "a backward ended. Return the tensors that gradients come back through; if they "
+                "are inside an object, make its class a dataclass, or register it "
+                "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node).",
+                stacklevel=2,
+            )
         if self._hidden_in is not of:
             self._hidden_in = of
             self._num_hidden += 1
@@ -102,23 +107,22 @@ class RetainedUnits:
         self._making = None
         if not self._units:
             return
-        alive = [graph for ref in self._graphs if (graph := ref()) is not None]
+        graphs = alive(self._graphs)
         if self._frees:
-            if self._num_hidden:
-                self._num_hidden -= 1
-            alive = [graph for graph in alive if not graph.was_used]
-        for graph in alive:
+            self._num_hidden = max(0, self._num_hidden - 1)
+            graphs = [graph for graph in graphs if not graph.was_used]
+        for graph in graphs:
             graph.was_used = False
-        self._graphs = [weakref.ref(graph) for graph in alive]
-        if not alive and not self._num_hidden:
+        self._graphs = [weakref.ref(graph) for graph in graphs]
+        if not graphs and not self._num_hidden:
             self.release()
 
     def begin_forward(self) -> None:
         """Reshard the units before a forward of the root, if they are stale or no graph is left."""
         if not self._units:
             return
-        units = [unit for ref in self._units if (unit := ref()) is not None]
-        needed = self._num_hidden or any(ref() is not None for ref in self._graphs)
+        units = alive(self._units)
+        needed = self._num_hidden or alive(self._graphs)
         if needed and not any(unit.group is not None and unit.group.is_stale for unit in units):
             return
         self.release()
@@ -128,33 +132,12 @@ class RetainedUnits:
 
     def release(self) -> None:
         """Retain nothing. The caller reshards the units."""
-        for ref in self._units:
-            unit = ref()
-            if unit is not None:
-                unit.step.is_retained = False
+        for unit in alive(self._units):
+            unit.step.is_retained = False
         self._units.clear()
         self._graphs.clear()
         self._num_hidden = 0
         self._is_in_backward = False
 
 
-def _requiring_gradient(unit: Unit, constant: torch.Tensor) -> torch.Tensor:
-    try:
-        return constant.detach().requires_grad_()
-    except RuntimeError as error:
-        refuse_transforms(unit.label, error)
-        raise
-
-
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-
-def _warn_of_hidden(unit: Unit, output: object) -> None:
-    warnings.warn(
-        f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was found, so "
-        "the beginning of its backward cannot be seen; it stays unsharded until a backward ended. "
-        "Return the tensors that gradients come back through; if they are inside an object, make "
-        "its class a dataclass, or register it (torch.export.register_dataclass, "
-        "torch.utils._pytree.register_pytree_node).",
-        stacklevel=2,
-    )

@@ -12,12 +12,9 @@ import enum
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
-from meshard._engine.param_group import ParamState
-
-if TYPE_CHECKING:
-    from meshard._engine.unit import Unit
+from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.unit import Unit, alive
 
 
 class Phase(enum.Enum):
@@ -64,10 +61,8 @@ class StepSchedule:
         self._passes: list[ForwardPass] = []  # passes whose backward may come, oldest first
         self.current = ForwardPass()
         self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
-        self.newest: ForwardCall | None = None  # the last call that began
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        """Start recording a pass. The one before becomes the prediction."""
         if self.current.entries:
             self._previous = self.current.entries
         self.current = ForwardPass()
@@ -76,7 +71,6 @@ class StepSchedule:
             self._passes.append(self.current)
 
     def end_backward(self) -> None:
-        """Record that no pass has a backward to come. A new backward belongs to a new forward."""
         self._passes.clear()
         self.in_backward = None
 
@@ -92,10 +86,9 @@ class StepSchedule:
         return self.current if self.in_backward is None else self.in_backward
 
     def enter(self, unit: int) -> ForwardCall:
-        """Record that a unit's forward begins."""
         now = self.current
         is_first = unit not in now.units
-        call = self.newest = ForwardCall(unit, now.ticks, is_first)
+        call = ForwardCall(unit, now.ticks, is_first)
         if is_first:
             now.units.add(unit)
             now.first_entries.append((unit, now.ticks))
@@ -114,7 +107,6 @@ class StepSchedule:
             self._position = next((i for i in after if i > self._position), after[0])
 
     def exit(self, call: ForwardCall) -> None:
-        """Record that a unit's forward has ended."""
         now = self.current
         call.exited = now.ticks
         call.exit_position = len(now.exits)
@@ -131,7 +123,6 @@ class StepSchedule:
 
     @staticmethod
     def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
-        """Return the unit whose backward follows that of ``call``."""
         return of.exits[call.exit_position - 1] if call.exit_position > 0 else None
 
     @staticmethod
@@ -142,10 +133,7 @@ class StepSchedule:
         begins, a unit that was first entered after the end of that call has nothing left to run,
         whether or not its outputs were used.
 
-        Args:
-            of: The pass of the call.
-            call: The call whose backward begins.
-            backward: Number of the backward; each unit is returned once in each.
+        ``backward`` is the number of the backward: each unit is returned once in each.
         """
         call.begun_in = backward
         if of.open_in != backward:
@@ -161,10 +149,6 @@ class StepSchedule:
 
         Then the unit is reduced in the backward of that earlier pass. A rank that used the unit in
         the later pass only has all gradients earlier, but all ranks must reduce at the same time.
-
-        Args:
-            of: The pass whose backward runs; None: the last one.
-            unit: The unit.
         """
         if len(self._passes) < 2:
             return False
@@ -177,81 +161,58 @@ class StepSchedule:
         return False
 
 
-class UpNext(NamedTuple):
-    """Units to gather next."""
-
-    units: list[Unit]
-    in_forward: bool  # where edits of the shards may have made an unsharded copy stale
-
-
-def _is_only_for_backward(unit: Unit, up_next: UpNext) -> bool:
-    """Whether a unit is gathered for a backward after which it is resharded."""
-    return not up_next.in_forward and unit.settings.reshard_after_backward
-
-
 class Prefetcher:
-    """Gathers of units, ahead of their use.
-
-    Args:
-        units: The units of a root, by the numbers that the schedule uses.
-    """
+    """Gathers of units, ahead of their use. Units are listed by the numbers of the schedule."""
 
     def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
         self._units = units
         self._prefetched: list[Unit] = []
 
-    def _unit(self, number: int | None) -> Unit | None:
-        return None if number is None else self._units[number]()
+    def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
+        return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
 
-    def after_entry(self, unit: Unit, schedule: StepSchedule) -> UpNext:
-        """Return what follows a unit whose forward begins."""
-        chosen = unit.settings.forward_prefetch
-        if chosen:
-            return UpNext([other for ref in chosen if (other := ref()) is not None], True)
-        following = self._unit(schedule.next_in_forward())
-        return UpNext([] if following is None else [following], True)
-
-    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> UpNext:
-        """Return what follows a unit whose backward begins."""
+    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
         chosen = unit.settings.backward_prefetch
-        if chosen:
-            return UpNext([other for ref in chosen if (other := ref()) is not None], False)
-        following = self._unit(StepSchedule.next_in_backward(of, call))
-        if following is None or not following.settings.unshard_in_backward:
-            return UpNext([], False)
-        return UpNext([following], False)
+        following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
+        return [each for each in following if chosen or each.settings.unshard_in_backward]
 
-    def unshard(self, unit: Unit, up_next: UpNext, *, keep_shard: bool) -> None:
-        """Unshard a unit, and start gathering what comes next.
+    def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
+        refs = chosen or ([] if predicted is None else [self._units[predicted]])
+        return alive(refs)
+
+    def unshard(
+        self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
+    ) -> None:
+        """Unshard a unit that is about to compute, and start gathering what comes next.
 
         Args:
-            unit: The unit that is about to compute.
+            unit: The unit.
             up_next: What comes next.
+            in_forward: Edits may have made unsharded copies stale.
             keep_shard: Keep a post-forward shard, if the unit has a group for it.
         """
         assert unit.group is not None
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
-            unit.group.start_unshard(only_for_backward=_is_only_for_backward(unit, up_next))
+            _start_unshard(unit, unit.group, in_forward=in_forward)
             # There is no compute to hide this gather behind: the next one shares the wait.
-            self._start(up_next)
+            self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
-            self._start(up_next)
+            self._start(up_next, in_forward=in_forward)
 
-    def _start(self, up_next: UpNext) -> None:
-        for unit in up_next.units:
+    def _start(self, units: list[Unit], *, in_forward: bool) -> None:
+        for unit in units:
             group = unit.group
             if group is not None and group.state is ParamState.SHARDED:
-                if up_next.in_forward:
+                if in_forward:
                     group.forget_stale()
-                group.start_unshard(only_for_backward=_is_only_for_backward(unit, up_next))
+                _start_unshard(unit, group, in_forward=in_forward)
                 self._prefetched.append(unit)
             if unit.siblings:  # they are entered at the same moment
-                self._start(UpNext(unit.siblings, up_next.in_forward))
+                self._start(unit.siblings, in_forward=in_forward)
 
     def drop_unused(self) -> None:
-        """Reshard units that were gathered ahead and not used."""
         for unit in self._prefetched:
             if unit.group is not None and unit.group.state is ParamState.GATHERING:
                 unit.group.reshard()
@@ -260,3 +221,8 @@ class Prefetcher:
     def forget(self) -> None:
         """Forget what was gathered ahead: the step was interrupted, and all units are resharded."""
         self._prefetched.clear()
+
+
+def _start_unshard(unit: Unit, group: ParamGroup, *, in_forward: bool) -> None:
+    is_freed_after = unit.settings.reshard_after_backward
+    group.start_unshard(only_for_backward=not in_forward and is_freed_after)

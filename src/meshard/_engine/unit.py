@@ -10,9 +10,9 @@ outputs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ from meshard._gradients.reduce_plan import ReduceHook as ReduceHook
 from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.reduce_plan import check_divide_factor as check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo
+from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
-from meshard.policies import GradientSync
+from meshard.policies import GradientSync, MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
@@ -51,14 +52,6 @@ class UnitSettings(ReduceSettings):
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Casts:
-    """dtypes to which a unit casts its inputs and outputs; None: no cast."""
-
-    inputs: torch.dtype | None
-    outputs: torch.dtype | None
-
-
 @dataclass(slots=True)
 class UnitStep:
     """The progress of a unit in the present step."""
@@ -71,20 +64,12 @@ class UnitStep:
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     is_retained: bool = False  # a graph may read its unsharded parameters again: see retained
-    modules_run: set[int] = field(default_factory=set)  # in this pass, for units of several
-
-    def record_forward(self, *, with_graph: bool) -> None:
-        """Record that a forward of the unit began."""
-        self.may_run_again = not with_graph
-        if with_graph:
-            self.awaits_gradients = True
+    modules_run: set[int] = field(default_factory=set)  # ids, in this pass: a unit of several
 
     def end_backward(self) -> None:
-        """Record that nothing of the unit is left to run in this pass."""
         self.is_in_backward = self.may_run_again = False
 
     def record_taken(self) -> None:
-        """Record that the gradients were taken, to be reduced or accumulated."""
         self.is_ready = self.awaits_gradients = False
         self.arrived.clear()
 
@@ -106,58 +91,21 @@ class UnitStep:
         self.in_pass = self.in_call = None
 
 
-@dataclass(frozen=True, slots=True)
-class SummonOptions:
-    """How the unsharded parameters of a summoned unit came about: see ``weights.SummonedUnit``."""
-
-    caller: str  # the public function
-    writeback: bool = True
-    rank0_only: bool = False
-    offload_to_cpu: bool = False
-
-    def check_allows(self, inner: SummonOptions, label: str) -> None:
-        """Raise unless a unit that is summoned so can serve ``inner`` too."""
-        ours = (self.caller, self.rank0_only, self.offload_to_cpu)
-        if (inner.caller, inner.rank0_only, inner.offload_to_cpu) != ours:
-            raise RuntimeError(
-                f"unit {label!r} is unsharded already by {self.caller}(rank0_only="
-                f"{self.rank0_only}, offload_to_cpu={self.offload_to_cpu}); use the same arguments "
-                "inside, or leave the outer context first."
-            )
-        if inner.writeback and not self.writeback:
-            raise RuntimeError(
-                f"unit {label!r} is unsharded already with writeback=False, so edits will be "
-                "dropped; pass writeback=False here too, or writeback=True to the outer context."
-            )
-
-    def check_may_run(self, unit: Unit) -> None:
-        """Raise if only the first rank has the unsharded parameters, and this is another one."""
-        assert unit.group is not None
-        if self.rank0_only and not unit.group.spec.mesh_info.is_first_rank:
-            raise RuntimeError(
-                f"unit {unit.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
-                "leave unsharded_params(..., rank0_only=True) before the forward."
-            )
-
-
 class Unit:
-    """One parameter group with the modules that use it.
+    """One parameter group with the modules that were passed to ``fully_shard``.
 
     Ownership runs one way: module, unit, parameter group, parameters. Every edge back is weak, so
     that deleting a model frees its memory without the garbage collector.
-
-    Args:
-        modules: The modules that were passed to ``fully_shard``.
-        casts: dtypes of inputs and outputs.
-        settings: The settings that the user chose.
     """
 
-    def __init__(self, modules: list[nn.Module], casts: Casts, settings: UnitSettings) -> None:
+    def __init__(
+        self, modules: list[nn.Module], settings: UnitSettings, policy: MixedPrecisionPolicy
+    ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
-        self.casts = casts
         self.settings = settings
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype  # to which outputs are cast; None: no cast
         self.step = UnitStep()
-        self.summoned: SummonOptions | None = None  # set while its parameters are the user's
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
@@ -174,8 +122,11 @@ class Unit:
 
     @property
     def gradients(self) -> GradientAccumulator | None:
-        """The accumulators of the unit; None without parameters."""
         return None if self.group is None else self.group.gradients
+
+    @property
+    def params(self) -> Sequence[UnitParam]:
+        return () if self.group is None else self.group.params
 
     @property
     def label(self) -> str:
@@ -202,11 +153,6 @@ class Unit:
         return bool(chosen)
 
     @property
-    def may_reshard(self) -> bool:
-        """Whether the forward of all its modules has run, and the unit is resharded after that."""
-        return self.reshards_after_forward and len(self.step.modules_run) == len(self.modules)
-
-    @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
         for ref in self.children:
@@ -227,11 +173,18 @@ class Unit:
         reused in a later forward only if the user chose to keep it.
         """
         for each in with_siblings(self):
-            settings = each.settings
-            is_chosen = settings.reshard_after_forward is not None
-            is_kept = is_chosen or not settings.reshard_after_backward
+            is_chosen = each.settings.reshard_after_forward is not None
+            is_kept = is_chosen or not each.settings.reshard_after_backward
             if each.group is not None and not is_kept and not each.step.is_retained:
                 each.group.forget_version()
+
+
+Referent = TypeVar("Referent")
+
+
+def alive(refs: Iterable[weakref.ref[Referent]]) -> list[Referent]:
+    """Return what is left of the objects that ``refs`` refer to."""
+    return [each for ref in refs if (each := ref()) is not None]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -241,26 +194,16 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """Return the unit of ``module``, if any, and its siblings."""
-    unit = unit_of(module)
-    return [] if unit is None else [unit, *unit.siblings]
+    return with_siblings(unit) if (unit := unit_of(module)) is not None else []
 
 
 def units_in(module: nn.Module) -> Iterator[Unit]:
     """Iterate over the units of ``module`` and of everything inside it, each once."""
-    seen: set[Unit] = set()
-    for inner in module.modules():
-        for unit in units_of(inner):
-            if unit not in seen:
-                seen.add(unit)
-                yield unit
+    yield from dict.fromkeys(unit for inner in module.modules() for unit in units_of(inner))
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Return the units of ``module``, and with ``recurse`` those inside.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the units of ``module``, and with ``recurse`` those inside; at least one."""
     units: list[Unit] = []
     if isinstance(module, nn.Module):
         units = list(units_in(module)) if recurse else units_of(module)
@@ -274,34 +217,23 @@ def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
 
 def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
     """Return every ``(module, attribute)`` that holds a parameter of a unit in ``module``."""
-    return {
-        owner
-        for unit in units_in(module)
-        if unit.group is not None
-        for param in unit.group.params
-        for owner in param.owners
-    }
+    return {owner for unit in units_in(module) for param in unit.params for owner in param.owners}
 
 
 def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__
-    if TorchFSDPModule in classes:
-        return classes[classes.index(TorchFSDPModule) + 1]
-    return classes[0]
+    is_sharded = TorchFSDPModule in classes
+    return classes[classes.index(TorchFSDPModule) + 1 if is_sharded else 0]
 
 
 def link_siblings(units: list[Unit]) -> Unit:
-    """Make the units after the first its siblings, and return the first.
-
-    Args:
-        units: Units of the same modules, on different meshes or of different kinds.
-    """
+    """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
     for unit in units[1:]:
         assert unit.group is not None
-        unit.mesh_name = _name(unit.group.spec.mesh_info)
-        if isinstance(unit.group.storage, SubclassParams):
-            unit.mesh_name += " (extended)"
+        is_subclass = isinstance(unit.group.storage, SubclassParams)
+        suffix = " (tensor subclasses)" if is_subclass else ""
+        unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix
     return nest(units)
 
 
@@ -310,7 +242,7 @@ def nest(units: list[Unit]) -> Unit:
     outer, *siblings = units
     around = outer
     for unit in siblings:
-        unit.casts = Casts(None, None)
+        unit.input_dtype = unit.output_dtype = None
         unit.sibling_of = weakref.ref(outer)
         unit.parent = weakref.ref(around)
         around.children.append(weakref.ref(unit))
@@ -325,9 +257,8 @@ def with_siblings(unit: Unit) -> list[Unit]:
 
 
 def _name(mesh_info: MeshInfo) -> str:
-    mesh = mesh_info.mesh
-    how = " on" if mesh_info.shard_axis is not None else " whole on"
-    if mesh.mesh_dim_names is None:
-        return f"{how} {'x'.join(map(str, mesh.shape))}"
-    pairs = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
-    return f"{how} {', '.join(f'{name}={size}' for name, size in pairs)}"
+    how = " on" if mesh_info.shard_axis is not None else " replicated on"
+    names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
+    if names is None:
+        return f"{how} {'x'.join(map(str, sizes))}"
+    return f"{how} {', '.join(map('{}={}'.format, names, sizes))}"

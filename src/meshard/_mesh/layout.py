@@ -8,6 +8,7 @@ full chunk for it; the part of the range that the rank does not own is padding a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """Shape of one parameter, and its chunks along one dim."""
+    """Shape of one parameter, and its chunks along one dim, of ``rows`` rows."""
 
     shape: torch.Size
     shard_dim: int
@@ -25,27 +26,22 @@ class ParamLayout:
 
     @property
     def rows(self) -> int:
-        """Size of the shard dim."""
         return self.shape[self.shard_dim]
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a full chunk."""
         return math.ceil(self.rows / self.shard_count)
 
     @property
     def prefix(self) -> int:
-        """Elements before the shard dim."""
         return math.prod(self.shape[: self.shard_dim])
 
     @property
     def suffix(self) -> int:
-        """Elements after the shard dim."""
         return math.prod(self.shape[self.shard_dim + 1 :])
 
     @property
     def numel(self) -> int:
-        """Elements of the unsharded parameter."""
         return self.prefix * self.rows * self.suffix
 
     @property
@@ -74,12 +70,11 @@ class ParamLayout:
         start = min(shard_rank * self.chunk_rows, self.rows)
         return range(start, min(start + self.chunk_rows, self.rows))
 
-    def local_shape(self, shard_rank: int) -> torch.Size:
-        """Return the shape of the shard of ``shard_rank``.
+    def own_part(self, unsharded: torch.Tensor, shard_rank: int) -> torch.Tensor:
+        rows = self.owned_rows(shard_rank)
+        return unsharded.narrow(self.shard_dim, rows.start, len(rows))
 
-        >>> ParamLayout(torch.Size([7, 2]), 0, 3).local_shape(2)
-        torch.Size([1, 2])
-        """
+    def local_shape(self, shard_rank: int) -> torch.Size:
         shape = list(self.shape)
         shape[self.shard_dim] = len(self.owned_rows(shard_rank))
         return torch.Size(shape)
@@ -96,7 +91,7 @@ class ParamRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of a flat shard that has one dtype.
+    """The part of a flat shard that has one dtype. Sizes are those on one rank.
 
     Ranges of regular parameters come first, so that one kernel splits or concatenates
     ``[:, :regular_numel]`` of a buffer of all ranks' shards.
@@ -109,22 +104,18 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Elements of the segment on one rank."""
         return self.ranges[-1].offset + self.ranges[-1].numel if self.ranges else 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the segment on one rank."""
         return self.numel * self.dtype.itemsize
 
     @property
     def regular_sizes(self) -> list[int]:
-        """Elements of the range of each regular parameter."""
         return [param_range.numel for param_range in self.ranges[: self.num_regular]]
 
     @property
     def regular_numel(self) -> int:
-        """Elements of the ranges of all regular parameters."""
         return sum(self.regular_sizes)
 
 
@@ -154,19 +145,17 @@ class FlatLayout:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
             by_dtype.setdefault(dtypes[index], []).append(index)
-        segments = []
+        segments: list[Segment] = []
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
             indices = sorted(
                 by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].range_numel)
             )
-            ranges = []
-            offset = 0
-            for index in indices:
-                ranges.append(ParamRange(index, offset, params[index].range_numel))
-                offset += params[index].range_numel
+            sizes = [params[index].range_numel for index in indices]
+            offsets = itertools.accumulate(sizes, initial=0)
+            ranges = tuple(map(ParamRange, indices, offsets, sizes))
             num_regular = sum(params[index].is_regular for index in indices)
-            segments.append(Segment(dtype, byte_offset, tuple(ranges), num_regular))
+            segments.append(Segment(dtype, byte_offset, ranges, num_regular))
             byte_offset += segments[-1].num_bytes
         return cls(tuple(params), tuple(segments))
 
@@ -177,16 +166,13 @@ class FlatLayout:
 
     @property
     def order(self) -> list[int]:
-        """Parameter indices in the order of their ranges in the buffer."""
         return [param_range.index for segment in self.segments for param_range in segment.ranges]
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of one rank's flat shard, padded to the widest dtype if there are several."""
         num_bytes = sum(segment.num_bytes for segment in self.segments)
-        if len(self.segments) <= 1:
-            return num_bytes
-        widest = self.segments[0].dtype.itemsize
+        widest = self.segments[0].dtype.itemsize if self.segments else 1
         return math.ceil(num_bytes / widest) * widest
 
     @property
@@ -197,7 +183,6 @@ class FlatLayout:
         return self.shard_bytes, torch.uint8
 
     def allocate(self, *, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-        """Return an uninitialised buffer for one rank's flat shard."""
         numel, dtype = self.shard_form
         return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
 

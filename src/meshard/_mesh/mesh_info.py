@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -11,24 +11,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from meshard._torch.private import concatenate_meshes, flatten_mesh
+from meshard._torch.private import concatenate_meshes, flatten_mesh, timeout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FullMesh:
-    """A mesh of which only some axes are data-parallel.
+    """A mesh of which only some axes are data-parallel."""
 
-    Attributes:
-        mesh: All axes, as users have placed parameters on it.
-        sharded_of_all: The same with the shard axes flattened into one.
-        origins: For each axis of ``sharded_of_all`` the axis of ``mesh``; None for the shard axis.
-        data_axes: The data-parallel axes of ``mesh``.
-    """
-
-    mesh: DeviceMesh
-    sharded_of_all: DeviceMesh
-    origins: tuple[int | None, ...]
-    data_axes: frozenset[int]
+    mesh: DeviceMesh  # all axes, as users have placed parameters on it
+    sharded_of_all: DeviceMesh  # the same with the shard axes flattened into one
+    origins: tuple[int | None, ...]  # of its axes: the axis of mesh; None: the shard axis
+    data_axes: frozenset[int]  # the data-parallel axes of mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +43,7 @@ class MeshInfo:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshInfo:
-        """Return the axes of a 1D or 2D mesh.
-
-        Raises:
-            ValueError: The mesh is neither 1D nor 2D.
-        """
+        """Return the axes of a 1D or 2D mesh; a ValueError for others."""
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 f"fully_shard needs a 1D mesh (shard) or a 2D mesh (replicate, shard), got {mesh}; "
@@ -81,20 +70,24 @@ class MeshInfo:
         if full is not None:
             axes = tuple(range(full.mesh.ndim))
             full = FullMesh(full.mesh, full.mesh, axes, full.data_axes)
+        group = self.replicate_group
+        if group is None:
+            group = self.shard_group
+        elif self.shard_axis is not None:
+            group = _extra_pg(self, "meshard_all", sorted(self.mesh.mesh.flatten().tolist()))
         return dataclasses.replace(
             self,
             shard_axis=None,
             shard_group=pg_of_one(),
             shard_count=1,
             shard_rank=0,
-            replicate_group=_pg_of_all(self),
+            replicate_group=group,
             replicate_count=self.shard_count * self.replicate_count,
             full=full,
         )
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The shard group, and the replicate group if there is one."""
         replicas = [] if self.replicate_group is None else [self.replicate_group]
         return [self.shard_group, *replicas]
 
@@ -105,22 +98,19 @@ class MeshInfo:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this is the first rank of the mesh."""
         return self.shard_rank == 0 and self.is_in_first_replica
 
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
-        return tuple(
-            Shard(shard_dim) if axis == self.shard_axis else Replicate()
-            for axis in range(self.mesh.ndim)
-        )
+        return self._placements(Shard(shard_dim), Replicate())
 
     def partial_placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the placements of a gradient that has not been reduced across the replicas."""
-        return tuple(
-            Shard(shard_dim) if axis == self.shard_axis else Partial("avg")
-            for axis in range(self.mesh.ndim)
-        )
+        return self._placements(Shard(shard_dim), Partial("avg"))
+
+    def _placements(self, shard: Placement, others: Placement) -> tuple[Placement, ...]:
+        axes = range(self.mesh.ndim)
+        return tuple(shard if axis == self.shard_axis else others for axis in axes)
 
 
 def shard_mesh_of(mesh_info: MeshInfo) -> DeviceMesh:
@@ -146,15 +136,6 @@ def pg_of_one() -> dist.ProcessGroup:
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
-def _pg_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup:
-    if mesh_info.replicate_group is None:
-        return mesh_info.shard_group
-    if mesh_info.shard_axis is None:
-        return mesh_info.replicate_group
-    ranks = sorted(mesh_info.mesh.mesh.flatten().tolist())
-    return _extra_pg(mesh_info.mesh, "meshard_all", ranks)
-
-
 class _ExtraGroups(dict[str, dist.ProcessGroup]):
     """Process groups made for a mesh. Copies and pickles of the mesh leave them out.
 
@@ -165,18 +146,25 @@ class _ExtraGroups(dict[str, dist.ProcessGroup]):
         return dict, ()
 
 
-def _extra_pg(mesh: DeviceMesh, name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks of ``mesh``, the same one each time.
+def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of some ranks of the mesh, like its shard group; the same one each time.
 
     **Collective:** these ranks, the first time, in the same order.
     """
+    mesh, like = mesh_info.mesh, mesh_info.shard_group
     # On the mesh itself, so that groups die with it: a process group that is alive when the
     # interpreter ends aborts the process, and an equal mesh may belong to another world.
     groups = vars(mesh).get("_meshard_groups")
     if not isinstance(groups, _ExtraGroups):
         groups = vars(mesh)["_meshard_groups"] = _ExtraGroups()
     if name not in groups:
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        group = dist.new_group(
+            ranks,
+            timeout=timeout_of(like, device_of(mesh)),
+            backend=dist.get_backend_config(like),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
         assert isinstance(group, dist.ProcessGroup)
         groups[name] = group
     return groups[name]
@@ -186,15 +174,10 @@ def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
 
     **Collective:** the ranks of that group, in the same order, the first time for a mesh and size.
-
-    Args:
-        mesh_info: The mesh to split along its shard axis.
-        group_size: Ranks in each part; divides ``mesh_info.shard_count``.
     """
-    ranks = dist.get_process_group_ranks(mesh_info.shard_group)
     first = mesh_info.shard_rank // group_size * group_size
-    own = ranks[first : first + group_size]
-    return _extra_pg(mesh_info.mesh, f"meshard_post_forward_{group_size}", own)
+    own = dist.get_process_group_ranks(mesh_info.shard_group)[first : first + group_size]
+    return _extra_pg(mesh_info, f"meshard_post_forward_{group_size}", own)
 
 
 def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
@@ -203,15 +186,11 @@ def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
     **Collective:** the shard group, the first time.
     """
     ranks = dist.get_process_group_ranks(mesh_info.shard_group)
-    return _extra_pg(mesh_info.mesh, "meshard_scatter", ranks)
+    return _extra_pg(mesh_info, "meshard_scatter", ranks)
 
 
 def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh with the axes of all ``parts``, in this order, and their process groups.
-
-    Raises:
-        ValueError: They overlap, or are not parts of one mesh.
-    """
+    """Return one mesh with the axes of all ``parts``, in this order, and their process groups."""
     try:
         joined = concatenate_meshes(parts)
     except (AssertionError, RuntimeError, TypeError):  # TypeError: no names
@@ -247,39 +226,23 @@ def mesh_info_of_named_axes(
 
     **Collective:** all ranks of the default group, the first time that several axes are flattened
     into one.
-
-    Args:
-        mesh: All axes, with names.
-        shard: Axes over which parameters are sharded; none: they are only replicated.
-        replicate: Axes over which they are replicated.
-
-    Raises:
-        ValueError: An axis does not exist, or the names are not in the order of the mesh.
     """
-    _check_names(mesh, shard, replicate)
-    assert mesh.mesh_dim_names is not None
+    known = _check_names(mesh, shard, replicate)
+    data_axes = frozenset(known.index(name) for name in {*shard, *replicate})
     parts: list[DeviceMesh] = []  # with the shard axes as one
     origins: list[int | None] = []
-    for axis, name in enumerate(mesh.mesh_dim_names):
-        if name not in shard:
-            parts.append(mesh[name])
-            origins.append(axis)
-        elif name == shard[0]:
-            parts.append(_flat(mesh, shard))
-            origins.append(None)
-    names = {*shard, *replicate}
-    data_axes = frozenset(mesh.mesh_dim_names.index(name) for name in names)
-    data_parts = [
-        (part, origin)
-        for part, origin in zip(parts, origins, strict=True)
-        if origin is None or origin in data_axes
-    ]
-    shard_axes = [position for position, (_, origin) in enumerate(data_parts) if origin is None]
+    for axis, name in enumerate(known):
+        if name not in shard or name == shard[0]:
+            is_sharded = name in shard
+            parts.append(_flat(mesh, shard) if is_sharded else mesh[name])
+            origins.append(None if is_sharded else axis)
+    is_data = [origin is None or origin in data_axes for origin in origins]
+    data_origins = list(itertools.compress(origins, is_data))
     shard_mesh = _flat(mesh, shard) if shard else None
     replicate_mesh = _flat(mesh, replicate) if replicate else None
     return MeshInfo(
-        mesh=_join(part for part, _ in data_parts),
-        shard_axis=shard_axes[0] if shard_axes else None,
+        mesh=_join(list(itertools.compress(parts, is_data))),
+        shard_axis=data_origins.index(None) if shard else None,
         # Without shard axes every rank is a shard group of its own.
         shard_group=shard_mesh.get_group() if shard_mesh else pg_of_one(),
         shard_count=shard_mesh.size() if shard_mesh else 1,
@@ -295,7 +258,10 @@ def mesh_info_of_named_axes(
     )
 
 
-def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]) -> None:
+def _check_names(
+    mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the names of all axes; a ValueError if others are chosen, or in another order."""
     known = mesh.mesh_dim_names
     if known is None:
         raise ValueError(
@@ -311,14 +277,12 @@ def _check_names(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str,
                 f"dp_mesh_dims names {names}, but {mesh} has them in another order; name them in "
                 "the order of the mesh, in which they are flattened."
             )
+    return known
 
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    if len(names) == 1:
-        return mesh[names[0]]
-    return flatten_mesh(mesh[names])
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
 
 
-def _join(parts: Iterable[DeviceMesh]) -> DeviceMesh:
-    listed = list(parts)
-    return listed[0] if len(listed) == 1 else joined_mesh(listed)
+def _join(parts: list[DeviceMesh]) -> DeviceMesh:
+    return parts[0] if len(parts) == 1 else joined_mesh(parts)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshard._mesh.layout import ParamLayout
-from meshard._mesh.mesh_info import FullMesh, MeshInfo, joined_mesh
+from meshard._mesh.mesh_info import MeshInfo, joined_mesh
 from meshard._torch.private import strided_shard
 
 
@@ -34,23 +34,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorPlacement:
-    """The placements of a DTensor parameter, sharded and unsharded.
+    """The placements of a DTensor parameter, sharded and unsharded."""
 
-    Attributes:
-        in_use: Mesh and placements of the unsharded parameter, as users gave them.
-        mesh: Mesh of the sharded parameter.
-        data_positions: For each axis of ``mesh``, its position among the data-parallel axes, or
-            None.
-        others: For each axis of ``mesh``, the placement that users gave; Replicate along
-            data-parallel ones.
-        data_axes: The data-parallel axes of ``in_use.mesh``: the gradient may be a partial sum
-            along them, because it is going to be reduced.
-    """
-
-    in_use: PlacedTensor
-    mesh: DeviceMesh
-    data_positions: tuple[int | None, ...]
-    others: tuple[Placement, ...]
+    in_use: PlacedTensor  # the unsharded parameter, as users placed it
+    mesh: DeviceMesh  # of the sharded parameter
+    data_positions: tuple[int | None, ...]  # of each axis of mesh among the data-parallel ones
+    others: tuple[Placement, ...]  # on each axis of mesh: Replicate along data-parallel ones
+    # The data-parallel axes of in_use.mesh: along them a gradient may be a partial sum.
     data_axes: frozenset[int]
 
     def sharded_of_all(self, data_placements: Sequence[Placement]) -> PlacedTensor:
@@ -80,14 +70,13 @@ class DTensorPlacement:
             if isinstance(placement, Shard):
                 count = self.in_use.mesh.size(axis)
                 layout = ParamLayout(unsharded.shape, placement.dim, count)
-                rows = layout.owned_rows(coordinate[axis])
-                unsharded = unsharded.narrow(placement.dim, rows.start, len(rows))
+                unsharded = layout.own_part(unsharded, coordinate[axis])
         return unsharded
 
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
-        """Return the placements that a gradient needs to be reduced.
+        """Return the placements that a gradient is reduced with.
 
-        None if it cannot be, because ``arrived`` shards it along a data-parallel axis.
+        None: it cannot be, because ``arrived`` shards it along a data-parallel axis.
         """
         if any(not isinstance(arrived[axis], (Replicate, Partial)) for axis in self.data_axes):
             return None
@@ -97,14 +86,10 @@ class DTensorPlacement:
         )
 
 
-def check_composable(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> None:
-    """Check that a DTensor parameter can be sharded again over a shard axis.
-
-    Raises:
-        ValueError: It cannot, because of its placements or its mesh.
-    """
-    mesh, full = placed_tensor.mesh, mesh_info.full
-    for axis, placement in enumerate(placed_tensor.placements):
+def _check_composable(placed: PlacedTensor, mesh_info: MeshInfo) -> None:
+    """Raise a ValueError if a DTensor parameter cannot be sharded again."""
+    mesh, full = placed.mesh, mesh_info.full
+    for axis, placement in enumerate(placed.placements):
         # Not isinstance: special shards do not mean what Shard means.
         if type(placement) not in (Shard, Replicate):
             raise ValueError(
@@ -124,44 +109,41 @@ def check_composable(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> None:
             f"passed, {full.mesh}, or be an ordinary tensor."
         )
     for axis in full.data_axes:
-        if placed_tensor.placements[axis] != Replicate():
+        if placed.placements[axis] != Replicate():
             names = mesh.mesh_dim_names or ()
             raise ValueError(
-                f"it has placement {placed_tensor.placements[axis]} on the data-parallel axis "
+                f"it has placement {placed.placements[axis]} on the data-parallel axis "
                 f"{names[axis]!r} of {mesh}; it must be Replicate() there, because fully_shard is "
                 "what shards over that axis."
             )
 
 
-def compose_placement(placed_tensor: PlacedTensor, mesh_info: MeshInfo) -> DTensorPlacement:
+def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
     """Return the placements of a DTensor parameter once it is sharded.
 
     Raises:
-        ValueError: The meshes cannot be joined.
+        ValueError: It cannot be, because of its placements or its mesh.
     """
-    if mesh_info.full is not None:
-        return _compose_on_full(placed_tensor, mesh_info.full)
-    num_data = mesh_info.mesh.ndim
-    return DTensorPlacement(
-        in_use=placed_tensor,
-        mesh=joined_mesh([mesh_info.mesh, placed_tensor.mesh]),
-        data_positions=(*range(num_data), *[None] * placed_tensor.mesh.ndim),
-        others=(*[Replicate()] * num_data, *placed_tensor.placements),
-        data_axes=frozenset(),
-    )
-
-
-def _compose_on_full(placed_tensor: PlacedTensor, full: FullMesh) -> DTensorPlacement:
+    placed = PlacedTensor(param.device_mesh, tuple(param.placements), param.shape)
+    _check_composable(placed, mesh_info)
+    full, num_data = mesh_info.full, mesh_info.mesh.ndim
+    if full is None:
+        return DTensorPlacement(
+            in_use=placed,
+            mesh=joined_mesh([mesh_info.mesh, placed.mesh]),
+            data_positions=(*range(num_data), *[None] * placed.mesh.ndim),
+            others=(*[Replicate()] * num_data, *placed.placements),
+            data_axes=frozenset(),
+        )
     # The data-parallel axes are in the order of ``mesh_info.mesh``.
     counter = itertools.count()
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return DTensorPlacement(
-        in_use=placed_tensor,
+        in_use=placed,
         mesh=full.sharded_of_all,
         data_positions=tuple(next(counter) if each else None for each in is_data),
         others=tuple(
-            Replicate() if origin is None else placed_tensor.placements[origin]
-            for origin in full.origins
+            Replicate() if origin is None else placed.placements[origin] for origin in full.origins
         ),
         data_axes=full.data_axes,
     )

@@ -82,7 +82,7 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-_NOTHING = torch.empty(0)
+_NO_TENSOR = torch.empty(0)
 
 
 class ReplicatedParams(UnitParams):
@@ -138,7 +138,7 @@ class ReplicatedParams(UnitParams):
             view = param.view_as(param)
         assert view.grad_fn is not None
         node: Any = view.grad_fn.next_functions[0][0]  # it adds to .grad
-        self._nodes.append((node, node.register_hook(lambda *_: hook(_NOTHING))))
+        self._nodes.append((node, node.register_hook(lambda *_: hook(_NO_TENSOR))))
         param.requires_grad_(flag)
 
     def _make_copies(self, layout: FlatLayout, indices: list[int]) -> None:
@@ -167,7 +167,7 @@ class ReplicatedParams(UnitParams):
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return Gathered(_NOTHING, DONE)
+        return Gathered(_NO_TENSOR, DONE)
 
     @torch.no_grad()
     def fill_unsharded(self, gathered: Rows) -> None:

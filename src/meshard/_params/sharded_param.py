@@ -196,8 +196,7 @@ class ShardedParam(UnitParam):
         local = unsharded.detach()
         if self.dtensor_placement is not None:
             local = self.dtensor_placement.cut(local)
-        rows = self.layout.owned_rows(self._shard_rank)
-        return place_like(self.sharded, local.narrow(self.layout.shard_dim, rows.start, len(rows)))
+        return place_like(self.sharded, self.layout.own_part(local, self._shard_rank))
 
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         placements = mesh_info.partial_placements(self.layout.shard_dim)

@@ -315,7 +315,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     channel = None
     if len(segments) == group.size():
         with contextlib.suppress(OSError):
-            patience = timeout_of(group).total_seconds()
+            patience = timeout_of(group, torch.device("cpu")).total_seconds()
             channel = Channel(segments, processes, group.rank(), patience)
     # All or none: a rank that alone reached the others would wait for them for ever.
     is_open = exchange_numbers([int(channel is not None)], group)

@@ -186,9 +186,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long the collectives of ``group`` on CPU tensors wait for a rank."""
-    options = getattr(backend_of(group, torch.device("cpu")), "options", None)
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long the collectives of ``group`` on ``device`` wait for a rank."""
+    options = None
+    with contextlib.suppress(RuntimeError):  # a group in Python has no such backend
+        options = getattr(backend_of(group, device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
 

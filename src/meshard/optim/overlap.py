@@ -369,11 +369,7 @@ def overlap_optimizer(
 
 def _check_between_steps(units: Iterable[Unit], what: str) -> None:
     for unit in units:
-        if not unit.lifecycle.is_between_steps():
-            raise RuntimeError(
-                f"{what} was called inside the forward or backward of unit {unit.label!r}; "
-                "call it between steps."
-            )
+        unit.lifecycle.check_between_steps(unit, what)
 
 
 def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:
