@@ -313,8 +313,6 @@ def allocate(
     Shards live in ``host``; None: on the device of the mesh.
     """
     unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
-    if not params:
-        return unit
     spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
     originals = [each.param for each in unit_plan.found]
     flags = [original.requires_grad for original in originals]
@@ -417,7 +415,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if unit.group is None or unit.group.state is ParamState.INSTALLED:
+        if not unit.params or unit.group.state is ParamState.INSTALLED:
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
@@ -451,7 +449,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
 
 def give_lifecycle(units: list[Unit]) -> Lifecycle:
     """Return the lifecycle of these units of one root, in module order, from now on."""
-    specs = [unit.group.spec for unit in units if unit.group is not None]
+    specs = [unit.group.spec for unit in units if unit.params]
     comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
     comm.number_root([group for spec in specs for group in spec.mesh_info.groups])
     return Lifecycle(units, comm)

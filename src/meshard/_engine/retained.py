@@ -76,8 +76,7 @@ class RetainedUnits:
     def retain(self, unit: Unit) -> None:
         if not unit.step.is_retained:
             unit.step.is_retained = True
-            if unit.group is not None:
-                unit.group.record_version()  # to notice later that it is stale
+            unit.group.record_version()  # to notice later that it is stale
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
@@ -123,11 +122,11 @@ class RetainedUnits:
             return
         units = alive(self._units)
         needed = self._num_hidden or alive(self._graphs)
-        if needed and not any(unit.group is not None and unit.group.is_stale for unit in units):
+        if needed and not any(unit.group.is_stale for unit in units):
             return
         self.release()
         for unit in units:
-            if unit.group is not None and unit.group.state is ParamState.UNSHARDED:
+            if unit.group.state is ParamState.UNSHARDED:
                 unit.group.reshard()
 
     def release(self) -> None:

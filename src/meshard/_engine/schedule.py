@@ -191,7 +191,6 @@ class Prefetcher:
             in_forward: Edits may have made unsharded copies stale.
             keep_shard: Keep a post-forward shard, if the unit has a group for it.
         """
-        assert unit.group is not None
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, unit.group, in_forward=in_forward)
@@ -204,7 +203,7 @@ class Prefetcher:
     def _start(self, units: list[Unit], *, in_forward: bool) -> None:
         for unit in units:
             group = unit.group
-            if group is not None and group.state is ParamState.SHARDED:
+            if group.params and group.state is ParamState.SHARDED:
                 if in_forward:
                     group.forget_stale()
                 _start_unshard(unit, group, in_forward=in_forward)
@@ -214,7 +213,7 @@ class Prefetcher:
 
     def drop_unused(self) -> None:
         for unit in self._prefetched:
-            if unit.group is not None and unit.group.state is ParamState.GATHERING:
+            if unit.group.state is ParamState.GATHERING:
                 unit.group.reshard()
         self._prefetched.clear()
 
