@@ -18,16 +18,8 @@ from meshard._comm.communicator import memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import (
-    DivideFactor,
-    ReduceHook,
-    Unit,
-    check_divide_factor,
-    require_units,
-    unit_of,
-    units_in,
-    units_of,
-)
+from meshard._engine.unit import Unit, require_units, unit_of, units_in, units_of
+from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
 from meshard.policies import AllGather, GradientSync, ReduceScatter

@@ -31,7 +31,7 @@ from meshard._engine.build import (
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import Unit, UnitSettings, nest, unit_of, units_in, with_siblings
-from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
+from meshard._gradients.replicated_grads import ReplacedCount
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import GroupSpec
@@ -161,9 +161,9 @@ class Buckets:
             self._configure_gradients(unit)
 
     def _configure_gradients(self, unit: Unit) -> None:
-        assert isinstance(unit.gradients.sharded, ReplicatedGrads)
-        unit.gradients.sharded.are_views = self._are_views
-        unit.gradients.sharded.replaced = self.replaced
+        bucket = unit.gradients.bucket
+        assert bucket is not None
+        bucket.are_views, bucket.replaced = self._are_views, self.replaced
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
@@ -188,8 +188,8 @@ class Buckets:
         order = self._agreed_order()
         for unit in self.units:
             assert isinstance(unit.group.storage, ReplicatedParams)
-            assert isinstance(unit.gradients.sharded, ReplicatedGrads)
-            unit.gradients.sharded.give_away()
+            assert unit.gradients.bucket is not None
+            unit.gradients.bucket.give_away()
             unit.group.storage.unhook()
         self._fill(order)
         for unit in self.units:
@@ -261,8 +261,8 @@ class ReplicateModule(GradientSetters):
             unit.group.reshard()
             unit.group.storage.take_replacements()
             unit.group.storage.rebuild()
-            if isinstance(unit.gradients.sharded, ReplicatedGrads):
-                unit.gradients.sharded.leave()  # torch has cast or moved .grad too
+            if unit.gradients.bucket is not None:
+                unit.gradients.bucket.leave()  # torch has cast or moved .grad too
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

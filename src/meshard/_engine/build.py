@@ -159,11 +159,9 @@ class UnitPlan:
 def plan(
     found: Sequence[Collected], mesh_info: MeshInfo, placement_fn: PlacementFn | None
 ) -> list[UnitPlan]:
-    """Decide which unit each parameter of a ``fully_shard`` goes to, and how it is sharded.
+    """Return one plan per mesh and kind of gather, that for ``mesh_info`` first.
 
-    Returns:
-        One plan per mesh and kind of gather, that for ``mesh_info`` first; one without parameters,
-        if there are none.
+    A plan without parameters is returned only if there are none at all.
     """
     planner = _Planner(mesh_info, placement_fn)
     for each in found:
@@ -364,12 +362,7 @@ def commit(
 ) -> None:
     """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside.
 
-    Args:
-        unit: With its siblings.
-        plans: Of the unit, and of each of its siblings.
-        modules: Of the unit.
-        base: Class that the modules get beside their own.
-        prefix: Of the names of their new classes.
+    ``plans`` are those of the unit and of its siblings; see ``adopt_module`` for the rest.
     """
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
@@ -392,7 +385,10 @@ _classes: dict[tuple[type, type], type] = {}  # by base and by class before
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
-    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it."""
+    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it.
+
+    The name of its new class is that of its own class after ``prefix``.
+    """
     original = type(module)
     if (base, original) not in _classes:
         forward = direct_forward(original)

@@ -66,12 +66,7 @@ class EndOfBackward:
 
 
 class Lifecycle:
-    """The steps of one root and all units inside it.
-
-    Args:
-        units: In module order, outermost first. They leave their present lifecycle.
-        comm: The communicator of all units, whose collectives share its streams.
-    """
+    """The steps of one root and all units inside it, which leave their present lifecycle."""
 
     def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.phase = Phase.IDLE
@@ -80,7 +75,7 @@ class Lifecycle:
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
         self.comm = comm
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         # The forwards that have begun and not ended, outermost first.
         self.running: list[tuple[Unit, ForwardCall]] = []
         self._phase_around = Phase.IDLE  # the phase to go back to after a backward
@@ -290,18 +285,15 @@ class Lifecycle:
             return
         if unit.step.is_ready:  # otherwise it has nothing to train
             unit.step.record_taken()
-            self._take_gradients(unit)
+            if unit.settings.sync is GradientSync.NONE:
+                self._queue.accumulate(unit.gradients, unit.settings)
+            else:
+                is_full = unit.settings.sync is GradientSync.FULL
+                ends_window = is_full and self.is_last_backward
+                self._start_reduction(unit, over_replicas=is_full, ends_window=ends_window)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
             self._reduce_if_ready(parent)
-
-    def _take_gradients(self, unit: Unit) -> None:
-        if unit.settings.sync is GradientSync.NONE:
-            self._queue.accumulate(unit.gradients, unit.settings)
-            return
-        is_full = unit.settings.sync is GradientSync.FULL
-        is_last = self.is_last_backward and is_full
-        self._start_reduction(unit, over_replicas=is_full, ends_window=is_last)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         on_reduced = None

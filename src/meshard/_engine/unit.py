@@ -22,10 +22,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import DivideFactor as DivideFactor
-from meshard._gradients.reduce_plan import ReduceHook as ReduceHook
 from meshard._gradients.reduce_plan import ReduceSettings
-from meshard._gradients.reduce_plan import check_divide_factor as check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
