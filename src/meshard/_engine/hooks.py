@@ -195,11 +195,7 @@ class ModuleHooks(_UnitHook):
 
 @skip_dynamo_once
 def run_in_unit(
-    module: nn.Module,
-    unit: Unit,
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, unit: Unit, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call ``method`` with ``unit`` of ``module`` unsharded, as ``module(...)`` calls ``forward``.
 
@@ -320,12 +316,7 @@ class _LoadHook(_UnitHook):
         self._names = names  # attribute in the module, and index in the unit, of each parameter
 
     def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *_: Any,
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
         """Replace unsharded tensors in ``state_dict``, which is torch's copy of the user's."""
         unit = self._unit()
@@ -333,7 +324,7 @@ class _LoadHook(_UnitHook):
             return
         unit.group.finish_copies()
         unit.group.finish_pending_step()
-        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        is_assigned = metadata.get("assign_to_params_buffers", False)
         for name, index in self._names:
             given = state_dict.get(prefix + name)
             param = unit.group.params[index]

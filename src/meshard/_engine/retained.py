@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from functools import partial
 
 import torch
 
@@ -26,15 +25,11 @@ from meshard._torch.private import keeps_graph, skip_dynamo
 class _SecondOrder:
     """The graph that one backward has made. Only the hooks of that graph hold this object."""
 
-    __slots__ = ("__weakref__", "was_used")
+    was_used = False  # by the present backward
 
-    def __init__(self) -> None:
-        self.was_used = False  # by the present backward
-
-
-@skip_dynamo
-def _record_use(graph: _SecondOrder, _: torch.Tensor) -> None:
-    graph.was_used = True
+    @skip_dynamo
+    def record_use(self, _: torch.Tensor) -> None:
+        self.was_used = True
 
 
 class RetainedUnits:
@@ -70,7 +65,7 @@ class RetainedUnits:
             except RuntimeError as error:
                 refuse_transforms(unit.label, error)
                 raise
-        watched.register_hook(partial(_record_use, self._making))
+        watched.register_hook(self._making.record_use)
         return None if watched is gradient else watched
 
     def retain(self, unit: Unit) -> None:
