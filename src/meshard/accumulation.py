@@ -144,8 +144,6 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     is_open = False
     for unit in require_units(module):
         unit.lifecycle.finish_reductions()
-        if unit.gradients is None or unit.group is None:
-            continue
         is_open = is_open or unit.gradients.is_pending
         for index, partial in unit.gradients.pending_of_params().items():
             param = unit.group.params[index]  # installed: either its sharded or unsharded tensor
@@ -205,7 +203,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     tensor([6.])
     """
     units = list(units_in(module))
-    groups = [unit.group for unit in units if unit.group is not None]
+    groups = [unit.group for unit in units if unit.params]
     if not groups or not all(isinstance(group.storage, ReplicatedParams) for group in groups):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
@@ -249,7 +247,7 @@ def _reduce_zeros(units: list[Unit]) -> None:
 
     def join(_: torch.Tensor) -> None:
         for unit in units:
-            if unit.group is not None:
+            if unit.params:
                 unit.lifecycle.gradient_joins(unit)
 
     with torch.enable_grad():

@@ -52,7 +52,7 @@ def describe(module: nn.Module) -> str:
     total           16                64 B      64 B      0 B
     """
     units = list(units_in(module))
-    groups = [unit.group for unit in units if unit.group is not None]
+    groups = [unit.group for unit in units if unit.params]
     sharded = {id(param.sharded) for group in groups for param in group.params}
     left = [param for param in module.parameters() if id(param) not in sharded]
     rows = [_row_of(unit) for unit in units]
@@ -65,8 +65,7 @@ def describe(module: nn.Module) -> str:
     rows.append(_Row("total", **sums))
     lines = [*_aligned([_COLUMNS, *(row.cells() for row in rows)])]
     for unit, row in zip(units, rows, strict=False):
-        if unit.group is not None:
-            lines += _warnings(unit.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
+        lines += _warnings(unit.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
     reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
     return "\n".join([*lines, *filter(None, dict.fromkeys(reports))])
 
@@ -92,7 +91,7 @@ class _Row(NamedTuple):
 
 def _row_of(unit: Unit) -> _Row:
     group = unit.group
-    if group is None:
+    if not group.params:
         return _Row(unit.label)
     mesh_info = group.spec.mesh_info
     mesh = f"shard {mesh_info.shard_count}"
@@ -109,15 +108,14 @@ def _row_of(unit: Unit) -> _Row:
 
 def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     """Iterate over what differs from the defaults, under the names of the arguments."""
-    settings, gradients = unit.settings, unit.gradients
-    assert gradients is not None
+    settings = unit.settings
     if settings.reshard_after_forward is not None:
         yield f"reshard_after_forward={settings.reshard_after_forward}"
     pairs = zip(group.storage.compute_dtypes, group.params, strict=True)
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
         yield f"param_dtype={'+'.join(computed)}"
-    rules = gradients.rules
+    rules = group.gradients.rules
     chosen = {"reduce": rules.reduce_dtype, "accumulate": rules.chosen_dtype}
     for name, dtype in {**chosen, "output": unit.output_dtype}.items():
         if dtype is not None:
@@ -212,7 +210,7 @@ class CommLedger:
         self.events: list[CommEvent] = []
         self._recorded: set[object] | None = None  # communicators, and groups without one
         if module is not None:
-            groups = [unit.group for unit in units_in(module) if unit.group is not None]
+            groups = [unit.group for unit in units_in(module) if unit.params]
             self._recorded = {group.comm.identity for group in groups}
             for group in groups:
                 self._recorded.update(group.spec.mesh_info.groups)

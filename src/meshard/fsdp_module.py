@@ -18,16 +18,8 @@ from meshard._comm.communicator import memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import (
-    DivideFactor,
-    ReduceHook,
-    Unit,
-    check_divide_factor,
-    require_units,
-    unit_of,
-    units_in,
-    units_of,
-)
+from meshard._engine.unit import Unit, require_units, unit_of, units_in, units_of
+from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
 from meshard.policies import AllGather, GradientSync, ReduceScatter
@@ -74,7 +66,7 @@ def _write(module: Any, recurse: bool, **settings: Any) -> None:
 
 
 def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
-    return [unit.group for unit in selected_units(module, recurse) if unit.group is not None]
+    return [unit.group for unit in selected_units(module, recurse) if unit.params]
 
 
 # --- registered forward methods ------------------------------------------------------------------
@@ -197,7 +189,7 @@ class GradientSetters:
         is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())
         chosen = factor if factor is None or is_read_later else check_divide_factor(factor)
         for unit in selected_units(self, recurse):
-            if unit.gradients is not None and unit.gradients.window.is_open:
+            if unit.gradients.window.is_open:
                 raise RuntimeError(
                     f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
                     "be divided by the same factor; set it before the first microbatch."
@@ -289,8 +281,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in selected_units(self, recurse=False):
-            if unit.group is not None:
-                unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
+            unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or retain them for backward."""
@@ -330,7 +321,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         check_bool("enable", enable)
         for unit in selected_units(self, recurse):
             unit.lifecycle.finish_reductions()
-            if unit.group is not None:
+            if unit.params:
                 unit.settings.scatter_group = (
                     separate_reduce_scatter_pg(unit.group.spec.mesh_info) if enable else None
                 )
@@ -465,8 +456,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
     for unit, settings in chosen.items():
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
-        if unit.group is not None:
-            unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
+        unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

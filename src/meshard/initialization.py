@@ -21,7 +21,6 @@ from meshard._comm.blocking import broadcast_from_first, gather_from_all
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
-from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, plain_of, plain_tensors_in
 from meshard.weights import SummonedUnit
@@ -122,7 +121,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     if init is None:
         _check_resets(module)
     _check_owners(module)
-    groups = [unit.group for unit in units_in(module) if unit.group is not None]
+    groups = [unit.group for unit in units_in(module) if unit.params]
     device = groups[0].spec.device if groups else torch.get_default_device()
     work = _Initialisation(init, device)
     shared = _random_state(_mesh_infos(groups), device) if groups else contextlib.nullcontext()
@@ -184,7 +183,7 @@ class _Initialisation:
     def _summon(self, unit: Unit) -> bool:
         """Unshard a unit, unless it is unsharded already."""
         group = unit.group
-        if unit in self._summoned or group is None or isinstance(group.storage, ReplicatedParams):
+        if unit in self._summoned or not sharded_params(group):
             return False
         unit.lifecycle.check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
@@ -224,7 +223,7 @@ class _Initialisation:
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
-        storages = [unit.group.storage for unit in inside if unit.group is not None]
+        storages = [unit.group.storage for unit in inside]
         before = [storage.version for storage in storages]
         init(module)
         if before != [storage.version for storage in storages]:

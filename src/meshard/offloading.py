@@ -79,7 +79,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
     sources: list[torch.Tensor] = []  # of copies that may still be running
     for unit in units:
         group, gradients = unit.group, unit.gradients
-        if group is None or gradients is None or group.spec.host is not None:
+        if not group.params or group.spec.host is not None:
             continue
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
         if group.storage.is_offloaded is not to_host:
@@ -90,7 +90,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:
             sources += _move_state(optimizer, unit, location)
-    groups = [unit.group for unit in units if unit.group is not None]
+    groups = [unit.group for unit in units]
     for group in groups:
         group.comm.record().synchronize()
     del sources
@@ -100,11 +100,10 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
 
 def _check_between_steps(unit: Unit, what: str) -> None:
     unit.lifecycle.check_between_steps(unit, f"meshard.{what}")
-    if unit.group is not None:
-        unit.group.finish_pending_step()
-        unit.group.adopt_edits()
-        check_not_subclass(unit.group.storage, f"meshard.{what}")
-        unit.group.check_may_step()
+    unit.group.finish_pending_step()
+    unit.group.adopt_edits()
+    check_not_subclass(unit.group.storage, f"meshard.{what}")
+    unit.group.check_may_step()
 
 
 # Per optimizer the state tensors that offload moved, by id, with the device where they were.
@@ -119,7 +118,6 @@ def _move_state(
 
     ``location`` None: back to where each tensor was.
     """
-    assert unit.group is not None
     device = unit.group.spec.device
     moved = _moved.setdefault(optimizer, {})
     sources = []

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._engine.unit import ReduceHook, Unit, require_units
+from meshard._engine.unit import Unit, require_units
+from meshard._gradients.reduce_plan import ReduceHook
 
 
 class ReduceHookHandle:

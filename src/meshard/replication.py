@@ -31,7 +31,7 @@ from meshard._engine.build import (
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import Unit, UnitSettings, nest, unit_of, units_in, with_siblings
-from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
+from meshard._gradients.replicated_grads import ReplacedCount
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import GroupSpec
@@ -149,7 +149,8 @@ class Buckets:
         while len(parts) > len(self.units):  # the number of units stays that of the first time
             join_two(parts, dtypes)
         innermost_first = list(reversed(self.units))
-        for unit, part in zip(innermost_first, parts, strict=False):
+        parts += [[]] * (len(self.units) - len(parts))
+        for unit, part in zip(innermost_first, parts, strict=True):
             storage = ReplicatedParams(
                 [params[position] for position in part],
                 spec=self._spec,
@@ -158,14 +159,11 @@ class Buckets:
             )
             give_params(unit, storage, self._policy)
             self._configure_gradients(unit)
-        for unit in innermost_first[len(parts) :]:
-            unit.group = None
 
     def _configure_gradients(self, unit: Unit) -> None:
-        if unit.gradients is not None:
-            assert isinstance(unit.gradients.sharded, ReplicatedGrads)
-            unit.gradients.sharded.are_views = self._are_views
-            unit.gradients.sharded.replaced = self.replaced
+        bucket = unit.gradients.bucket
+        assert bucket is not None
+        bucket.are_views, bucket.replaced = self._are_views, self.replaced
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
@@ -189,16 +187,14 @@ class Buckets:
             handle.remove()
         order = self._agreed_order()
         for unit in self.units:
-            if unit.group is not None and unit.gradients is not None:
-                assert isinstance(unit.group.storage, ReplicatedParams)
-                assert isinstance(unit.gradients.sharded, ReplicatedGrads)
-                unit.gradients.sharded.give_away()
-                unit.group.storage.unhook()
+            assert isinstance(unit.group.storage, ReplicatedParams)
+            assert unit.gradients.bucket is not None
+            unit.gradients.bucket.give_away()
+            unit.group.storage.unhook()
         self._fill(order)
         for unit in self.units:
-            if unit.group is not None:
-                unit.group.storage.label = unit.label
-                unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
+            unit.group.storage.label = unit.label
+            unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order; parameters without a gradient come last."""
@@ -223,11 +219,8 @@ class Buckets:
 def _is_in_use(unit: Unit) -> bool:
     """Whether a graph, a window, a reduction or an optimizer refers to the present buckets."""
     grads = unit.gradients
-    return (
-        unit.step.awaits_gradients
-        or bool(unit.on_reduced)
-        or (grads is not None and (grads.window.is_open or grads.num_in_flight > 0))
-    )
+    is_reduced = grads.window.is_open or grads.num_in_flight > 0
+    return unit.step.awaits_gradients or bool(unit.on_reduced) or is_reduced
 
 
 def _record_arrival(arrivals: dict[int, None], index: int, _: Any) -> None:
@@ -265,13 +258,11 @@ class ReplicateModule(GradientSetters):
         """Move or cast the parameters, which stay in their buckets."""
         result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
         for unit in units_in(as_module(self)):
-            if unit.group is None or unit.gradients is None:
-                continue
             unit.group.reshard()
             unit.group.storage.take_replacements()
             unit.group.storage.rebuild()
-            if isinstance(unit.gradients.sharded, ReplicatedGrads):
-                unit.gradients.sharded.leave()  # torch has cast or moved .grad too
+            if unit.gradients.bucket is not None:
+                unit.gradients.bucket.leave()  # torch has cast or moved .grad too
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:

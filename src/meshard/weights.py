@@ -80,7 +80,6 @@ def unsharded_params(
     try:
         units = require_units(module, recurse=recurse)
         for unit in [each for each in units if _needs_summon(each, options)]:
-            assert unit.group is not None  # see _needs_summon
             summoned.append(SummonedUnit(unit, options, _gather(unit.group, options)))
         try:
             yield
@@ -108,7 +107,7 @@ def unsharded_params(
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     """Return whether to summon a unit: not without shards, nor if that was done; or raise."""
-    if unit.group is None:
+    if not unit.params:
         return False
     if isinstance(unit.group.storage, ReplicatedParams):
         if options.rank0_only:
@@ -144,7 +143,6 @@ class SummonedUnit:
 
     def __init__(self, unit: Unit, options: SummonOptions, unsharded: list[nn.Parameter]) -> None:
         """``unsharded``: a parameter for each of the unit's; none on ranks that keep shards."""
-        assert unit.group is not None
         self.unit = unit
         self.params = sharded_params(unit.group)
         self._options = options
@@ -310,7 +308,7 @@ def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> N
     """Add the gradient of an unsharded parameter to the unit's, to be reduced with them."""
     unit, gradient = unit_ref(), unsharded.grad
     unsharded.grad = None
-    if unit is None or unit.group is None or gradient is None:
+    if unit is None or gradient is None:
         return
     unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
     unsharded_param = unit.group.params[index].unsharded

@@ -157,6 +157,28 @@ def test_a_root_without_parameters_still_orders_its_units():
     assert [unit for _, unit in order] == ["0", "1", "1", "0"]
 
 
+def test_units_without_parameters_communicate_nothing():
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = nn.Sequential(nn.ReLU(), nn.Tanh())
+    for module in (*model, model):
+        meshard.fully_shard(module, mesh)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model.set_modules_to_backward_prefetch([model[0]])
+    with CommLedger() as ledger:
+        model.set_separate_reduce_scatter_group(True)
+        model.unshard()
+        for sync in (GradientSync.NONE, GradientSync.FULL):
+            model.set_gradient_sync(sync)
+            model(torch.ones(2, requires_grad=True)).sum().backward()
+        meshard.finalize_gradients(model)
+        with meshard.unsharded_params(model):
+            model(torch.ones(2))
+        meshard.offload(model)
+        meshard.onload(model)
+        model.reshard()
+    assert ledger.events == []
+
+
 def skip_waiting(num_microbatches):
     model = seeded(MlpStack())
     mesh = init_device_mesh("cpu", (2,))

@@ -133,7 +133,6 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
     owners = [
         (owner, name)
         for unit in {vars(model.get_submodule(n))["_meshard_unit"] for n in names}
-        if unit.group is not None
         for param in unit.group.params
         for owner, name in param.owners
     ]
@@ -145,8 +144,8 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
         (around,) = {
             unit
             for n in names
-            if (unit := vars(model.get_submodule(n))["_meshard_unit"]).group is not None
-            and any(p.sharded is weight for p in unit.group.params)
+            for unit in [vars(model.get_submodule(n))["_meshard_unit"]]
+            if any(p.sharded is weight for p in unit.params)
         }
         module = around.modules[0]()
         for fqn, _ in occurrences:

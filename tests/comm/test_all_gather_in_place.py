@@ -54,8 +54,8 @@ def all_unsharded(model):
     return [
         param.unsharded
         for module in model.modules()
-        if (unit := vars(module).get("_meshard_unit")) and unit.group
-        for param in unit.group.params
+        if (unit := vars(module).get("_meshard_unit"))
+        for param in unit.params
     ]
 
 

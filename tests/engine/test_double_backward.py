@@ -27,11 +27,7 @@ def shard(model, fully_shard=meshard.fully_shard, **kwargs):
 def whole_units(model):
     """Return the labels of units that are whole."""
     units = (vars(module).get("_meshard_unit") for module in model.modules())
-    return [
-        unit.label
-        for unit in units
-        if unit is not None and unit.group is not None and unit.group.state.name != "SHARDED"
-    ]
+    return [unit.label for unit in units if unit is not None and unit.group.state.name != "SHARDED"]
 
 
 def inputs_of(rank, step=0, dtype=torch.float32):

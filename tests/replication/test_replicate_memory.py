@@ -174,9 +174,8 @@ def train_and_delete(steps, kwargs):
                 optimizer.zero_grad()
         for unit in model._meshard_buckets.units:
             watched += [weakref.ref(unit), weakref.ref(unit.lifecycle)]
-            if unit.group is not None:
-                watched += [weakref.ref(unit.group), weakref.ref(unit.gradients)]
-                watched += [weakref.ref(param) for param in unit.group.params]
+            watched += [weakref.ref(unit.group), weakref.ref(unit.gradients)]
+            watched += [weakref.ref(param) for param in unit.params]
         assert live_tensor_bytes() > before
         del unit, model, optimizer
         assert [type(ref()).__name__ for ref in watched if ref() is not None] == []

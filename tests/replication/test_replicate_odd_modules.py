@@ -127,7 +127,7 @@ def one_dtype_each():
     model = meshard.replicate(InAnotherOrder(), bucket_cap_mb=2e-4)
 
     def dtypes():
-        groups = [unit.group for unit in model._meshard_buckets.units if unit.group is not None]
+        groups = [unit.group for unit in model._meshard_buckets.units if unit.params]
         assert sum(len(group.params) for group in groups) == 8
         return [{param.sharded.dtype for param in group.params} for group in groups]
 

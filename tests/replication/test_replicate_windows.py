@@ -262,7 +262,7 @@ def counted(schedule, expected):
         pair.backward(0)
         assert ledger.counts == {"broadcast": 1, "all_reduce": num_buckets}  # the order
         pair.ours.zero_grad()
-    buckets = [unit for unit in pair.ours._meshard_buckets.units if unit.group is not None]
+    buckets = [unit for unit in pair.ours._meshard_buckets.units if unit.params]
     for _ in range(2):
         with CommLedger(pair.ours) as ledger:
             for letter in schedule:

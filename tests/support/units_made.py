@@ -13,9 +13,7 @@ def taken_by(model):
     for fqn, module in model.named_modules():
         unit = vars(module).get("_meshard_unit")
         if unit is not None:
-            group = unit.group
-            params = group.params if group is not None else []
-            names[fqn] = [[holders[owner, name] for owner, name in p.owners] for p in params]
+            names[fqn] = [[holders[owner, name] for owner, name in p.owners] for p in unit.params]
     return names
 
 

@@ -159,11 +159,9 @@ class UnitPlan:
 def plan(
     found: Sequence[Collected], mesh_info: MeshInfo, placement_fn: PlacementFn | None
 ) -> list[UnitPlan]:
-    """Decide which unit each parameter of a ``fully_shard`` goes to, and how it is sharded.
+    """Return one plan per mesh and kind of gather, that for ``mesh_info`` first.
 
-    Returns:
-        One plan per mesh and kind of gather, that for ``mesh_info`` first; one without parameters,
-        if there are none.
+    A plan without parameters is returned only if there are none at all.
     """
     planner = _Planner(mesh_info, placement_fn)
     for each in found:
@@ -313,8 +311,6 @@ def allocate(
     Shards live in ``host``; None: on the device of the mesh.
     """
     unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
-    if not params:
-        return unit
     spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
     originals = [each.param for each in unit_plan.found]
     flags = [original.requires_grad for original in originals]
@@ -366,12 +362,7 @@ def commit(
 ) -> None:
     """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside.
 
-    Args:
-        unit: With its siblings.
-        plans: Of the unit, and of each of its siblings.
-        modules: Of the unit.
-        base: Class that the modules get beside their own.
-        prefix: Of the names of their new classes.
+    ``plans`` are those of the unit and of its siblings; see ``adopt_module`` for the rest.
     """
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
@@ -394,7 +385,10 @@ _classes: dict[tuple[type, type], type] = {}  # by base and by class before
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
-    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it."""
+    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it.
+
+    The name of its new class is that of its own class after ``prefix``.
+    """
     original = type(module)
     if (base, original) not in _classes:
         forward = direct_forward(original)
@@ -417,7 +411,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if unit.group is None or unit.group.state is ParamState.INSTALLED:
+        if not unit.params or unit.group.state is ParamState.INSTALLED:
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
@@ -451,7 +445,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
 
 def give_lifecycle(units: list[Unit]) -> Lifecycle:
     """Return the lifecycle of these units of one root, in module order, from now on."""
-    specs = [unit.group.spec for unit in units if unit.group is not None]
+    specs = [unit.group.spec for unit in units if unit.params]
     comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
     comm.number_root([group for spec in specs for group in spec.mesh_info.groups])
     return Lifecycle(units, comm)

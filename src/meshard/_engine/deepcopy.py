@@ -33,10 +33,9 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     units = _reached_from(module)
     for unit in units:
         unit.lifecycle.check_between_steps(unit, "copy.deepcopy")
-        if unit.group is not None:
-            unit.group.check_not_summoned("copied")
-            unit.group.finish_pending_step()
-            unit.group.check_nothing_is_pending()
+        unit.group.check_not_summoned("copied")
+        unit.group.finish_pending_step()
+        unit.group.check_nothing_is_pending()
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
@@ -78,8 +77,6 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied.modules, copied.children, copied.siblings, copied.on_reduced = [], [], [], []
     copied.parent = None
     copied.step = UnitStep()
-    if unit.group is None or unit.gradients is None:
-        return copied
     unit.group.adopt_edits()
     source = unit.group.storage
     if source.is_partly_meta:
@@ -90,7 +87,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     params = [param.for_copy(memo) for param in source.params]
     with torch.no_grad():
         storage = source.for_copy(params, gradient_hook_maker(copied))
-    copied.group = ParamGroup(storage, unit.group.gradients.for_copy(storage))
+    copied.group = ParamGroup(storage, unit.gradients.for_copy(storage))
     return copied
 
 

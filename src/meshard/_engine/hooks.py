@@ -39,7 +39,6 @@ from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag,
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
     base_of,
-    hook_gradient,
     module_call_code,
     next_node,
     skip_dynamo,
@@ -94,9 +93,8 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     After a backward that failed it is allowed, because the parameters have not changed.
     """
     for unit in units_of(module):
-        if unit.group is not None:
-            unit.group.check_nothing_is_pending()
-            unit.group.finish_pending_step()
+        unit.group.check_nothing_is_pending()
+        unit.group.finish_pending_step()
 
 
 class _UnitHook:
@@ -132,7 +130,7 @@ class ModuleHooks(_UnitHook):
         if unit is None:
             return None
         group = unit.group
-        if group is not None and group.is_summoned:
+        if group.is_summoned:
             group.summoned_by.check_may_run(group)
             return None
         running = unit.lifecycle.running
@@ -160,7 +158,7 @@ class ModuleHooks(_UnitHook):
         failed = output is None and has_raised(module)
         if failed:
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
-        if unit.group is not None and unit.group.is_summoned:
+        if unit.group.is_summoned:
             return None
         watched = end_forward(unit, module, output, (args, kwargs), failed=failed)
         if failed:
@@ -197,11 +195,7 @@ class ModuleHooks(_UnitHook):
 
 @skip_dynamo_once
 def run_in_unit(
-    module: nn.Module,
-    unit: Unit,
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: nn.Module, unit: Unit, method: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call ``method`` with ``unit`` of ``module`` unsharded, as ``module(...)`` calls ``forward``.
 
@@ -226,7 +220,7 @@ def end_forward(
     """End a forward of a unit, that of ``module``; None: it has no backward."""
     of = unit.lifecycle.schedule.present
     # A root without parameters too: its units may hold gradients and not run in this forward.
-    is_watched = unit.group is not None or unit.is_root
+    is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     # Before post_forward, which reshards a unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
@@ -249,7 +243,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
     for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
-            hook_gradient(tensor, hook)
+            tensor.register_hook(hook)
             # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
             # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
             base = base_of(tensor)
@@ -268,7 +262,7 @@ def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tupl
 
 def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
     """Whether a backward may come, but the output has no tensor on which to register a hook."""
-    if unit.group is None or tensors_in(output):
+    if not unit.params or tensors_in(output):
         return False
     is_trained = unit.group.num_trainable > 0
     return is_trained or any(tensor.requires_grad for tensor in tensors_in(inputs))
@@ -297,8 +291,6 @@ def _is_inside_itself(module: nn.Module) -> bool:
 
 def register_load_hooks(unit: Unit) -> None:
     """Register hooks by which the modules of ``unit`` load unsharded tensors too."""
-    if unit.group is None:
-        return
     owned: dict[nn.Module, list[tuple[str, int]]] = {}
     for index, param in enumerate(unit.params):
         for owner, name in param.owners:
@@ -312,7 +304,7 @@ def register_load_hooks(unit: Unit) -> None:
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Take over assigned parameters at once: tied ones must be tied before they are listed."""
     for unit in units_of(module):
-        if unit.group is not None and unit.group.holds_shards:
+        if unit.group.holds_shards:
             unit.group.adopt_edits()
 
 
@@ -324,20 +316,15 @@ class _LoadHook(_UnitHook):
         self._names = names  # attribute in the module, and index in the unit, of each parameter
 
     def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        *_: Any,
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
         """Replace unsharded tensors in ``state_dict``, which is torch's copy of the user's."""
         unit = self._unit()
-        if unit is None or unit.group is None:
+        if unit is None:
             return
         unit.group.finish_copies()
         unit.group.finish_pending_step()
-        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        is_assigned = metadata.get("assign_to_params_buffers", False)
         for name, index in self._names:
             given = state_dict.get(prefix + name)
             param = unit.group.params[index]

@@ -66,12 +66,7 @@ class EndOfBackward:
 
 
 class Lifecycle:
-    """The steps of one root and all units inside it.
-
-    Args:
-        units: In module order, outermost first. They leave their present lifecycle.
-        comm: The communicator of all units, whose collectives share its streams.
-    """
+    """The steps of one root and all units inside it, which leave their present lifecycle."""
 
     def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.phase = Phase.IDLE
@@ -80,7 +75,7 @@ class Lifecycle:
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
         self.comm = comm
-        self._units = [weakref.ref(unit) for unit in units]
+        self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         # The forwards that have begun and not ended, outermost first.
         self.running: list[tuple[Unit, ForwardCall]] = []
         self._phase_around = Phase.IDLE  # the phase to go back to after a backward
@@ -93,8 +88,7 @@ class Lifecycle:
         for number, unit in enumerate(units):
             unit.number = number
             unit.lifecycle = self
-            if unit.group is not None:
-                unit.group.storage.label = unit.label
+            unit.group.storage.label = unit.label
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -102,14 +96,13 @@ class Lifecycle:
         self._queue.finish_all()
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
-            if unit.group is not None:
-                unit.group.storage.comm = comm.with_custom(unit.settings.comm)
+            unit.group.storage.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> list[Unit]:
         return alive(self._units)
 
     def groups(self) -> list[ParamGroup]:
-        return [unit.group for unit in self.units() if unit.group is not None]
+        return [unit.group for unit in self.units()]
 
     # --- forward ----------------------------------------------------------------------
 
@@ -127,7 +120,7 @@ class Lifecycle:
             call = self.schedule.enter(unit.number)
             self.running.append((unit, call))
         group = unit.group
-        if group is None:
+        if not group.params:
             return call
         in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
         up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
@@ -149,7 +142,7 @@ class Lifecycle:
         group = unit.group
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
-            if group is not None and not unit.step.is_in_backward:
+            if not unit.step.is_in_backward:
                 group.install_sharded()
             return self.schedule.present.last_call.get(unit.number)
         call = None
@@ -158,11 +151,10 @@ class Lifecycle:
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # a module that called itself
-        if group is not None:
-            group.install_sharded()
+        group.install_sharded()
         unit.step.modules_run.add(id(module))
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
-        if group is not None and (failed or (have_all_run and unit.reshards_after_forward)):
+        if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
         elif not self.running:
             unit.distrust_leftovers()
@@ -183,7 +175,7 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                if unit.group is not None and unit.reshards_after_forward:
+                if unit.reshards_after_forward:
                     # Of several modules, not all have run.
                     unit.group.reshard(keep_post_forward=True)
                 unit.step.modules_run.clear()
@@ -220,7 +212,7 @@ class Lifecycle:
         Returns what autograd uses instead of it; None: the gradient itself.
         """
         group = unit.group
-        if group is not None and group.is_summoned:
+        if group.is_summoned:
             raise RuntimeError(
                 f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
                 "forward made before it; run that backward before, or after."
@@ -232,7 +224,7 @@ class Lifecycle:
                 self._complete(other, of)
         self.schedule.in_backward = unit.step.in_pass = of
         unit.step.in_call = call
-        if group is None:
+        if not group.params:
             return None
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
@@ -251,13 +243,12 @@ class Lifecycle:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
         if self.phase is not Phase.BACKWARD or self.has_failed:
             self._begin_backward((unit, index))
-        step, group = unit.step, unit.group
-        assert group is not None
+        step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
         if graph_task_id() != self._graph_task:
             self._has_nested = True
-        if step.has_all(group.num_trainable):
+        if step.has_all(unit.group.num_trainable):
             # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
             self._on_complete_gradients(unit)
         elif self._queue.has_sent_input:
@@ -280,10 +271,9 @@ class Lifecycle:
         if self._runs(unit):
             return  # a backward inside the forward of this unit
         unit.step.end_backward()
-        if unit.group is not None:
-            unit.group.install_sharded()
-            if unit.settings.reshard_after_backward and not unit.step.is_retained:
-                unit.group.reshard()
+        unit.group.install_sharded()
+        if unit.settings.reshard_after_backward and not unit.step.is_retained:
+            unit.group.reshard()
         if of is not None and self.schedule.runs_before(of, unit.number):
             return
         if unit.step.awaits_gradients:
@@ -295,27 +285,20 @@ class Lifecycle:
             return
         if unit.step.is_ready:  # otherwise it has nothing to train
             unit.step.record_taken()
-            self._take_gradients(unit)
+            if unit.settings.sync is GradientSync.NONE:
+                self._queue.accumulate(unit.gradients, unit.settings)
+            else:
+                is_full = unit.settings.sync is GradientSync.FULL
+                ends_window = is_full and self.is_last_backward
+                self._start_reduction(unit, over_replicas=is_full, ends_window=ends_window)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
             self._reduce_if_ready(parent)
 
-    def _take_gradients(self, unit: Unit) -> None:
-        if unit.group is None:
-            return
-        if unit.settings.sync is GradientSync.NONE:
-            self._queue.accumulate(unit.group.gradients, unit.settings)
-            return
-        is_full = unit.settings.sync is GradientSync.FULL
-        is_last = self.is_last_backward and is_full
-        self._start_reduction(unit, over_replicas=is_full, ends_window=is_last)
-
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
-        group = unit.group
-        assert group is not None
         on_reduced = None
         if unit.on_reduced:
-            self._queue.finish_of(group.gradients)
+            self._queue.finish_of(unit.gradients)
             if unit.reduced_in == self._backward_id:
                 raise RuntimeError(
                     f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
@@ -325,10 +308,7 @@ class Lifecycle:
                 )
             on_reduced = functools.partial(self.end_window, unit) if ends_window else None
         self._queue.start(
-            group.gradients,
-            unit.settings,
-            over_replicas=over_replicas,
-            on_reduced=on_reduced,
+            unit.gradients, unit.settings, over_replicas=over_replicas, on_reduced=on_reduced
         )
 
     def end_window(self, unit: Unit) -> None:
@@ -364,12 +344,10 @@ class Lifecycle:
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
         if self.has_failed:
             self.abort()
-        if unit.group is not None:
-            gradients = unit.group.gradients
-            self._queue.finish_partials_of(gradients)
-            if gradients.is_pending:
-                self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
-            gradients.window.close()
+        self._queue.finish_partials_of(unit.gradients)
+        if unit.gradients.is_pending:
+            self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
+        unit.gradients.window.close()
 
     def finish_reductions(self) -> None:
         if self.has_failed:
@@ -385,8 +363,8 @@ class Lifecycle:
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
         for unit in self.units():
-            if unit.gradients is not None and isinstance(unit.gradients.sharded, ReplicatedGrads):
-                yield unit, unit.gradients.sharded
+            if unit.gradients.bucket is not None:
+                yield unit, unit.gradients.bucket
 
     # --- failures ---------------------------------------------------------------------
 

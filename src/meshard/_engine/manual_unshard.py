@@ -42,20 +42,15 @@ class ManualUnshard:
         if not self.was_installed:  # a second unshard() may have waited before
             self.was_installed = True
             self._shard_version = shard_version
-            each = [param.unsharded for param in self._params]
             self._installed = [
-                _Installed(plain_of(one).detach(), version_of(one), one.requires_grad)
-                for one in each
+                _Installed(plain_of(each).detach(), version_of(each), each.requires_grad)
+                for each in (param.unsharded for param in self._params)
             ]
 
     def end(self, shard_version: int) -> str:
-        """Carry flags over, warn of lost edits, and undo casts.
+        """Carry flags over, warn of lost edits, and undo casts; return the text of an error.
 
-        Args:
-            shard_version: The version of the shards: if it has grown, they were edited too.
-
-        Returns:
-            The text of an error; empty if nothing is wrong.
+        Empty if nothing is wrong. If the version of the shards has grown, they were edited too.
         """
         cast, edited = [], []
         installed, self._installed = self._installed, []

@@ -43,7 +43,7 @@ class _NoticedReads(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
-        if unit is not None and unit.group is not None and unit.group.holds_shards:
+        if unit is not None and unit.group.holds_shards:
             for each in with_siblings(unit):
                 _read(each)
         return super().__getitem__(name)

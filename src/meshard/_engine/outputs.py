@@ -223,7 +223,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
     # Units that the failed line names, anywhere in the model; else those inside the running one.
-    suspects = [each for each in units if each.group is not None and each.group.holds_shards]
+    suspects = [each for each in units if each.params and each.group.holds_shards]
     words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
     named = [each for each in suspects if _attribute_of(each) in words]
     which = "named in the line that failed" if named else f"inside {unit.label!r}"

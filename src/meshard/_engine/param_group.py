@@ -258,11 +258,8 @@ class ParamGroup:
     ) -> None:
         """Start gathering, unless the group is gathered.
 
+        ``only_for_backward``: no later forward reuses the unsharded copy, or adopts edits by it.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
-
-        Args:
-            only_for_backward: No later forward reuses the unsharded copy, or adopts edits by it.
-            may_keep_shard: ``finish_unshard`` may keep a post-forward shard.
         """
         if self._gather is not None:
             self._gather.may_keep_shard &= may_keep_shard
@@ -376,9 +373,8 @@ class ParamGroup:
     def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``, if there is one.
 
-        Args:
-            refuse: Raise if a parameter was cast, moved or given other data, which cannot last.
-            voids_graphs: Let autograd raise in a backward that would read freed parameters.
+        With ``refuse``, raise if a parameter was cast, moved or given other data, which cannot
+        last; with ``voids_graphs``, a backward that would read freed parameters raises.
         """
         if self.manual_unshard is None:
             return

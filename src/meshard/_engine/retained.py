@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from functools import partial
 
 import torch
 
@@ -26,15 +25,11 @@ from meshard._torch.private import keeps_graph, skip_dynamo
 class _SecondOrder:
     """The graph that one backward has made. Only the hooks of that graph hold this object."""
 
-    __slots__ = ("__weakref__", "was_used")
+    was_used = False  # by the present backward
 
-    def __init__(self) -> None:
-        self.was_used = False  # by the present backward
-
-
-@skip_dynamo
-def _record_use(graph: _SecondOrder, _: torch.Tensor) -> None:
-    graph.was_used = True
+    @skip_dynamo
+    def record_use(self, _: torch.Tensor) -> None:
+        self.was_used = True
 
 
 class RetainedUnits:
@@ -70,14 +65,13 @@ class RetainedUnits:
             except RuntimeError as error:
                 refuse_transforms(unit.label, error)
                 raise
-        watched.register_hook(partial(_record_use, self._making))
+        watched.register_hook(self._making.record_use)
         return None if watched is gradient else watched
 
     def retain(self, unit: Unit) -> None:
         if not unit.step.is_retained:
             unit.step.is_retained = True
-            if unit.group is not None:
-                unit.group.record_version()  # to notice later that it is stale
+            unit.group.record_version()  # to notice later that it is stale
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
@@ -123,11 +117,11 @@ class RetainedUnits:
             return
         units = alive(self._units)
         needed = self._num_hidden or alive(self._graphs)
-        if needed and not any(unit.group is not None and unit.group.is_stale for unit in units):
+        if needed and not any(unit.group.is_stale for unit in units):
             return
         self.release()
         for unit in units:
-            if unit.group is not None and unit.group.state is ParamState.UNSHARDED:
+            if unit.group.state is ParamState.UNSHARDED:
                 unit.group.reshard()
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.param_group import ParamState
 from meshard._engine.unit import Unit, alive
 
 
@@ -183,18 +183,14 @@ class Prefetcher:
     def unshard(
         self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
     ) -> None:
-        """Unshard a unit that is about to compute, and start gathering what comes next.
+        """Unshard a unit that is about to compute, and start gathering ``up_next``.
 
-        Args:
-            unit: The unit.
-            up_next: What comes next.
-            in_forward: Edits may have made unsharded copies stale.
-            keep_shard: Keep a post-forward shard, if the unit has a group for it.
+        In forward, edits may have made unsharded copies stale. ``keep_shard``: keep a post-forward
+        shard, if the unit has a group for it.
         """
-        assert unit.group is not None
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
-            _start_unshard(unit, unit.group, in_forward=in_forward)
+            _start_unshard(unit, in_forward=in_forward)
             # There is no compute to hide this gather behind: the next one shares the wait.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
@@ -203,18 +199,17 @@ class Prefetcher:
 
     def _start(self, units: list[Unit], *, in_forward: bool) -> None:
         for unit in units:
-            group = unit.group
-            if group is not None and group.state is ParamState.SHARDED:
+            if unit.params and unit.group.state is ParamState.SHARDED:
                 if in_forward:
-                    group.forget_stale()
-                _start_unshard(unit, group, in_forward=in_forward)
+                    unit.group.forget_stale()
+                _start_unshard(unit, in_forward=in_forward)
                 self._prefetched.append(unit)
             if unit.siblings:  # they are entered at the same moment
                 self._start(unit.siblings, in_forward=in_forward)
 
     def drop_unused(self) -> None:
         for unit in self._prefetched:
-            if unit.group is not None and unit.group.state is ParamState.GATHERING:
+            if unit.group.state is ParamState.GATHERING:
                 unit.group.reshard()
         self._prefetched.clear()
 
@@ -223,6 +218,6 @@ class Prefetcher:
         self._prefetched.clear()
 
 
-def _start_unshard(unit: Unit, group: ParamGroup, *, in_forward: bool) -> None:
+def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
     is_freed_after = unit.settings.reshard_after_backward
-    group.start_unshard(only_for_backward=not in_forward and is_freed_after)
+    unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)

@@ -22,10 +22,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import DivideFactor as DivideFactor
-from meshard._gradients.reduce_plan import ReduceHook as ReduceHook
 from meshard._gradients.reduce_plan import ReduceSettings
-from meshard._gradients.reduce_plan import check_divide_factor as check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
@@ -117,16 +114,16 @@ class Unit:
         # ranks. The gradient is in .grad; in host memory only after ``GradientAccumulator.settle``.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward in which they were called
-        self.group: ParamGroup | None = None  # None: no parameters of its own
+        self.group: ParamGroup  # may be without parameters: then it communicates nothing
         self.lifecycle: Lifecycle
 
     @property
-    def gradients(self) -> GradientAccumulator | None:
-        return None if self.group is None else self.group.gradients
+    def gradients(self) -> GradientAccumulator:
+        return self.group.gradients
 
     @property
     def params(self) -> Sequence[UnitParam]:
-        return () if self.group is None else self.group.params
+        return self.group.params
 
     @property
     def label(self) -> str:
@@ -175,7 +172,7 @@ class Unit:
         for each in with_siblings(self):
             is_chosen = each.settings.reshard_after_forward is not None
             is_kept = is_chosen or not each.settings.reshard_after_backward
-            if each.group is not None and not is_kept and not each.step.is_retained:
+            if not is_kept and not each.step.is_retained:
                 each.group.forget_version()
 
 
@@ -230,7 +227,6 @@ def own_class(module: nn.Module) -> type:
 def link_siblings(units: list[Unit]) -> Unit:
     """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
     for unit in units[1:]:
-        assert unit.group is not None
         is_subclass = isinstance(unit.group.storage, SubclassParams)
         suffix = " (tensor subclasses)" if is_subclass else ""
         unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix

@@ -182,10 +182,6 @@ class FlatLayout:
             return self.segments[0].numel, self.segments[0].dtype
         return self.shard_bytes, torch.uint8
 
-    def allocate(self, *, device: torch.device, pin_memory: bool = False) -> torch.Tensor:
-        numel, dtype = self.shard_form
-        return torch.empty(numel, dtype=dtype, device=device, pin_memory=pin_memory)
-
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view ``[..., segment.numel]`` per segment of a buffer."""
         if self.is_one_dtype:

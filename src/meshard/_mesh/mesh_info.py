@@ -102,15 +102,13 @@ class MeshInfo:
 
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
-        return self._placements(Shard(shard_dim), Replicate())
+        axes = range(self.mesh.ndim)
+        return tuple(Shard(shard_dim) if axis == self.shard_axis else Replicate() for axis in axes)
 
     def partial_placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the placements of a gradient that has not been reduced across the replicas."""
-        return self._placements(Shard(shard_dim), Partial("avg"))
-
-    def _placements(self, shard: Placement, others: Placement) -> tuple[Placement, ...]:
-        axes = range(self.mesh.ndim)
-        return tuple(shard if axis == self.shard_axis else others for axis in axes)
+        placements = self.placements(shard_dim)
+        return tuple(each if isinstance(each, Shard) else Partial("avg") for each in placements)
 
 
 def shard_mesh_of(mesh_info: MeshInfo) -> DeviceMesh:

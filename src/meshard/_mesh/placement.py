@@ -119,11 +119,7 @@ def _check_composable(placed: PlacedTensor, mesh_info: MeshInfo) -> None:
 
 
 def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
-    """Return the placements of a DTensor parameter once it is sharded.
-
-    Raises:
-        ValueError: It cannot be, because of its placements or its mesh.
-    """
+    """Return the placements of a DTensor parameter once it is sharded, or raise a ValueError."""
     placed = PlacedTensor(param.device_mesh, tuple(param.placements), param.shape)
     _check_composable(placed, mesh_info)
     full, num_data = mesh_info.full, mesh_info.mesh.ndim

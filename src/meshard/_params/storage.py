@@ -41,7 +41,8 @@ class MemoryLocation:
 
     def buffer_for(self, layout: FlatLayout) -> torch.Tensor:
         """Return an uninitialised flat shard of a unit."""
-        return layout.allocate(device=self.device, pin_memory=self.is_pinned)
+        numel, dtype = layout.shard_form
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.is_pinned)
 
 
 META = MemoryLocation(torch.device("meta"))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -90,25 +88,6 @@ def number_of(tensor: torch.Tensor) -> int:
     """Return the number of the autograd node that made ``tensor``; -1 if none did."""
     node = tensor.grad_fn
     return -1 if node is None else node._sequence_nr()
-
-
-_OWN_KEYS = itertools.count(-1, -1)  # those of torch's handles count up from 0
-
-
-def hook_gradient(
-    tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]
-) -> None:
-    """Do what ``tensor.register_hook(hook)`` does, without the handle, which takes 3 us to make."""
-    if type(tensor) is not torch.Tensor:
-        tensor.register_hook(hook)
-        return
-    hooks = tensor._backward_hooks
-    if hooks is None:
-        hooks = tensor._backward_hooks = OrderedDict()
-        node = tensor.grad_fn
-        if node is not None:
-            node._register_hook_dict(tensor)
-    hooks[next(_OWN_KEYS)] = hook
 
 
 HooksOf = Callable[[torch.Tensor], Mapping[int, Callable[..., Any]] | None]

@@ -152,8 +152,7 @@ class OverlappedOptimizer(Optimizer):
         errors = []
         for unit in self._steppers:
             try:
-                if unit.group is not None:
-                    unit.group.finish_pending_step()
+                unit.group.finish_pending_step()
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -262,7 +261,7 @@ class OverlappedOptimizer(Optimizer):
 
     def _plan(self) -> None:
         """Make a stepper for each unit."""
-        units: dict[object, Unit] = {unit.group: unit for unit in self._units if unit.group}
+        units: dict[object, Unit] = {unit.group: unit for unit in self._units}
         members: dict[Unit, dict[int, list[torch.Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -287,7 +286,6 @@ class OverlappedOptimizer(Optimizer):
         self.wait()
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
-            assert unit.group is not None
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
         self._planned = [param for group in self.param_groups for param in group["params"]]
 
@@ -391,10 +389,7 @@ def _check_deferred(clip: str | None, max_norm: float | None, units: Iterable[Un
             f'clip="deferred" and max_norm go together, got clip={clip!r} and max_norm={max_norm}; '
             "to clip each unit by its own norm, pass max_unit_norm."
         )
-    if clip is not None and any(
-        unit.group is not None and isinstance(unit.group.storage, ReplicatedParams)
-        for unit in units
-    ):
+    if clip is not None and any(isinstance(unit.group.storage, ReplicatedParams) for unit in units):
         raise ValueError(
             'clip="deferred" may step a unit as late as its next gather, and parameters of '
             "replicate are not gathered; clip each bucket (max_unit_norm), or step as usual after "
