@@ -55,13 +55,14 @@ def foreach_reduce(
 
     No module has to be sharded. Calls with ``all_reduce=False`` for some microbatches of a window,
     and one without it for the last, give what one call with the sum of all microbatches gives. The
-    arguments are neither changed nor kept.
+    arguments are neither changed nor kept; the shards are views of a new tensor.
 
     **Collective:** all ranks of ``shard_group``; then, with ``all_reduce``, of ``replicate_group``;
-    all with the same options, and gradients of the same shapes. On CPU tensors the call blocks.
+    all with the same options, and gradients of the same shapes. On CPU tensors the call blocks;
+    elsewhere the result may be used on the current stream.
 
     Args:
-        gradients: Gradient ``[rows, ...]`` of each parameter. None: this rank has not used it.
+        gradients: Of each parameter, ``[rows, ...]`` on one device. None: not used on this rank.
         shard_group: Rank ``r`` owns chunk ``r`` of ``torch.chunk`` along dim 0, or nothing.
         replicate_group: Ranks that own the same shard, one per replica. None: one replica.
         shapes: Shape of each parameter; required where a gradient is None.
