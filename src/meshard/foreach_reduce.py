@@ -53,18 +53,16 @@ def foreach_reduce(
 ) -> list[torch.Tensor | None]:
     """Reduce the unsharded gradients of one unit to this rank's shards, as training does.
 
-    Process groups are enough: no module has to be sharded. The formulas stand at the top of this
-    module: calls with ``all_reduce=False`` for some microbatches of a window, and one without it
-    for the last, give what one call with the sum of all microbatches gives.
+    No module has to be sharded. Calls with ``all_reduce=False`` for some microbatches of a window,
+    and one without it for the last, give what one call with the sum of all microbatches gives. The
+    arguments are neither changed nor kept; the shards are views of a new tensor.
 
-    **Collective:** all ranks of ``shard_group``; then, with ``all_reduce``, all ranks of
-    ``replicate_group``; all with the same options, and gradients of the same shapes.
-    **Stream:** the result may be used on the current stream. On CPU tensors the call blocks.
-    **Lifetime:** the arguments are neither changed nor kept; the shards are views of a new tensor.
+    **Collective:** all ranks of ``shard_group``; then, with ``all_reduce``, of ``replicate_group``;
+    all with the same options, and gradients of the same shapes. On CPU tensors the call blocks;
+    elsewhere the result may be used on the current stream.
 
     Args:
-        gradients: Gradient ``[rows, ...]`` of each parameter, all on one device. None: this rank
-            has not used the parameter.
+        gradients: Of each parameter, ``[rows, ...]`` on one device. None: not used on this rank.
         shard_group: Rank ``r`` owns chunk ``r`` of ``torch.chunk`` along dim 0, or nothing.
         replicate_group: Ranks that own the same shard, one per replica. None: one replica.
         shapes: Shape of each parameter; required where a gradient is None.
@@ -80,8 +78,8 @@ def foreach_reduce(
 
     Raises:
         TypeError: A dtype is not of floating point.
-        ValueError: The lengths or shapes do not match, ``shapes`` is missing, a parameter has no
-            dims, or the divide factor is not positive and finite.
+        ValueError: Lengths or shapes do not match, ``shapes`` is missing, a parameter has no dims,
+            or the divide factor is not positive and finite.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -89,8 +87,6 @@ def foreach_reduce(
     >>> first = foreach_reduce([torch.tensor([2.0, 4.0])], group, all_reduce=False)
     >>> foreach_reduce([torch.tensor([1.0, 1.0])], group, partial=first)
     [tensor([3., 5.])]
-    >>> foreach_reduce([None], group, shapes=[(2,)])
-    [None]
     >>> dist.destroy_process_group()
     """
     sizes = _check_arguments(gradients, shapes, divide_factor, (reduce_dtype, accumulate_dtype))
@@ -196,21 +192,12 @@ class Divisors(NamedTuple):
 def resolve_divisors(
     shard_count: int, replicate_count: int, divide_factor: float | None, wire_dtype: torch.dtype
 ) -> Divisors:
-    """Return the divisors of one reduction.
+    """Return the divisors of a reduction for ``S`` shards, ``R`` replicas and divide factor ``c``.
 
-    Their product is the divide factor ``c``, exactly: ``c / R`` around the reduce-scatter and ``R``
-    around the all-reduce. float16 overflows at 65504, so there the share of each group is split
-    around its collective: a power of two near its square root before, the rest after. Other dtypes
-    divide once, after the sum, and so round once.
-
-    Args:
-        shard_count: ``S``, ranks in the shard group.
-        replicate_count: ``R``, ranks in the replicate group; 1 on a 1D mesh.
-        divide_factor: ``c``, positive and finite. None: ``S * R``.
-        wire_dtype: dtype in which gradients are sent.
-
-    Returns:
-        The divisors, in the order in which they are applied.
+    Their product is ``c``, exactly: ``c / R`` around the reduce-scatter and ``R`` around the
+    all-reduce. float16 overflows at 65504, so there the share of each group is split around its
+    collective: a power of two near its square root before, the rest after. Other dtypes divide
+    once, after the sum, and so round once.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -282,27 +269,21 @@ class Reduced(NamedTuple):
 class Reduction:
     """A reduction in flight, one stage per ``advance``.
 
+    ``buffer`` is ``[shard_count, shard_numel]`` in the wire dtype, or wider if
+    ``is_narrowed_late``, or the rows of ``Communicator.allocate_rows``. It is consumed.
+
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
     caller's stream after the last.
     **Lifetime:** holds all tensors that are in use until ``finish``.
-
-    Args:
-        plan: How it goes.
-        buffer: ``[shard_count, shard_numel]`` in the wire dtype, or wider if ``is_narrowed_late``;
-            or the rows of ``Communicator.allocate_rows``. Consumed.
-        marks: Which parameters this rank has used.
-        partial: ``[shard_numel]`` in the accumulate dtype, or None: what was reduced over the shard
-            group earlier in the window.
-        comm: Runs the collectives.
     """
 
     def __init__(
         self,
         plan: ReducePlan,
         buffer: Rows,
-        marks: UnusedParamMarks,
-        partial: torch.Tensor | None,
+        marks: UnusedParamMarks,  # which parameters this rank has used
+        partial: torch.Tensor | None,  # [shard_numel] in the accumulate dtype, over the shard group
         comm: Communicator,
     ) -> None:
         self._plan = plan
@@ -371,10 +352,7 @@ class Reduction:
             self._after_all_reduce()
 
     def free_input_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it; return whether nothing is left.
-
-        Starts nothing, and does not block.
-        """
+        """Free what was sent, if all ranks have received it; return whether nothing is left."""
         if self._stages_done or self._buffer is self._result:
             return True
         if not self._pending.poll():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.blocking import broadcast_from_first, gather_from_all
+from meshard._comm.blocking import broadcast, gather_from_all
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
@@ -341,9 +341,9 @@ def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: 
     device = device_of(mesh_info.mesh)
     for plain in plain_tensors_in(local):
         buffer = plain.to(device).contiguous()
-        broadcast_from_first(buffer, mesh_info.shard_group, label=label)
+        broadcast(buffer, mesh_info.shard_group, label=label)
         if mesh_info.replicate_group is not None:
-            broadcast_from_first(buffer, mesh_info.replicate_group, label=label)
+            broadcast(buffer, mesh_info.replicate_group, label=label)
         if buffer.data_ptr() != plain.data_ptr():
             plain.copy_(buffer)
 

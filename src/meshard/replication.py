@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 
-from meshard._comm.blocking import broadcast_from, broadcast_from_first
+from meshard._comm.blocking import broadcast
 from meshard._engine.build import (
     Collected,
     adopt_inner_units,
@@ -200,7 +200,7 @@ class Buckets:
         """Return the first rank's order; parameters without a gradient come last."""
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
-        broadcast_from_first(order, self._group, label="(order of gradients)")
+        broadcast(order, self._group, label="(order of gradients)")
         return [int(index) for index in order.tolist()]
 
     @torch.no_grad()
@@ -210,7 +210,7 @@ class Buckets:
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast_from(self.buffers_from, flat, self._group, label="(buffers)")
+            broadcast(flat, self._group, label="(buffers)", source=self.buffers_from)
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import (
     agree_on_max,
-    broadcast_from_first,
+    broadcast,
     gather_from_all,
     gather_to_first,
     scatter_from_first,
@@ -278,7 +278,7 @@ def _send_to_replicas(group: ParamGroup) -> None:
     storage, replicas = _storage_of(group), group.spec.mesh_info.replicate_group
     if replicas is not None:
         buffer = storage.buffer.to(group.spec.device)
-        broadcast_from_first(buffer, replicas, label=group.label)
+        broadcast(buffer, replicas, label=group.label)
         storage.buffer.copy_(buffer)
         increment_version(storage.locals)
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 import meshard._engine.build
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
+from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
@@ -124,7 +125,7 @@ def scratch(run):
         for module in run.model.modules()
         if (unit := vars(module).get("_meshard_unit")) is not None
         for copy in [unit.gradients.sharded._host_copies._writing]
-        if copy is not None
+        if copy is not DONE
         for tensor in copy._keep
     )
 

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from meshard._comm.all_gather import PackedGather
 from meshard._comm.streams import StreamCommunicator
+from meshard._params.subclass_params import PackedGather
 from tests.support.covering import covering
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice

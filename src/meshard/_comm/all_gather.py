@@ -1,29 +1,27 @@
 """All-gather of a unit's parameters.
 
 A ``GatherPlan`` is made once per unit: which ranges to cast, and where the range of each rank goes
-in each unsharded parameter. ``PackedGather`` gathers the tensors of subclasses with a custom
-all-gather (float8, int8) as bytes.
+in each unsharded parameter.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm.blocking import gather_from_all
 from meshard._comm.buffers import matching_parts
 from meshard._comm.communicator import CommStream, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange
 from meshard._torch.private import foreach_copy_
 
 _TINY = 2**14  # bytes: malloc does not return such a small block to the OS
+
+_Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets, and the source of each
 
 
 class _CastRange(NamedTuple):
@@ -59,15 +57,9 @@ class _Kept(NamedTuple):
 
     flat: torch.Tensor
     rows: torch.Tensor  # the same, [ranks, n]
-    allocate: Callable[[], object] | None  # None: it always has memory
+    segments: Sequence[torch.Tensor] = ()  # of the rows, unless they are the parameter itself
+    allocate: Callable[[], object] | None = None  # None: it always has memory
     free: Callable[[], None] | None = None
-
-
-class _Copies(NamedTuple):
-    """Pairs of tensors of the same shape."""
-
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
 
 
 class GatherPlan:
@@ -107,12 +99,11 @@ class GatherPlan:
         ]
         self._regular_by_rank: list[list[list[torch.Tensor]]] = []
         self._kept: _Kept | None = None
-        self._segments: Sequence[torch.Tensor] = ()  # of what is kept
         self._copies: _Copies | None = None
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
             flat = unsharded[0].view(-1)
             rows = flat.view(-1, self.on_wire.segments[0].numel)
-            self._kept, self._copies = _Kept(flat, rows, allocate), _Copies([], [])
+            self._kept, self._copies = _Kept(flat, rows, allocate=allocate), ([], [])
 
     def start(
         self,
@@ -132,9 +123,8 @@ class GatherPlan:
             if not comm.may_keep_buffers:
                 return start_all_gather(source, comm=comm, group=group, label=label)
             if self._kept is None:
-                self._keep(source, group.size())
+                self._kept = self._keep(source, group.size())
             kept = self._kept
-            assert kept is not None
             if kept.allocate is not None:
                 kept.allocate()
             pending = comm.all_gather(kept.flat, source, group=group, label=label)
@@ -155,23 +145,23 @@ class GatherPlan:
             target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
         return source
 
-    def _keep(self, source: torch.Tensor, count: int) -> None:
+    def _keep(self, source: torch.Tensor, count: int) -> _Kept:
         with torch.inference_mode(False):  # a module may run under it first and train later
             flat = source.new_empty(count * source.numel())
             rows = flat.view(count, -1)
-            self._segments = self.on_wire.split(rows)
+            kept = _Kept(flat, rows, self.on_wire.split(rows))
         storage = flat.untyped_storage()
         num_bytes, resize = storage.nbytes(), storage.resize_
-        self._kept = _Kept(flat, rows, None)
-        if num_bytes > _TINY:
-            resize(0)
-            self._kept = _Kept(flat, rows, partial(resize, num_bytes), partial(resize, 0))
+        if num_bytes <= _TINY:
+            return kept
+        resize(0)
+        return kept._replace(allocate=partial(resize, num_bytes), free=partial(resize, 0))
 
-    def _make_copies(self) -> _Copies:
-        """Prepare copies out of ``_segments``: one for all adjacent parameters of one size."""
-        copies = _Copies([], [])
+    def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
+        """Prepare copies out of ``parts``: one for all adjacent parameters of one size."""
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for part, segment, unsharded in zip(
-            self._segments, self.on_wire.segments, self._regular, strict=True
+            parts, self.on_wire.segments, self._regular, strict=True
         ):
             sizes = segment.regular_sizes
             for numel, run in itertools.groupby(range(len(sizes)), sizes.__getitem__):
@@ -181,13 +171,13 @@ class GatherPlan:
                 taken = taken.unflatten(1, (count, numel))
                 gap = _gap_between(same)
                 if gap is None:
-                    copies.targets.extend(same)
-                    copies.sources.extend(taken.unbind(1))
+                    targets.extend(same)
+                    sources.extend(taken.unbind(1))
                 else:
                     size, stride = (count, *same[0].shape), (gap, *same[0].stride())
-                    copies.targets.append(same[0].as_strided(size, stride))
-                    copies.sources.append(taken.transpose(0, 1))
-        return copies
+                    targets.append(same[0].as_strided(size, stride))
+                    sources.append(taken.transpose(0, 1))
+        return targets, sources
 
     def copy_out(self, gathered: Rows) -> None:
         """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
@@ -195,13 +185,14 @@ class GatherPlan:
             self._copy_rows_out(gathered)
             return
         if self._kept is not None and gathered is self._kept.rows:
-            segments = self._segments
+            segments = self._kept.segments
             if self._copies is None:  # not earlier: the parameters have no memory
-                self._copies = self._make_copies()
-            if len(self._copies.targets) == 1:  # half the time of the foreach operator
-                self._copies.targets[0].copy_(self._copies.sources[0])
-            elif self._copies.targets:
-                foreach_copy_(*self._copies)
+                self._copies = self._make_copies(segments)
+            targets, sources = self._copies
+            if len(targets) == 1:  # half the time of the foreach operator
+                targets[0].copy_(sources[0])
+            elif targets:
+                foreach_copy_(targets, sources)
         else:
             segments = self.on_wire.split(gathered)
             self._take_apart(segments, self._regular)
@@ -259,93 +250,3 @@ def _cast_ranges(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:
             else:
                 ranges.append(new)
     return ranges
-
-
-class Form(NamedTuple):
-    """dtype and shape of what every rank sends of one tensor."""
-
-    dtype: torch.dtype
-    rows: int
-    row_shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Form:
-        """Return the form of ``tensor``; a tensor without dims is one row."""
-        return cls(tensor.dtype, tensor.shape[0] if tensor.dim() else 1, tuple(tensor.shape[1:]))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one rank."""
-        return self.rows * math.prod(self.row_shape) * self.dtype.itemsize
-
-
-def agree_on_forms(
-    own: Sequence[Form], group: dist.ProcessGroup, *, device: torch.device, label: str
-) -> list[Form]:
-    """Return the forms with the largest number of rows of any rank.
-
-    **Collective:** all ranks of ``group``; two small all-gathers, which block. All ranks raise a
-    RuntimeError if their forms differ in more than the number of rows.
-    """
-    text = "\n".join(f"{form.dtype} {form.row_shape}" for form in own)
-    outline = torch.tensor([len(own), zlib.crc32(text.encode())], device=device)
-    outlines = gather_from_all(outline, group, label=label)
-    if not bool((outlines == outlines[0]).all()):
-        raise RuntimeError(
-            f"unit {label!r} cannot be gathered: fsdp_pre_all_gather returned {own} on this rank, "
-            "and other dtypes, row shapes or numbers of tensors on another. Only the size of dim 0 "
-            "may be smaller on ranks that own fewer rows."
-        )
-    if not own:
-        return []
-    rows = torch.tensor([form.rows for form in own], device=device)
-    most = gather_from_all(rows, group, label=label).amax(dim=0).tolist()
-    return [form._replace(rows=int(rows)) for form, rows in zip(own, most, strict=True)]
-
-
-class PackedGather:
-    """A gather of several tensors as bytes, packed one behind the other.
-
-    The outputs are laid out rank by rank along dim 0. Their memory is freed by resizing it, so
-    tensors that wrap them are filled again by the next gather.
-    """
-
-    def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
-        self.forms = list(forms)
-        self._sizes = [form.num_bytes for form in forms]
-        self._bytes = [
-            torch.empty((count, size), dtype=torch.uint8, device=device) for size in self._sizes
-        ]
-        # `.data` has a version counter of its own: autograd does not take the next filling for an
-        # in-place change of what it saved.
-        self.outputs = [
-            flat.view(-1).view(form.dtype).view(count * form.rows, *form.row_shape).data
-            for flat, form in zip(self._bytes, forms, strict=True)
-        ]
-        self._storages = [flat.untyped_storage() for flat in self._bytes]
-        self.free()
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what this rank sends; missing rows are padded with zeros."""
-        parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
-        if len(parts) == 1 and parts[0].numel() == self._sizes[0]:
-            return parts[0]
-        source = parts[0].new_empty(sum(self._sizes))
-        for target, part in zip(source.split(self._sizes), parts, strict=True):
-            target[: part.numel()].copy_(part)
-            target[part.numel() :].zero_()
-        return source
-
-    def copy_out(self, gathered: torch.Tensor) -> None:
-        """Fill the outputs, which have memory, from ``gathered [ranks, bytes]``."""
-        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._bytes)
-
-    def allocate(self) -> None:
-        """Allocate the memory of the outputs."""
-        for flat, storage in zip(self._bytes, self._storages, strict=True):
-            storage.resize_(flat.numel())
-
-    def free(self, indices: Iterable[int] | None = None) -> None:
-        """Free the memory of the outputs, or of some."""
-        for index in range(len(self._storages)) if indices is None else indices:
-            self._storages[index].resize_(0)

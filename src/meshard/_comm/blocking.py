@@ -13,14 +13,10 @@ from meshard._comm.communicator import announce
 from meshard._torch.private import all_gather_single
 
 
-def broadcast_from_first(buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> None:
-    """Overwrite ``buffer``, which is contiguous, by that of the first rank of ``group``."""
-    broadcast_from(0, buffer, group, label=label)
-
-
-def broadcast_from(
-    source: int, buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str
+def broadcast(
+    buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str, source: int = 0
 ) -> None:
+    """Overwrite ``buffer``, which is contiguous, by that of rank ``source`` of ``group``."""
     if group.size() > 1 and buffer.numel():
         announce("broadcast", buffer, group, label)
         # As bytes: gloo supports neither int16 nor float8.

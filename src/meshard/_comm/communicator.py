@@ -1,12 +1,8 @@
 """The communicator: starts collectives and orders their results.
 
 A collective is started by one call and finished by ``wait()`` on what that call returns; in between
-it runs beside the compute. The implementations are ``WorkCommunicator`` for CPU tensors, its
-extension for ranks of one host, and ``StreamCommunicator`` for devices with streams. Other
-collectives of the package, which block, are in ``blocking``.
-
-Every collective is *announced* before it is issued: to the check of ``MESHARD_DEBUG=1``, which
-raises where the ranks differ, and to the observers, such as ``CommLedger``.
+it runs beside the compute. Before it is issued it is *announced*: to the check of
+``MESHARD_DEBUG=1``, which raises where the ranks differ, and to observers such as ``CommLedger``.
 """
 
 from __future__ import annotations
@@ -153,14 +149,13 @@ def announce(
     ``payload`` is its larger buffer, or one of ``rows`` rows of that. Under ``MESHARD_DEBUG=1``
     this raises a RuntimeError if the ranks are about to issue different collectives.
     """
-    is_checked = is_debugging() if comm is None else comm.root_numbers is not None
-    if not (observers or is_checked):
+    roots = comm.root_numbers if comm is not None else {} if is_debugging() else None
+    if not observers and roots is None:
         return
     numel = rows * payload.numel()
     event = CommEvent(op, label, group.size(), numel * payload.itemsize, payload.dtype)
-    if is_checked:
-        root = None if comm is None or comm.root_numbers is None else comm.root_numbers.get(group)
-        of_root = "" if root is None else f"root {root}, "
+    if roots is not None:
+        of_root = f"root {roots[group]}, " if group in roots else ""
         check_fingerprint(f"{op} of unit {label!r} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
         observer(event, group, None if comm is None else comm.identity)
@@ -365,10 +360,18 @@ class Communicator:
             return self.record(*source)
         announce("reduce_scatter", source[0], group, label, rows=group.size(), comm=self)
         with profiled("reduce_scatter", label):
-            if self._custom.reduce_scatter is None:
+            custom = self._custom.reduce_scatter
+            if custom is None:
                 return self._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
             assert isinstance(source, torch.Tensor)
-            return self._start_custom_reduce_scatter(output, source, group)
+            received, then = output, None
+            if output.dtype != source.dtype:
+                shape, dtype = output.shape, source.dtype
+                received = custom.allocate(shape, dtype=dtype, device=source.device)
+                then = functools.partial(output.copy_, received)
+            op = dist.ReduceOp.SUM
+            work = custom(received, source.view(-1), group, op, self.waits_block_host)
+            return self._in_flight(work, source, received, then=then)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
@@ -398,15 +401,3 @@ class Communicator:
     ) -> InFlight:
         """Return a wait for ``work`` (None: done), then ``then``; ``keep`` lives until it."""
         raise NotImplementedError
-
-    def _start_custom_reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
-    ) -> InFlight:
-        custom, received, then = self._custom.reduce_scatter, output, None
-        assert custom is not None
-        if output.dtype != source.dtype:
-            received = custom.allocate((output.numel(),), dtype=source.dtype, device=source.device)
-            then = functools.partial(output.copy_, received)
-        op = dist.ReduceOp.SUM
-        work = custom(received, source.view(-1), group, op, self.waits_block_host)
-        return self._in_flight(work, source, received, then=then)

@@ -4,22 +4,17 @@ Ranks that run different units issue different collectives: gloo aborts the proc
 sums unrelated data. With the check, every rank publishes a *fingerprint* of the collective it is
 about to issue in the store of the process group, which keeps working while a collective hangs.
 
-Protocol: the exchanges of a group are numbered, and each has four keys:
+The exchanges of a group are numbered, and each has four keys:
 
     first     fingerprint of the first rank to arrive; the others compare theirs with it
     differs   present once a rank has another fingerprint
     came      number of ranks that have arrived
     verdict   ``go``, or the text of the error
 
-The last rank to arrive writes the verdict, or the first whose timeout ends. It is written with a
-compare-and-set, so the first writer decides for all ranks, later ones included. Each rank sends a
-fixed number of requests. Only a rank that writes an error reads the last fingerprint of every rank,
-from one key per rank of the default group. The last rank to arrive deletes the keys of the previous
-exchange, whose verdict every rank has read.
-
-An error starts a new *round*, in which numbers begin at 0, so that ranks which raised at different
-numbers meet again. The first error of a round stands under a key of the default group. A rank of
-the old round that waits for others finds it there and raises too.
+The last rank to arrive writes the verdict, or the first whose timeout ends; the first writer
+decides for all ranks, later ones included. An error starts a new *round*, in which numbers begin at
+0, so that ranks which raised at different numbers meet again. The first error of a round stands
+under a key of the default group, where ranks of the old round that wait for others find it.
 """
 
 from __future__ import annotations
@@ -123,7 +118,7 @@ class _Exchange:
         if self._store.add(f"{self._keys}/came", 1) < len(self._ranks):
             return self._wait()
         verdict = self._decide("nothing")
-        if verdict == _GO and self._number > 0:
+        if verdict == _GO and self._number > 0:  # every rank has read the verdict before this one
             for name in ("first", "came", "verdict"):
                 self._store.delete_key(f"{self._of_group}/{self._number - 1}/{name}")
         return verdict

@@ -164,20 +164,22 @@ class GradientLayout:
     def run_hooks(
         self,
         hooks: Sequence[Callable[[torch.Tensor], object]],
-        buffer: torch.Tensor,
+        buffer: Rows,  # one tensor, if there are hooks
         used: frozenset[int],
     ) -> None:
         """Run the user's hooks on ``buffer``, and mark unused parameters again."""
+        if not hooks:
+            return
+        assert isinstance(buffer, torch.Tensor)
         for hook in hooks:
             result = hook(buffer)
             if result is not None and result is not buffer:
                 raise TypeError(
                     f"the reduce hook {hook!r} returned a value; change the tensor in place."
                 )
-        if hooks:
-            for index, param_range in self.ranges.items():
-                if index not in used:
-                    buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
+        for index, param_range in self.ranges.items():
+            if index not in used:
+                buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
     def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
@@ -225,11 +227,7 @@ class FlatGradients(NamedTuple):
         return self.layout.move(self.flat, layout, self.used)
 
     def without(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Remove the gradients of some parameters, in place.
-
-        Returns:
-            What is left; None if ``erased`` are all, used here or not.
-        """
+        """Remove some gradients in place; return None if ``erased`` are all parameters."""
         for index in self.used & erased:
             param_range = self.layout.ranges[index]
             self.flat.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)

@@ -1,23 +1,16 @@
 """Copies between host memory and the device.
 
-All copies are asynchronous; only ``wait`` blocks the host. Shards are copied to the device on the
-gather stream, right before the all-gather that needs them. Gradients are copied to the host on the
-host stream, beside the reductions that follow.
-
-Note: Order of copies.
-    * *The host writes, then the device reads* (a step, the next gather): the copy is queued after
-      the host has written. Nothing else is needed.
-    * *The device reads or writes, then the host writes or reads* (a gather, then a step): only
-      after ``wait``.
-    * *The device writes one buffer twice* (two microbatches): both copies are on one stream, and
-      the second waits for the event of the first, in case the stream has changed in between.
+Shards are copied to the device on the gather stream, right before the all-gather that needs them;
+gradients to the host on the host stream, beside the reductions that follow. All copies are
+asynchronous: the host may touch that memory again only after ``wait``, which blocks. What the host
+wrote before a copy was queued needs no wait.
 """
 
 from __future__ import annotations
 
 import torch
 
-from meshard._comm.communicator import CommStream, Communicator, RecordedWork
+from meshard._comm.communicator import DONE, CommStream, Communicator, RecordedWork
 
 
 class HostCopies:
@@ -25,8 +18,8 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reading: RecordedWork | None = None  # the last copy from host memory
-        self._writing: RecordedWork | None = None  # the last copy to it
+        self._reading: RecordedWork = DONE  # the last copy from host memory
+        self._writing: RecordedWork = DONE  # the last copy to it
 
     def fetch(self, shard: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """Return a copy of ``shard`` on the device; ``shard`` must not change until ``wait``.
@@ -50,8 +43,7 @@ class HostCopies:
         ``host`` holds the values after ``wait``.
         """
         with comm.on_stream(CommStream.HOST):
-            if self._writing is not None:
-                self._writing.wait()
+            self._writing.wait()  # it may have been on another stream
             result = source
             if add:
                 result = torch.empty_like(source)
@@ -64,7 +56,6 @@ class HostCopies:
 
     def wait(self) -> None:
         """Block the host until no copy from or to this unit's host memory is in flight."""
-        for copy in (self._reading, self._writing):
-            if copy is not None:
-                copy.synchronize()
-        self._reading = self._writing = None
+        self._reading.synchronize()
+        self._writing.synchronize()
+        self._reading = self._writing = DONE

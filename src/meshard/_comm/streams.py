@@ -2,29 +2,23 @@
 
 Note: Stream rules.
     The *compute* stream is the one that is current when a comm stream is entered or a ``wait`` is
-    called. Each ``CommStream`` has a device stream of its own. These rules order every read after
-    its write, and every reuse of memory after its last use, without ``record_stream`` (which would
-    keep blocks from being reused until the allocator polls an event):
+    called. These rules order every read after its write, and every reuse of memory after its last
+    use, without ``record_stream``, which would put reuse off until the allocator polls an event:
 
-    1. *Entering a comm stream waits for compute.* An event recorded on compute at entry precedes
-       everything that is queued inside. So a comm stream sees what compute wrote (shards,
+    1. *Entering a comm stream waits for compute.* So it sees what compute wrote (shards,
        gradients), and memory that it allocates cannot be memory that compute still reads: a block
        that was freed before the entry was last used before it.
-    2. *Waiting orders compute after the comm stream.* ``InFlight.wait`` makes the current stream
-       wait for an event recorded right after the collective was queued (``record`` does the same
-       for local work).
+    2. *Waiting orders compute after the comm stream*, as it was right after the collective or the
+       local work was queued. Comm streams wait for one another in the same way only.
     3. *Memory goes back to the stream that allocated it.* A tensor allocated on compute and used on
        a comm stream (the input of a reduce-scatter) is dropped only after compute has waited for
        that stream. A tensor allocated on a comm stream and used on compute (gathered shards,
        reduced gradients) may be dropped at any time outside that stream, by rule 1.
     4. *What one comm stream allocated and another uses lives until ``finish``*, when compute has
        waited for both.
-    5. *Nothing waits twice for the same thing, and no host thread waits.* Comm streams wait for one
-       another only through ``InFlight.wait`` inside the later one.
-    6. *Memory that the optimizer used is held until the device is done with it.* The optimizer's
-       stream reads gradients that other comm streams allocated, and nothing waits for it before the
-       next gather. ``hold_until_done`` keeps such tensors; each entry of a comm stream drops those
-       whose event has passed.
+    5. *Memory that the optimizer used is held until the device is done with it* (see
+       ``hold_until_done``): its stream reads gradients that other comm streams allocated, and
+       nothing waits for it before the next gather.
 """
 
 from __future__ import annotations
@@ -126,7 +120,7 @@ class StreamCommunicator(Communicator):
             self._held_until_done.append((event, tensors))
 
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """Drop the tensors of rule 6 whose work is done."""
+        """Drop the tensors of rule 5 whose work is done."""
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 

@@ -40,11 +40,7 @@ class Window:
     _factor: float | None = None
 
     def divide(self, factor: float | None, label: str) -> None:
-        """Record that gradients are divided by ``factor``; None: the number of ranks.
-
-        Raises:
-            RuntimeError: The window was begun with another factor.
-        """
+        """Record the divide factor, or raise a RuntimeError: the window was begun with another."""
         if self._has_divided and factor != self._factor:
             raise RuntimeError(
                 f"unit {label!r} has divided part of this window by "
@@ -245,9 +241,6 @@ class GradientAccumulator:
         """Start reducing ``U`` and the arrived gradients.
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
-
-        Raises:
-            RuntimeError: The window was begun with another divide factor.
         """
         arrived = self._take()
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
@@ -277,11 +270,7 @@ class GradientAccumulator:
         return ReductionInFlight(reduction, layout, is_full)
 
     def _pack(
-        self,
-        layout: GradientLayout,
-        plan: ReducePlan,
-        arrived: _Arrived,
-        settings: ReduceSettings,
+        self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
     ) -> tuple[Rows, frozenset[int]]:
         """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
         on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
@@ -296,14 +285,10 @@ class GradientAccumulator:
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
             layout.pack(rows, arrived.gradients)
-            if on_arrived:
-                assert isinstance(rows, torch.Tensor)
-                layout.run_hooks(on_arrived, rows, used)
+            layout.run_hooks(on_arrived, rows, used)
         if settings.zero_unused:
             used = frozenset(layout.indices)
-        if before:
-            assert isinstance(rows, torch.Tensor)
-            layout.run_hooks(before, rows, used)
+        layout.run_hooks(before, rows, used)
         return rows, used
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
@@ -325,8 +310,7 @@ class GradientAccumulator:
     ) -> InFlight | None:
         """Publish a result in ``.grad``, once the hooks ``after`` have seen it; or add it to ``Q``.
 
-        Returns:
-            The copy of the gradients to the host, if they live there. The caller waits for it.
+        Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
         if in_flight.is_full and self.storage.host_copies is None:  # else not in .grad yet
@@ -346,8 +330,8 @@ class GradientAccumulator:
             # Also when no rank of this shard group had a gradient: another replica may have one.
             self._partial = result
             return None
-        if after:  # also without a gradient: the hook may communicate
-            in_flight.layout.run_hooks(after, result.flat, result.used)
+        # Also without a gradient: the hook may communicate.
+        in_flight.layout.run_hooks(after, result.flat, result.used)
         return self.sharded.publish(result) if result.used else None
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshard._comm.communicator import Communicator, InFlight, StepPhase
+from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceSettings, TensorHook
@@ -37,11 +37,7 @@ def _unrecorded() -> contextlib.AbstractContextManager[Any]:
 
 
 class ReduceQueue:
-    """The reductions of all units of a root, oldest first.
-
-    Args:
-        comm: The communicator of the root.
-    """
+    """The reductions of all units of a root, oldest first."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -49,7 +45,7 @@ class ReduceQueue:
         self._queue: deque[_Queued] = deque()
         self._factors: dict[int, float | None] = {}
         self.has_sent_input = False  # memory that was sent may be freed before the next start
-        self._leaving: InFlight | None = None  # the last copy of a gradient to the host
+        self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     @property
     def is_idle(self) -> bool:
@@ -82,17 +78,11 @@ class ReduceQueue:
         settings: ReduceSettings,
         *,
         over_replicas: bool,
-        on_reduced: Callable[[], None] | None,
+        on_reduced: Callable[[], None] | None,  # called once .grad is set; None: the window goes on
     ) -> None:
         """Start reducing what a unit has accumulated, and advance the other reductions.
 
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
-
-        Args:
-            gradients: The accumulator of the unit.
-            settings: Those of the unit.
-            over_replicas: Also reduce across the replicas.
-            on_reduced: Called once the result is published; None: the window goes on.
         """
         if not over_replicas and gradients.bucket is not None:
             # There is one shard and nothing to send: adding up in the bucket takes no memory.
@@ -142,10 +132,8 @@ class ReduceQueue:
         gradients, in_flight, after, on_reduced = self._queue.popleft()
         with _unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
-        if self._leaving is not None:
-            # A copy to the host keeps the device's memory until compute has waited for it.
-            self._leaving.wait()
-        self._leaving = leaving
+        self._leaving.wait()  # it keeps the device's memory until compute has waited
+        self._leaving = leaving or DONE
         if on_reduced is not None:
             on_reduced()
 

@@ -73,11 +73,7 @@ class ReplicatedGrads:
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None: a backward begins.
 
-        Args:
-            arrived: The index of a parameter that got its gradient before the module's backward.
-
-        Raises:
-            RuntimeError: That gradient was added to one that is reduced already.
+        Parameter ``arrived`` got its gradient before the backward of the module.
         """
         if self.is_hidden:
             return

@@ -27,22 +27,12 @@ from meshard.policies import MixedPrecisionPolicy
 
 
 class FlatParams(ShardedUnitParams):
-    """Parameters whose shards are views of one flat buffer.
-
-    Args:
-        params: Their sharded and unsharded tensors are made here.
-        shards: This rank's shard of each, on any device; copied.
-        requires_grad: One flag per parameter.
-        layout: How the shards lie in the flat buffer.
-        spec: Mesh, device and memory.
-        mp_policy: ``param_dtype`` is that of unsharded floating-point parameters.
-        gradient_hook: Makes the hook for each gradient.
-    """
+    """Parameters whose shards are views of one flat buffer."""
 
     def __init__(
         self,
-        params: list[ShardedParam],
-        shards: Sequence[torch.Tensor],
+        params: list[ShardedParam],  # their sharded and unsharded tensors are made here
+        shards: Sequence[torch.Tensor],  # this rank's shard of each, on any device; copied
         requires_grad: Sequence[bool],
         *,
         layout: FlatLayout,

@@ -86,21 +86,14 @@ _NO_TENSOR = torch.empty(0)
 
 
 class ReplicatedParams(UnitParams):
-    """The parameters of one bucket, which are ordinary tensors.
-
-    Args:
-        params: In the order in which their gradients lie in the bucket.
-        spec: Mesh and device.
-        param_dtype: In which floating-point parameters compute; None: as they are.
-        gradient_hook: Makes the hook for each gradient.
-    """
+    """The parameters of one bucket, which are ordinary tensors."""
 
     def __init__(
         self,
-        params: list[ReplicatedParam],
+        params: list[ReplicatedParam],  # in the order in which their gradients lie in the bucket
         *,
         spec: GroupSpec,
-        param_dtype: torch.dtype | None,
+        param_dtype: torch.dtype | None,  # in which they compute; None: as they are
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params: list[ReplicatedParam] = params

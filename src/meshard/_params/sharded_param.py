@@ -50,31 +50,19 @@ ParamDict = dict[str, "nn.Parameter | None"]  # what a module keeps its paramete
 
 
 class UnitParam(abc.ABC):
-    """A parameter of a unit, with the modules that hold it.
+    """A parameter of a unit, with every ``(module, attribute)`` that holds it."""
 
-    Args:
-        fqn: Dotted name from the unit's module.
-        owners: Every ``(module, attribute)`` that holds the parameter; several if it is tied.
-        layout: How it is cut into shards.
-
-    Attributes:
-        sharded: The parameter outside of the unit's own forward and backward.
-        unsharded: The parameter inside of them.
-        needs_conversion: Whether its gradient must go through ``own_part_of``.
-        owner_dicts: The dict of parameters of each owner; read several times in each step.
-    """
-
-    sharded: nn.Parameter
-    unsharded: nn.Parameter
-    needs_conversion: bool
+    sharded: nn.Parameter  # outside of the unit's own forward and backward
+    unsharded: nn.Parameter  # inside of them
+    needs_conversion: bool  # its gradient must go through ``own_part_of``
 
     def __init__(
         self, fqn: str, owners: Sequence[tuple[nn.Module, str]], layout: ParamLayout
     ) -> None:
-        self.fqn = fqn
+        self.fqn = fqn  # dotted name from the unit's module
         self.layout = layout
-        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []
-        self.owner_dicts: list[tuple[ParamDict, str]] = []
+        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
+        self.owner_dicts: list[tuple[ParamDict, str]] = []  # theirs; read often in each step
         for module, name in owners:
             self.add_owner(module, name)
 
@@ -128,11 +116,7 @@ class UnitParam(abc.ABC):
         return True
 
     def replacements(self) -> list[nn.Parameter]:
-        """Return what owners hold that is neither the sharded nor the unsharded parameter.
-
-        Raises:
-            RuntimeError: An owner holds nothing under the parameter's name any more.
-        """
+        """Return what owners hold that is neither the sharded nor the unsharded parameter."""
         found = []
         for installed in self.installed():
             if installed is None:
@@ -223,10 +207,6 @@ class ShardedParam(UnitParam):
 
         **Collective:** if the gradient has other placements than the parameter (a partial sum under
         sequence parallelism), the ranks of the mesh axes where it does.
-
-        Raises:
-            RuntimeError: It is not a DTensor on the mesh of the parameter, or it is sharded along a
-                data-parallel axis.
         """
         assert self.dtensor_placement is not None
         used = self.dtensor_placement.in_use

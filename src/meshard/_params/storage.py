@@ -20,15 +20,10 @@ from meshard._mesh.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class MemoryLocation:
-    """A kind of memory.
+    """A kind of memory."""
 
-    Args:
-        device: The device of the mesh, or the CPU; may be meta.
-        is_pinned: Page-locked host memory, with asynchronous copies from and to a device.
-    """
-
-    device: torch.device
-    is_pinned: bool = False
+    device: torch.device  # of the mesh, or the CPU; may be meta
+    is_pinned: bool = False  # page-locked host memory, which a device copies asynchronously
 
     @classmethod
     def host_memory(cls, device: torch.device, *, pin: bool) -> MemoryLocation:
@@ -50,11 +45,7 @@ _has_warned_of_pinning = False
 
 
 def host_location(policy: TorchOffloadPolicy, device: torch.device) -> MemoryLocation | None:
-    """Return the host memory where a policy puts shards; None: they are on ``device``, the mesh's.
-
-    Raises:
-        TypeError: ``pin_memory`` is not a bool.
-    """
+    """Return the host memory where a policy puts shards; None: they are on ``device``."""
     global _has_warned_of_pinning
     if not isinstance(policy, TorchCPUOffloadPolicy):
         return None
@@ -120,11 +111,8 @@ class UnshardedMemoryPool:
     The tensors live as long as the unit. Freeing the memory resizes their storage to zero, so that
     every view that autograd has saved is valid again once the storage is filled.
     Writes go through views that do not share a version counter with the parameters: to autograd,
-    filling them again is no in-place change of a saved tensor.
-
-    Args:
-        layout: The unit as it is gathered, in the dtypes of the unsharded parameters.
-        device: Where unsharded parameters live.
+    filling them again is no in-place change of a saved tensor. ``layout`` has the dtypes of the
+    unsharded parameters.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:

@@ -15,14 +15,18 @@ of the unit are gathered in the same way, by methods of ours.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._comm.all_gather import Form, PackedGather, agree_on_forms, start_all_gather
+from meshard._comm.all_gather import start_all_gather
+from meshard._comm.blocking import gather_from_all
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
@@ -45,11 +49,7 @@ def has_own_methods(tensor: torch.Tensor) -> bool:
 
 
 def has_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, of parameter ``fqn``, has both methods.
-
-    Raises:
-        ValueError: It has one only, or one whose arguments are not those of the contract.
-    """
+    """Return whether a tensor has both methods; ValueError if one only, or with other arguments."""
     has_pre, has_post = hasattr(tensor, PRE), hasattr(tensor, POST)
     if not has_pre and not has_post:
         return False
@@ -76,11 +76,7 @@ def _num_arguments(holder: object) -> int:
 def check_subclass_placement(
     fqn: str, local: torch.Tensor, mesh_info: MeshInfo, shard_dim: int
 ) -> None:
-    """Check where a parameter with the two methods is to be sharded.
-
-    Raises:
-        NotImplementedError: The mesh has no shard axis, or ``shard_dim`` is not the first.
-    """
+    """Raise a NotImplementedError unless a parameter with the two methods can be sharded so."""
     name = f"parameter {fqn!r} is a {type(local).__name__} with {PRE}"
     if mesh_info.shard_axis is None:
         raise NotImplementedError(
@@ -257,29 +253,103 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
     return [(storage, storage.nbytes()) for storage in storages.values()]
 
 
-class SubclassParams(ShardedUnitParams):
-    """Parameters whose shards have methods of their own, beside ordinary ones in ``FlatParams``.
+class Form(NamedTuple):
+    """dtype and shape of what every rank sends of one tensor."""
 
-    Args:
-        params: Their sharded parameters exist, each over memory of its own.
-        spec: Mesh and device.
-        mp_policy: As the user gave it; passed to the methods.
-        gradient_hook: Makes the hook for each gradient.
+    dtype: torch.dtype
+    rows: int
+    row_shape: tuple[int, ...]
 
-    Raises:
-        NotImplementedError: A shard with such methods is to live in host memory, or is sharded on
-            another dim than the first.
-        ValueError: A shard has one of the methods only.
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        # A tensor without dims is one row.
+        return cls(tensor.dtype, tensor.shape[0] if tensor.dim() else 1, tuple(tensor.shape[1:]))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * math.prod(self.row_shape) * self.dtype.itemsize
+
+
+def agree_on_forms(
+    own: Sequence[Form], group: dist.ProcessGroup, *, device: torch.device, label: str
+) -> list[Form]:
+    """Return the forms with the largest number of rows of any rank.
+
+    **Collective:** all ranks of ``group``; two small all-gathers, which block. All ranks raise a
+    RuntimeError if their forms differ in more than the number of rows.
     """
+    text = "\n".join(f"{form.dtype} {form.row_shape}" for form in own)
+    outline = torch.tensor([len(own), zlib.crc32(text.encode())], device=device)
+    outlines = gather_from_all(outline, group, label=label)
+    if not bool((outlines == outlines[0]).all()):
+        raise RuntimeError(
+            f"unit {label!r} cannot be gathered: {PRE} returned {own} on this rank, and "
+            "other dtypes, row shapes or numbers of tensors on another. Only the size of dim 0 "
+            "may be smaller on ranks that own fewer rows."
+        )
+    if not own:
+        return []
+    rows = torch.tensor([form.rows for form in own], device=device)
+    most = gather_from_all(rows, group, label=label).amax(dim=0).tolist()
+    return [form._replace(rows=int(rows)) for form, rows in zip(own, most, strict=True)]
+
+
+class PackedGather:
+    """A gather of several tensors as bytes, packed one behind the other.
+
+    The outputs are laid out rank by rank along dim 0. Their memory is freed by resizing it, so
+    tensors that wrap them are filled again by the next gather.
+    """
+
+    def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
+        self._sizes = [form.num_bytes for form in forms]
+        self._bytes = [
+            torch.empty((count, size), dtype=torch.uint8, device=device) for size in self._sizes
+        ]
+        # `.data` has a version counter of its own: autograd does not take the next filling for an
+        # in-place change of what it saved.
+        self.outputs = [
+            flat.view(-1).view(form.dtype).view(count * form.rows, *form.row_shape).data
+            for flat, form in zip(self._bytes, forms, strict=True)
+        ]
+        self.free()
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what this rank sends; missing rows are padded with zeros."""
+        parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
+        if len(parts) == 1 and parts[0].numel() == self._sizes[0]:
+            return parts[0]
+        source = parts[0].new_empty(sum(self._sizes))
+        for target, part in zip(source.split(self._sizes), parts, strict=True):
+            target[: part.numel()].copy_(part)
+            target[part.numel() :].zero_()
+        return source
+
+    def copy_out(self, gathered: torch.Tensor) -> None:
+        """Fill the outputs, which have memory, from ``gathered [ranks, bytes]``."""
+        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._bytes)
+
+    def allocate(self) -> None:
+        for flat in self._bytes:
+            flat.untyped_storage().resize_(flat.numel())
+
+    def free(self, indices: Iterable[int] | None = None) -> None:
+        """Free the memory of the outputs, or of some."""
+        for index in range(len(self._bytes)) if indices is None else indices:
+            self._bytes[index].untyped_storage().resize_(0)
+
+
+class SubclassParams(ShardedUnitParams):
+    """Parameters whose shards have methods of their own, beside ordinary ones in ``FlatParams``."""
 
     has_custom_gather = True
 
     def __init__(
         self,
-        params: list[ShardedParam],
+        params: list[ShardedParam],  # sharded already, each over memory of its own
         *,
         spec: GroupSpec,
-        mp_policy: MixedPrecisionPolicy,
+        mp_policy: MixedPrecisionPolicy,  # as the user gave it; passed to the methods
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params = params

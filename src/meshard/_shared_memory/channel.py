@@ -222,13 +222,7 @@ class Channel:
         return all(self._published[other][slot] > message for other in self.others)
 
     def receive(
-        self,
-        message: int,
-        other: int,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        is_row: bool = False,
+        self, message: int, other: int, numel: int, dtype: torch.dtype, *, is_row: bool = False
     ) -> torch.Tensor:
         """Wait for what rank ``other`` publishes as ``message``; return it in place, ``[numel]``.
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshard._comm.all_gather import Form, PackedGather, agree_on_forms, start_all_gather
+from meshard._comm.all_gather import start_all_gather
 from meshard._comm.cpu import WorkCommunicator
+from meshard._params.subclass_params import Form, PackedGather, agree_on_forms
 from tests.support.threads import run_threads
 
 INPUTS = {
