@@ -7,7 +7,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -43,25 +42,17 @@ class OverlappedOptimizer(Optimizer):
 
     ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
     keep it: it steps until ``detach``, also if you drop it (``attached_to`` finds it again).
-
-    Args:
-        template: The ordinary optimizer, whose param groups and state it takes over.
-        make: Makes another optimizer of its kind from param groups.
-        units: Units that may have the parameters.
-        change: Clips the gradients of a unit in place.
-        max_norm: Limit of the norm of all gradients together, for which steps are deferred.
-        waits_in_step: ``step`` returns when all steps are over; else the next gathers wait.
     """
 
     def __init__(
         self,
-        template: Optimizer,
+        template: Optimizer,  # whose param groups and state it takes over
         make: MakeOptimizer,
         units: Iterable[Unit],
         *,
-        change: ChangeGradients | None = None,
-        max_norm: float | None = None,
-        waits_in_step: bool = True,
+        change: ChangeGradients | None,
+        max_norm: float | None,  # of all gradients together: steps are deferred
+        waits_in_step: bool,  # else the next gathers wait
     ) -> None:
         self._make_stepper = functools.partial(
             UnitStepper,
@@ -76,14 +67,11 @@ class OverlappedOptimizer(Optimizer):
         self._planned: list[torch.Tensor] = []  # the parameters that the steppers are for
         self._stepped: set[UnitStepper] = set()  # in the present window
         self._window: DeferredWindow | None = None
-        self._is_attached = False
-        self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
         self._state.update(template.state)
         self._plan()
         for unit in self._units:
             unit.on_reduced.append(self._on_reduced)
-        self._is_attached = True
         overlapped_optimizers.add(self)
 
     # --- for users -------------------------------------------------------------------------
@@ -169,13 +157,17 @@ class OverlappedOptimizer(Optimizer):
         Raises:
             RuntimeError: A forward or backward is under way.
         """
-        _check_between_steps(self._units, "detach")
+        for unit in self._units:
+            unit.lifecycle.check_between_steps(unit, "detach")
         self.wait()
         if self._is_attached:
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
-        self._is_attached = False
         overlapped_optimizers.discard(self)
+
+    @property
+    def _is_attached(self) -> bool:
+        return self in overlapped_optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further parameters of the module.
@@ -237,7 +229,6 @@ class OverlappedOptimizer(Optimizer):
             stepper.defer(self.param_groups, self._state, self._open_window)
 
     def _open_window(self) -> DeferredWindow:
-        """Return the window that gradients of now belong to."""
         if self._window is None or not self._window.is_open:
             assert self._max_norm is not None
             self._window = DeferredWindow(self._planned, self._max_norm)
@@ -249,10 +240,10 @@ class OverlappedOptimizer(Optimizer):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        lists = [group["params"] for group in self.param_groups]
+        params = self._params()
         is_planned = (
-            sum(map(len, lists)) == len(self._planned)
-            and all(map(is_, chain.from_iterable(lists), self._planned))
+            len(params) == len(self._planned)
+            and all(map(is_, params, self._planned))
             # After detach(), replicate may rebuild its buckets.
             and all(stepper.is_of(unit) for unit, stepper in self._steppers.items())
         )
@@ -260,8 +251,10 @@ class OverlappedOptimizer(Optimizer):
             self._plan()
         return list(self._steppers.values())
 
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _plan(self) -> None:
-        """Make a stepper for each unit."""
         units: dict[object, Unit] = {unit.group: unit for unit in self._units if unit.group}
         members: dict[Unit, dict[int, list[torch.Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
@@ -289,7 +282,7 @@ class OverlappedOptimizer(Optimizer):
         for unit in sorted(members, key=lambda each: each.number):
             assert unit.group is not None
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
-        self._planned = [param for group in self.param_groups for param in group["params"]]
+        self._planned = self._params()
 
 
 def _subscribers(unit: Unit) -> list[OverlappedOptimizer]:
@@ -322,17 +315,15 @@ def overlap_optimizer(
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
-        clip: ``"deferred"`` keeps gradients until the norm of all, ``total_norm`` of what is
-            returned, is known, clips them by ``max_norm``, and steps units in ``step`` (with
-            ``wait="gather"``: each before its next gather).
+        clip: ``"deferred"`` clips by the norm of all gradients: they are kept until it is known,
+            and units are stepped in ``step`` (``wait="gather"``: each before its next gather).
         max_norm: Limit of that norm.
         wait: ``"step"``: steps are over when ``step`` returns. ``"gather"``: the next gather of
             each unit waits; call ``wait`` of what is returned before you use a parameter.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
-        A ``torch.optim.Optimizer`` with the ``param_groups`` and the ``state_dict`` of the ordinary
-        one, in both directions. The units keep it, so it steps until its ``detach``.
+        An optimizer with the ``state_dict`` of the ordinary one. It steps until its ``detach``.
 
     Raises:
         RuntimeError: A forward or backward is under way.
@@ -349,7 +340,8 @@ def overlap_optimizer(
     >>> optimizer.step()  # waits
     """
     units = require_units(module)
-    _check_between_steps(units, "overlap_optimizer")
+    for unit in units:
+        unit.lifecycle.check_between_steps(unit, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
     _check_deferred(clip, max_norm, units)
     if wait not in ("step", "gather"):
@@ -365,11 +357,6 @@ def overlap_optimizer(
     return OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
-
-
-def _check_between_steps(units: Iterable[Unit], what: str) -> None:
-    for unit in units:
-        unit.lifecycle.check_between_steps(unit, what)
 
 
 def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:

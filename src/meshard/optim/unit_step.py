@@ -26,18 +26,15 @@ from meshard.clipping import clip_coefficient, get_total_norm, scale_gradients
 from meshard.optim.flat import FlatStepper, MakeOptimizer, States
 from meshard.optim.flat_slices import OptimGroups
 
-ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
+ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
 _GRADIENT = attrgetter("grad")
 
 
 class DeferredWindow:
-    """The gradients of one window, from the first that is put aside to the norm of all.
-
-    Norms are added up in the order of ``params``.
-    """
+    """The gradients of one window, from the first that is put aside to the norm of all."""
 
     def __init__(self, params: Sequence[torch.Tensor], max_norm: float) -> None:
-        self._params = params
+        self._params = params  # norms are added up in this order
         self._max_norm = max_norm
         self.grads: dict[torch.Tensor, torch.Tensor] = {}  # by parameter
         self.total_norm: torch.Tensor | None = None  # known once it is closed
@@ -50,10 +47,7 @@ class DeferredWindow:
         return self.coefficient is None and not self.is_void
 
     def close(self) -> torch.Tensor:
-        """Return the factor by which the gradients are clipped.
-
-        **Collective:** the first time, as ``get_total_norm``.
-        """
+        """Return the factor that clips the gradients. **Collective:** the first time."""
         if self.coefficient is None:
             grads = [self.grads[param] for param in self._params if param in self.grads]
             self.grads.clear()
@@ -98,8 +92,8 @@ class PendingStep:
     def before_gather(self) -> None:
         """Order the next gather of the unit after the step, which is taken now if it was deferred.
 
-        **Collective:** as ``DeferredWindow.close``. **Stream:** the gather stream waits; the host
-        does for a step in host memory.
+        **Collective:** if it was deferred. **Stream:** the gather stream waits; the host for a step
+        in host memory.
         """
         group = self._stepper.group
         if group.storage.host_copies is not None:
@@ -110,7 +104,7 @@ class PendingStep:
     def finish(self) -> None:
         """Order what the caller does next after the step, which is taken now if it was deferred.
 
-        **Collective:** as ``DeferredWindow.close``. **Stream:** the current one waits.
+        **Collective:** if it was deferred. **Stream:** the current one waits.
         """
         group = self._stepper.group
         if group.has_failed:  # on this rank alone, maybe: it must not communicate
@@ -143,27 +137,19 @@ class PendingStep:
 
 
 class UnitStepper:
-    """Steps those parameters of one unit that an optimizer holds.
-
-    Args:
-        group: All parameters of the unit, held weakly.
-        members: Those that are stepped, by the index of their param group.
-        make: Makes an optimizer from param groups.
-        worker: Steps the unit if its shards live in host memory.
-        change: Clips gradients in place before the step.
-    """
+    """Steps those parameters of one unit that an optimizer holds. The unit is held weakly."""
 
     def __init__(
         self,
         group: ParamGroup,
-        members: Mapping[int, list[torch.Tensor]],
+        members: Mapping[int, list[torch.Tensor]],  # by the index of their param group
         *,
         make: MakeOptimizer,
-        worker: Executor,
+        worker: Executor,  # for a unit whose shards live in host memory
         change: ChangeGradients | None,
     ) -> None:
         self._group = weakref.ref(group)
-        self._members = dict(members)
+        self._members = members
         self._worker = worker
         self._change = change
         self.flat = FlatStepper(make, group)
@@ -172,7 +158,7 @@ class UnitStepper:
 
     @property
     def group(self) -> ParamGroup:
-        """The parameter group of the unit."""
+        """The parameters of the unit."""
         group = self._group()
         assert group is not None
         return group
@@ -273,13 +259,11 @@ class UnitStepper:
             return sum(map(is_, map(_GRADIENT, self.params), repeat(None))) < len(self.params)
 
     def _is_beside(self, group: ParamGroup) -> bool:
-        """Whether steps run on a stream of their own.
-
-        Not for plain tensors (``replicate``): they are read without a gather that could wait.
-        """
+        """Whether steps run on a stream of their own."""
         return (
             not group.comm.waits_block_host
             and group.storage.host_copies is None
+            # Plain tensors (replicate) are read without a gather that could wait.
             and isinstance(self.params[0], DTensor)
         )
 
