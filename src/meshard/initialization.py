@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast_from_first, gather_from_all
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
-from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
+from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -166,7 +166,7 @@ class _Initialisation:
         summoned = self._summon_for(module)
         self._give_memory(fqn, module)
         for name, child in module.named_children():
-            self._visit(f"{fqn}.{name}" if fqn else name, child)
+            self._visit(joined(fqn, name), child)
         if self._init is not None:
             self._call_init(fqn, module, self._init)
         elif (reset := _reset_of(module)) is not None:
@@ -189,7 +189,7 @@ class _Initialisation:
         unit.lifecycle.check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
-        self._new.update({param: f"{unit.fqn}.{param.fqn}".lstrip(".") for param in new})
+        self._new.update({param: joined(unit.fqn, param.fqn) for param in new})
         device = group.spec.device
         unsharded = [_unsharded_copy(p, device, is_new=p in new) for p in sharded_params(group)]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
@@ -219,7 +219,7 @@ class _Initialisation:
                     new = _poisoned(torch.empty_like(tensor.detach(), device=self._device))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)
+                    self._given[tensor] = (joined(fqn, name), new)
                 held[name] = self._given[tensor][1]
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
@@ -268,9 +268,8 @@ def _check_owners(root: nn.Module) -> None:
         for name, param in module._parameters.items():
             if isinstance(param, DTensor) and (module, name) not in owned:
                 raise ValueError(
-                    f"parameter {f'{fqn}.{name}' if fqn else name!r} is a DTensor of no unit "
-                    "inside this module; call materialize on the module that fully_shard was "
-                    "applied to, or on the root."
+                    f"parameter {joined(fqn, name)!r} is a DTensor of no unit inside this module; "
+                    "call materialize on the module that fully_shard was applied to, or the root."
                 )
 
 
