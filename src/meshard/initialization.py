@@ -94,10 +94,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     Calls ``reset_parameters()`` (or ``_reset_parameters()``) of every module inside that has it,
     children before their parents, while its parameters are unsharded. Meta tensors get memory.
     The values are, bit for bit, those of the same calls on the unsharded model, on one process with
-    the random number generator of the first rank.
-
-    **Collective:** every rank of the mesh: a broadcast of the state of the generator, and a gather
-    of each parameter that has values already.
+    the random number generator of the first rank. **Collective:** every rank of the mesh.
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
@@ -375,13 +372,12 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     if not any(differs):
         return
     first = differs.index(True)
-    others = [
-        r for r, row in zip(ranks, sums[:, first].tolist(), strict=True) if row != sums[0, first]
-    ]
+    pairs = zip(ranks, sums[:, first], strict=True)
+    others = ", ".join(str(rank) for rank, own in pairs if own != sums[0, first])
     raise RuntimeError(
         f"the ranks bring different values to one unit ({unit}): of its {len(named)} parameters "
         f"{sum(differs)} differ, first {named[first][0]!r}, where rank(s) "
-        f"{', '.join(map(str, others))} differ from rank {ranks[0]}. Seed every rank alike before "
+        f"{others} differ from rank {ranks[0]}. Seed every rank alike before "
         "building the model, load the same file on every rank, or call "
         "fully_shard_units(..., sync_init=True)."
     )

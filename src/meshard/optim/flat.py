@@ -264,7 +264,7 @@ def flat_optimizer(
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
     if param_groups is None:
-        param_groups = trainable_params(module)
+        param_groups = [param for param in module.parameters() if param.requires_grad]
     make: Callable[..., Optimizer] = optimizer
     return FlatOptimizer(make(param_groups, **optimizer_kwargs))
 
@@ -303,11 +303,6 @@ class FlatOptimizer(Optimizer):
         self._stepper.take(self.param_groups, self.state)
         self._stepper.run()
         return loss
-
-
-def trainable_params(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer of ``module`` steps by default."""
-    return [param for param in module.parameters() if param.requires_grad]
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

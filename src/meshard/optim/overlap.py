@@ -19,14 +19,7 @@ from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.clipping import check_limit, unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.flat import (
-    POINTWISE,
-    MakeOptimizer,
-    Params,
-    count_in_tensors,
-    loss_of,
-    trainable_params,
-)
+from meshard.optim.flat import POINTWISE, MakeOptimizer, Params, count_in_tensors, loss_of
 from meshard.optim.flat_slices import State
 from meshard.optim.unit_step import ChangeGradients, DeferredWindow, UnitStepper
 
@@ -188,8 +181,7 @@ class OverlappedOptimizer(Optimizer):
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
         """Return the optimizers that step units of ``module`` in backward, each once."""
-        found = {id(each): each for unit in units_in(module) for each in _subscribers(unit)}
-        return list(found.values())
+        return list(dict.fromkeys(each for unit in units_in(module) for each in _subscribers(unit)))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -223,16 +215,15 @@ class OverlappedOptimizer(Optimizer):
             self._close_window()
 
     def _step(self, stepper: UnitStepper) -> None:
-        if self._max_norm is None or not self._is_attached:
-            stepper.step(self.param_groups, self._state)
-        else:
-            stepper.defer(self.param_groups, self._state, self._open_window)
-
-    def _open_window(self) -> DeferredWindow:
+        max_norm = self._max_norm if self._is_attached else None
+        if not stepper.take(self.param_groups, self._state, is_deferred=max_norm is not None):
+            return
+        if max_norm is None:
+            stepper.step()
+            return
         if self._window is None or not self._window.is_open:
-            assert self._max_norm is not None
-            self._window = DeferredWindow(self._planned, self._max_norm)
-        return self._window
+            self._window = DeferredWindow(self._planned, max_norm)
+        stepper.defer(self._window)
 
     def _close_window(self) -> None:
         if self._window is not None and self._window.is_open:
@@ -347,7 +338,7 @@ def overlap_optimizer(
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
     if param_groups is None:
-        param_groups = trainable_params(module)
+        param_groups = [param for param in module.parameters() if param.requires_grad]
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
     template = make(param_groups)
     _check_template(template)

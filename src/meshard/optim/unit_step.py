@@ -167,18 +167,41 @@ class UnitStepper:
         """Whether it still steps the parameters of ``unit``."""
         return self._group() is unit.group
 
-    def step(self, groups: OptimGroups, state: States) -> None:
-        """Step by ``.grad``, if there is any, and drop it. ``groups`` are all of the optimizer."""
+    def take(self, groups: OptimGroups, state: States, *, is_deferred: bool) -> bool:
+        """Take gradients out of ``.grad``, and hyperparameters, for ``step`` or ``defer``.
+
+        ``groups`` are all of the optimizer. Returns whether any parameter has a gradient.
+        """
         group = self.group
+        gradients, sharded = group.gradients, group.gradients.sharded
+        # The worker waits for copies from the device by itself; clipping reads the values here.
+        if is_deferred or self._change is not None or not sharded.are_shown:
+            gradients.settle()
+        if not self.has_gradients():
+            return False
+        if group.state is ParamState.GATHERING:
+            group.reshard()  # a prefetch that was not used has old weights
+        group.finish_pending_step()  # that of another optimizer
+        with without_torch_function():
+            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
+            self._grads = [(param, grad) for param, grad in pairs if grad is not None]
+        with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
+            if self._change is not None:
+                self._change([grad for _, grad in self._grads])
+            members = self._members.items()
+            self.flat.take([{**groups[number], "params": own} for number, own in members], state)
+        with without_torch_function():
+            for param in self.params:
+                param.grad = None
+        group.record_step()
+        return True
+
+    def step(self) -> None:
+        """Step by what was taken."""
+        group, flat = self.group, self.flat
         host_copies = group.storage.host_copies
-        if not self._take(groups, state, is_deferred=False):
-            return
-        if host_copies is None:
-            work = self.run()
-            if self._is_beside(group):
-                group.pending_step = PendingStep(self, work)
-        elif self.flat.is_flat:
-            flat, self._grads = self.flat, []
+        if host_copies is not None and flat.is_flat:
+            self._grads = []
 
             def wait_and_step() -> None:
                 host_copies.wait()
@@ -186,21 +209,17 @@ class UnitStepper:
                     flat.run()
 
             group.pending_step = PendingStep(self, WorkerStep(self._worker.submit(wait_and_step)))
-        else:
+            return
+        if host_copies is not None:
             host_copies.wait()
-            self.run()
+        work = self.run()
+        if self._is_beside(group):
+            group.pending_step = PendingStep(self, work)
 
-    def defer(
-        self, groups: OptimGroups, state: States, open_window: Callable[[], DeferredWindow]
-    ) -> None:
-        """Take the gradients out of ``.grad``, to step by them once the norm of all is known.
-
-        The hyperparameters of now count. A window is opened only if there are gradients.
-        """
-        if self._take(groups, state, is_deferred=True):
-            window = open_window()
-            window.grads.update(self._grads)
-            self.group.pending_step = PendingStep(self, None, window)
+    def defer(self, window: DeferredWindow) -> None:
+        """Step by what was taken once the norm of all gradients of ``window`` is known."""
+        window.grads.update(self._grads)
+        self.group.pending_step = PendingStep(self, None, window)
 
     def run(self, coefficient: torch.Tensor | None = None) -> InFlight:
         """Step by what was taken, scaled by ``coefficient`` in place; return the end of the step.
@@ -226,32 +245,6 @@ class UnitStepper:
         """Drop the gradients of a deferred step."""
         self._grads = []
         self.flat.drop_gradients()
-
-    def _take(self, groups: OptimGroups, state: States, *, is_deferred: bool) -> bool:
-        """Take gradients and hyperparameters. Return whether any parameter has a gradient."""
-        group = self.group
-        gradients, sharded = group.gradients, group.gradients.sharded
-        # The worker waits for copies from the device by itself; clipping reads the values here.
-        if is_deferred or self._change is not None or not sharded.are_shown:
-            gradients.settle()
-        if not self.has_gradients():
-            return False
-        if group.state is ParamState.GATHERING:
-            group.reshard()  # a prefetch that was not used has old weights
-        group.finish_pending_step()  # that of another optimizer
-        with without_torch_function():
-            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
-            self._grads = [(param, grad) for param, grad in pairs if grad is not None]
-        with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
-            if self._change is not None:
-                self._change([grad for _, grad in self._grads])
-            members = self._members.items()
-            self.flat.take([{**groups[number], "params": own} for number, own in members], state)
-        with without_torch_function():
-            for param in self.params:
-                param.grad = None
-        group.record_step()
-        return True
 
     def has_gradients(self) -> bool:
         """Whether any ``.grad`` is set; gradients on their way to host memory are not yet."""
