@@ -58,7 +58,6 @@ def fully_shard(
     stay there. One all-gather unshards a unit before its forward and backward; one reduce-scatter
     (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that, parameters are
     DTensors that hold this rank's shard. Build the optimizer last.
-
     **Collective:** every rank of the mesh, in the same order, with the same values.
 
     Args:

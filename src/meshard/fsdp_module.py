@@ -446,12 +446,11 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
                 f"set_custom_{name} needs an object with allocate() and __call__(), got {comm!r}."
             )
     chosen = {unit: replace(unit.settings.comm, **changes) for unit in _units(module, recurse)}
-    for settings in chosen.values():
-        if settings.from_group and (settings.all_gather or settings.reduce_scatter):
-            raise ValueError(
-                "memory of the process group and a custom collective exclude each other, because a "
-                "custom collective allocates by itself; set only one of them."
-            )
+    if any(c.from_group and (c.all_gather or c.reduce_scatter) for c in chosen.values()):
+        raise ValueError(
+            "memory of the process group and a custom collective exclude each other, because a "
+            "custom collective allocates by itself; set only one of them."
+        )
     for unit, settings in chosen.items():
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings

@@ -47,12 +47,8 @@ class OverlappedOptimizer(Optimizer):
         max_norm: float | None,  # of all gradients together: steps are deferred
         waits_in_step: bool,  # else the next gathers wait
     ) -> None:
-        self._make_stepper = functools.partial(
-            UnitStepper,
-            make=make,
-            worker=ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer"),
-            change=change,
-        )
+        worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
+        self._make_stepper = functools.partial(UnitStepper, make=make, worker=worker, change=change)
         self._max_norm = max_norm
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
