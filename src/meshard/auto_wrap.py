@@ -48,9 +48,7 @@ def fully_shard_units(
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
     A parameter that is used in several places goes to the innermost unit around all of them. Units
-    that exist stay as they are.
-
-    **Collective:** every rank of the mesh, with the same model and the same arguments.
+    that exist stay as they are. **Collective:** every rank, with the same model and arguments.
 
     Args:
         model: The root.

@@ -96,11 +96,14 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm together is at most ``max_norm``.
 
-    Other arguments, errors and collectives are those of ``get_total_norm``.
+    **Collective:** as ``get_total_norm``, whose errors are raised here too.
 
     Args:
         parameters: Parameters, sharded or plain, or the module that holds them.
         max_norm: Limit of the norm.
+        norm_type: As for ``get_total_norm``.
+        error_if_nonfinite: Likewise; nothing is changed then.
+        foreach: Likewise.
 
     Returns:
         The norm before clipping: a plain scalar, the same on all ranks.

@@ -293,8 +293,7 @@ class FlatOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. **Collective:** no, but every rank must step.
 
-        Args:
-            closure: Computes the loss anew, and is called first.
+        ``closure`` computes the loss anew, and is called first.
 
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.

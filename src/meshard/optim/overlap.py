@@ -98,10 +98,8 @@ class OverlappedOptimizer(Optimizer):
         """Finish the steps of backward, and step what has not been stepped there.
 
         That is, gradients that no window has ended, that you have put there yourself, or all after
-        ``detach()``. **Stream:** the current one waits for all steps, unless ``wait="gather"``.
-
-        Args:
-            closure: Computes the loss and runs backward; called first.
+        ``detach()``. ``closure``, which computes the loss and runs backward, is called first.
+        **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
@@ -162,8 +160,7 @@ class OverlappedOptimizer(Optimizer):
         """Step further parameters of the module.
 
         Raises:
-            ValueError: A parameter is in none of its units, or stepped in backward by another
-                optimizer already.
+            ValueError: A parameter is in no unit, or another optimizer steps it in backward.
         """
         super().add_param_group(param_group)
         if self._is_attached:
