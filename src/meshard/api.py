@@ -58,19 +58,17 @@ def fully_shard(
     stay there. One all-gather unshards a unit before its forward and backward; one reduce-scatter
     (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that, parameters are
     DTensors that hold this rank's shard. Build the optimizer last.
-
     **Collective:** every rank of the mesh, in the same order, with the same values.
 
     Args:
         module: The module, or a list of modules that become one unit.
-        mesh: 1D shards (FSDP); 2D ``(replicate, shard)`` shards on the last axis and replicates
-            over the first (HSDP). None: 1D over the default group, which is initialised from
-            torchrun's environment, or as a group of one rank, if there is none.
+        mesh: 1D shards (FSDP); 2D ``(replicate, shard)`` replicates over the first axis (HSDP).
+            None: 1D over the default group, which is initialised from torchrun's environment, or
+            as a group of one rank, if there is none.
         reshard_after_forward: True reshards after forward, False keeps parameters unsharded for
             backward, an int reshards over so many neighbouring ranks. None: not for the root.
         shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, None for dim 0,
-            ``Replicate()`` to keep it whole and all-reduce its gradient, or a
-            ``ShardPlacementResult`` with a mesh of its own.
+            ``Replicate()`` to all-reduce its gradient, or a ``ShardPlacementResult`` with a mesh.
         mp_policy: dtypes for compute, communication and accumulation.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are, gradients too.
@@ -111,15 +109,12 @@ def fully_shard(
         for each in plans:
             named = [(found.fqn, found.param) for found in each.found]
             check_same_start(named, each.mesh_info, classes)
-    settings = [
-        _settings(reshard_after_forward, each.mesh_info, unshard_on_access) for each in plans
-    ]
+    units = []
+    for each in plans:
+        settings = _settings(reshard_after_forward, each.mesh_info, unshard_on_access)
+        units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
     if device.type != "cpu":
         _move_buffers(modules, device)
-    units = [
-        allocate(each, modules, policy=policy, settings=chosen, host=host)
-        for each, chosen in zip(plans, settings, strict=True)
-    ]
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     patch_zero_grad(clear_pending)
     return module
@@ -135,21 +130,24 @@ def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     return set(ignored or ())
 
 
+def check_module(module: object, caller: str, or_else: str = "") -> None:
+    """Raise unless ``module`` is a module that is neither sharded nor replicated yet."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller} needs an nn.Module{or_else}, got {type(module).__name__}.")
+    if isinstance(module, TorchFSDPModule) or unit_of(module) is not None:
+        name = type(module).__name__.removeprefix("FSDP").removeprefix("Replicated")
+        raise ValueError(
+            f"{caller} was applied to a {name} that is sharded or replicated already; apply one of "
+            "fully_shard and replicate, once, to each module."
+        )
+
+
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard got an empty list of modules; pass at least one.")
     for each in modules:
-        if not isinstance(each, nn.Module):
-            raise TypeError(
-                f"fully_shard needs an nn.Module or a list of them, got {type(each).__name__}."
-            )
-        if isinstance(each, TorchFSDPModule) or unit_of(each) is not None:
-            name = type(each).__name__.removeprefix("FSDP").removeprefix("Replicated")
-            raise ValueError(
-                f"fully_shard was applied to a {name} that is sharded or replicated already; apply "
-                "one of fully_shard and replicate, once, to each module."
-            )
+        check_module(each, "fully_shard", " or a list of them")
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not has_forward(each):
             raise ValueError(
                 f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
-from meshard._engine.unit import own_class, owned_names, unit_of
+from meshard._engine.unit import joined, own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
 from meshard.api import check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
@@ -48,9 +48,7 @@ def fully_shard_units(
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
     A parameter that is used in several places goes to the innermost unit around all of them. Units
-    that exist stay as they are.
-
-    **Collective:** every rank of the mesh, with the same model and the same arguments.
+    that exist stay as they are. **Collective:** every rank, with the same model and arguments.
 
     Args:
         model: The root.
@@ -219,7 +217,7 @@ def _free_parameters(
     for module, fqn in names.items():
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and (module, name) not in owned:
-                new = Collected(f"{fqn}.{name}" if fqn else name, param, [])
+                new = Collected(joined(fqn, name), param, [])
                 found.setdefault(param, new).owners.append((module, name))
     # A parameter that an earlier fully_shard has ignored stays ignored.
     free = _outside(TorchFSDPModule, holders)

@@ -21,6 +21,7 @@ from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 def get_total_norm(
@@ -38,14 +39,13 @@ def get_total_norm(
         tensors: Plain tensors count once, and must be the same on all ranks; DTensors may be
             sharded over different meshes.
         norm_type: ``p`` of the p-norm, positive; ``inf`` for the largest magnitude.
-        error_if_nonfinite: Raise if the norm is not finite.
+        error_if_nonfinite: Raise a RuntimeError if the norm is not finite.
         foreach: Passed on to ``torch.nn.utils.get_total_norm`` for the local part.
 
     Returns:
         A plain scalar, the same on all ranks.
 
     Raises:
-        RuntimeError: The norm is not finite, with ``error_if_nonfinite``.
         ValueError: ``norm_type`` is not positive, or a DTensor is a pending partial sum.
 
     >>> import torch
@@ -56,12 +56,12 @@ def get_total_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
     listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    by_groups: dict[Groups, list[torch.Tensor]] = {}
     for tensor in listed:
         by_groups.setdefault(_sharded_over(tensor), []).append(tensor)
     if not by_groups:
         return torch.tensor(0.0)
-    norms: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+    norms: dict[Groups, torch.Tensor] = {}
     for groups, members in by_groups.items():
         norm = _local_norm([plain_of(tensor) for tensor in members], norm_type, foreach)
         first = members[0]
@@ -96,21 +96,21 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients so that their norm together is at most ``max_norm``.
 
-    **Collective:** as ``get_total_norm``.
+    **Collective:** as ``get_total_norm``, whose errors are raised here too.
 
     Args:
         parameters: Parameters, sharded or plain, or the module that holds them.
         max_norm: Limit of the norm.
         norm_type: As for ``get_total_norm``.
-        error_if_nonfinite: Raise if the norm is not finite, and change nothing.
-        foreach: As for ``get_total_norm``.
+        error_if_nonfinite: Likewise; nothing is changed then.
+        foreach: Likewise.
 
     Returns:
         The norm before clipping: a plain scalar, the same on all ranks.
 
     Raises:
-        RuntimeError: Gradients of some unit are not fully reduced yet, the norm is not finite, or
-            an optimizer of ``overlap_optimizer`` steps a parameter before its norm could be known.
+        RuntimeError: Gradients of some unit are not fully reduced yet, or an optimizer of
+            ``overlap_optimizer`` steps a parameter before its norm could be known.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -154,7 +154,7 @@ def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) ->
             foreach_mul_(locals_, coefficient.to(device))
 
 
-def _sharded_over(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _sharded_over(tensor: torch.Tensor) -> Groups:
     """Return the groups over which a tensor is spread, one per mesh axis that cuts it."""
     if not isinstance(tensor, DTensor):
         return ()

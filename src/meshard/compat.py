@@ -25,10 +25,8 @@ def patch_torch() -> TorchPatch:
     """Point ``torch.distributed.fsdp.fully_shard`` and its friends at meshard.
 
     For trainers that import torch's functions themselves. Call it before they do: a name that was
-    imported already stays what it was.
-
-    Returns:
-        The replaced names: ``undo()`` puts them back, and so does the end of a ``with`` block.
+    imported already stays what it was. ``undo()`` of what is returned puts torch's functions back,
+    and so does the end of a ``with`` block.
 
     >>> import torch, meshard.compat
     >>> with meshard.compat.patch_torch():

@@ -28,21 +28,16 @@ _NUMBERS = {"parameters", "unsharded", "per rank", "padding"}
 def describe(module: nn.Module) -> str:
     """Return a table of the units in ``module``, one line each in module order, and their sum.
 
-    *parameters* are elements of the unit's own parameters, without those of units inside; of a
-    parameter that tensor parallelism has cut, the part that this rank holds. *per rank* is the size
-    of each rank's flat shard; gradients and optimizer states take a multiple of it. *padding* is
-    what the ranks of a shard group together hold beyond the unsharded parameters, because their
-    number does not divide a dim. *policies* are those that differ from the defaults.
+    *parameters* are elements of the unit's own parameters, without those of units inside (of those
+    that tensor parallelism has cut, this rank's part). *per rank* is the size of a flat shard;
+    gradients and optimizer states take a multiple of it. *padding* is what the ranks of a shard
+    group hold beyond the unsharded parameters. *policies* are those that differ from the defaults.
 
-    Warnings name units in which padding adds a quarter or more to what is gathered and reduced, and
-    trainable parameters that an optimizer would step in less than float32. Where several CPU ranks
-    communicate, the last line states whether they use shared memory, and why not.
+    Warnings name units with a quarter or more of padding, and trainable parameters that an
+    optimizer would step in less than float32. Where several CPU ranks communicate, the last line
+    states whether they use shared memory, and why not.
 
-    Not a collective, and needs no memory: it also describes models on the meta device and on fake
-    process groups.
-
-    Args:
-        module: A module that ``fully_shard`` was applied to, or one around such modules.
+    Not a collective. Models may be on the meta device, and on fake process groups.
 
     >>> import meshard
     >>> layer = nn.Sequential(nn.Linear(4, 4, bias=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import memory_backend
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import run_in_unit
+from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, require_units, unit_of, units_in, units_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
@@ -28,22 +29,17 @@ from meshard.reduce_hooks import on_stream
 # --- helpers of the setters ----------------------------------------------------------------------
 
 
-def as_module(mixin: Any) -> nn.Module:
-    """Return the module that a class of this file is mixed into."""
-    assert isinstance(mixin, nn.Module)
-    return mixin
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    """Return the units of ``module``, outermost first, and with ``recurse`` those inside it."""
+    return list(units_in(module)) if recurse else units_of(module)
 
 
-def own_unit(module: Any) -> Unit:
-    """Return the outermost unit that was made for ``module``."""
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
+def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
+    return [unit.group for unit in _units(module, recurse) if unit.params]
 
 
-def selected_units(module: Any, recurse: bool) -> Iterator[Unit]:
-    """Iterate over the units of ``module``, and with ``recurse`` over those inside it."""
-    return units_in(module) if recurse else iter(units_of(module))
+def _lifecycle(module: Any) -> Lifecycle:
+    return _units(module, recurse=False)[0].lifecycle
 
 
 def check_bool(name: str, value: object) -> None:
@@ -60,13 +56,9 @@ def check_int(name: str, value: object) -> None:
 
 def _write(module: Any, recurse: bool, **settings: Any) -> None:
     """Write ``settings`` of each selected unit."""
-    for unit in selected_units(module, recurse):
+    for unit in _units(module, recurse):
         for name, value in settings.items():
             setattr(unit.settings, name, value)
-
-
-def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
-    return [unit.group for unit in selected_units(module, recurse) if unit.params]
 
 
 # --- registered forward methods ------------------------------------------------------------------
@@ -162,7 +154,7 @@ class GradientSetters:
         """
         check_bool("requires_all_reduce", requires_all_reduce)
         mode = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
-        for unit in selected_units(self, recurse):
+        for unit in _units(self, recurse):
             if unit.settings.sync is not GradientSync.NONE:
                 unit.settings.sync = mode
 
@@ -172,7 +164,7 @@ class GradientSetters:
         Reductions of a backward that is not the last may overlap with the next microbatch.
         """
         check_bool("is_last_backward", is_last_backward)
-        own_unit(self).lifecycle.is_last_backward = is_last_backward
+        _lifecycle(self).is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(
         self, factor: DivideFactor | None, *, recurse: bool = True
@@ -188,7 +180,7 @@ class GradientSetters:
         """
         is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())
         chosen = factor if factor is None or is_read_later else check_divide_factor(factor)
-        for unit in selected_units(self, recurse):
+        for unit in _units(self, recurse):
             if unit.gradients.window.is_open:
                 raise RuntimeError(
                     f"unit {unit.label!r} is in the middle of a window, whose gradients must all "
@@ -231,17 +223,26 @@ class GradientSetters:
             raise ValueError("a CPU mesh has no streams; leave stream out.")
         after = hook if hook is None or stream is None else on_stream(hook, stream)
         new = [] if after is None else [ReduceHook(after=after, is_all_reduce=True)]
-        for unit in selected_units(self, recurse):
+        for unit in _units(self, recurse):
             hooks = unit.settings.reduce_hooks
             hooks[:] = [other for other in hooks if not other.is_all_reduce] + new
 
     def reset_iter_state(self) -> None:
         """Drop a step that was interrupted: reshard all units, close all windows."""
-        own_unit(self).lifecycle.abort()
+        _lifecycle(self).abort()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Return a module like this one, with units of its own on the same mesh."""
-        return copy_with_units(as_module(self), memo)
+        return copy_with_units(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle: hooks and process groups cannot be pickled."""
+        name = type(self).__name__.removeprefix("FSDP").removeprefix("Replicated")
+        raise TypeError(
+            f"a sharded or replicated {name} cannot be pickled, nor copied by copy.copy; save its "
+            "state_dict() (shards with torch.distributed.checkpoint, or unsharded by "
+            "get_model_state_dict with full_state_dict=True), or use copy.deepcopy."
+        )
 
 
 class FSDPModule(GradientSetters, TorchFSDPModule):
@@ -280,14 +281,13 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
-        for unit in selected_units(self, recurse=False):
+        for unit in _units(self, recurse=False):
             unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or retain them for backward."""
         check_bool("reshard_after_forward", reshard_after_forward)
-        chosen = {"reshard_after_forward": reshard_after_forward, "post_forward_group": None}
-        _write(self, recurse, **chosen)
+        _write(self, recurse, post_forward_group=None, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -319,7 +319,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         **Collective:** all ranks of the shard group, the first time for a mesh.
         """
         check_bool("enable", enable)
-        for unit in selected_units(self, recurse):
+        for unit in _units(self, recurse):
             unit.lifecycle.finish_reductions()
             if unit.params:
                 unit.settings.scatter_group = (
@@ -380,7 +380,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """
         if not hasattr(event, "wait") or not hasattr(event, "record"):
             raise TypeError(f"event must be a torch.Event, got {event!r}.")
-        own_unit(self).lifecycle.comm.gather_after(event)
+        _lifecycle(self).comm.gather_after(event)
 
     # --- moves, casts and copies ---------------------------------------------------------------
 
@@ -403,14 +403,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for group in groups:
             group.adopt_edits()
         return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle: hooks and process groups cannot be pickled."""
-        raise TypeError(
-            f"a sharded {type(self).__name__.removeprefix('FSDP')} cannot be pickled, nor copied "
-            "by copy.copy; save its state_dict() (with torch.distributed.checkpoint, or unsharded "
-            "by get_model_state_dict with full_state_dict=True), or use copy.deepcopy."
-        )
 
 
 class UnshardHandle:
@@ -444,15 +436,12 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
             raise TypeError(
                 f"set_custom_{name} needs an object with allocate() and __call__(), got {comm!r}."
             )
-    chosen = {
-        unit: replace(unit.settings.comm, **changes) for unit in selected_units(module, recurse)
-    }
-    for settings in chosen.values():
-        if settings.from_group and (settings.all_gather or settings.reduce_scatter):
-            raise ValueError(
-                "memory of the process group and a custom collective exclude each other, because a "
-                "custom collective allocates by itself; set only one of them."
-            )
+    chosen = {unit: replace(unit.settings.comm, **changes) for unit in _units(module, recurse)}
+    if any(c.from_group and (c.all_gather or c.reduce_scatter) for c in chosen.values()):
+        raise ValueError(
+            "memory of the process group and a custom collective exclude each other, because a "
+            "custom collective allocates by itself; set only one of them."
+        )
     for unit, settings in chosen.items():
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
@@ -477,9 +466,8 @@ def share_comm_ctx(modules: list[Any]) -> None:
             raise ValueError(
                 f"share_comm_ctx needs modules sharded by fully_shard, got {type(module).__name__}."
             )
-    units = [own_unit(module) for module in modules]
     devices = {group.spec.device.type for module in modules for group in _groups(module, False)}
     if len(devices) > 1:
         raise ValueError(f"modules that share streams must be on one device, got {devices}.")
-    for unit in units[1:]:
-        unit.lifecycle.use(units[0].lifecycle.comm.shared_with(unit.lifecycle.comm))
+    for lifecycle in map(_lifecycle, modules[1:]):
+        lifecycle.use(_lifecycle(modules[0]).comm.shared_with(lifecycle.comm))

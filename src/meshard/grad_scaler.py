@@ -104,13 +104,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 )
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         found = {found_inf.device: found_inf}
-        scales = {inv_scale.device: inv_scale}
         with torch.no_grad():
             for (device, _), grads in by_kind.items():
-                if device not in found:
-                    found[device], scales[device] = found_inf.to(device), inv_scale.to(device)
+                found.setdefault(device, found_inf.to(device))
                 # The kernel behind torch's own scaler, on plain tensors.
-                unscale_each(grads, found[device], scales[device])
+                unscale_each(grads, found[device], inv_scale.to(device))
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
             # The group may not serve host memory, where shards may be.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast, gather_from_all
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
-from meshard._engine.unit import Unit, own_class, owned_names, units_in, units_of
+from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import local_of, place_like, plain_of, plain_tensors_in
@@ -93,10 +93,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     Calls ``reset_parameters()`` (or ``_reset_parameters()``) of every module inside that has it,
     children before their parents, while its parameters are unsharded. Meta tensors get memory.
     The values are, bit for bit, those of the same calls on the unsharded model, on one process with
-    the random number generator of the first rank.
-
-    **Collective:** every rank of the mesh: a broadcast of the state of the generator, and a gather
-    of each parameter that has values already.
+    the random number generator of the first rank. **Collective:** every rank of the mesh.
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
@@ -165,7 +162,7 @@ class _Initialisation:
         summoned = self._summon_for(module)
         self._give_memory(fqn, module)
         for name, child in module.named_children():
-            self._visit(f"{fqn}.{name}" if fqn else name, child)
+            self._visit(joined(fqn, name), child)
         if self._init is not None:
             self._call_init(fqn, module, self._init)
         elif (reset := _reset_of(module)) is not None:
@@ -188,7 +185,7 @@ class _Initialisation:
         unit.lifecycle.check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
         new = _leave_meta(group)
-        self._new.update({param: f"{unit.fqn}.{param.fqn}".lstrip(".") for param in new})
+        self._new.update({param: joined(unit.fqn, param.fqn) for param in new})
         device = group.spec.device
         unsharded = [_unsharded_copy(p, device, is_new=p in new) for p in sharded_params(group)]
         self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
@@ -218,7 +215,7 @@ class _Initialisation:
                     new = _poisoned(torch.empty_like(tensor.detach(), device=self._device))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                    self._given[tensor] = (f"{fqn}.{name}" if fqn else name, new)
+                    self._given[tensor] = (joined(fqn, name), new)
                 held[name] = self._given[tensor][1]
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
@@ -267,9 +264,8 @@ def _check_owners(root: nn.Module) -> None:
         for name, param in module._parameters.items():
             if isinstance(param, DTensor) and (module, name) not in owned:
                 raise ValueError(
-                    f"parameter {f'{fqn}.{name}' if fqn else name!r} is a DTensor of no unit "
-                    "inside this module; call materialize on the module that fully_shard was "
-                    "applied to, or on the root."
+                    f"parameter {joined(fqn, name)!r} is a DTensor of no unit inside this module; "
+                    "call materialize on the module that fully_shard was applied to, or the root."
                 )
 
 
@@ -375,13 +371,12 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     if not any(differs):
         return
     first = differs.index(True)
-    others = [
-        r for r, row in zip(ranks, sums[:, first].tolist(), strict=True) if row != sums[0, first]
-    ]
+    pairs = zip(ranks, sums[:, first], strict=True)
+    others = ", ".join(str(rank) for rank, own in pairs if own != sums[0, first])
     raise RuntimeError(
         f"the ranks bring different values to one unit ({unit}): of its {len(named)} parameters "
         f"{sum(differs)} differ, first {named[first][0]!r}, where rank(s) "
-        f"{', '.join(map(str, others))} differ from rank {ranks[0]}. Seed every rank alike before "
+        f"{others} differ from rank {ranks[0]}. Seed every rank alike before "
         "building the model, load the same file on every rank, or call "
         "fully_shard_units(..., sync_init=True)."
     )

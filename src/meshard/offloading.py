@@ -73,8 +73,13 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be an Optimizer or None, got {type(optimizer).__name__}.")
     units = require_units(module)
+    caller = "meshard.offload" if to_host else "meshard.onload"
     for unit in units:
-        _check_between_steps(unit, "offload" if to_host else "onload")
+        unit.lifecycle.check_between_steps(unit, caller)
+        unit.group.finish_pending_step()
+        unit.group.adopt_edits()
+        check_not_subclass(unit.group.storage, caller)
+        unit.group.check_may_step()
     forget_slices()
     sources: list[torch.Tensor] = []  # of copies that may still be running
     for unit in units:
@@ -98,17 +103,8 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         torch.get_device_module(kind).empty_cache()  # for other processes
 
 
-def _check_between_steps(unit: Unit, what: str) -> None:
-    unit.lifecycle.check_between_steps(unit, f"meshard.{what}")
-    unit.group.finish_pending_step()
-    unit.group.adopt_edits()
-    check_not_subclass(unit.group.storage, f"meshard.{what}")
-    unit.group.check_may_step()
-
-
-# Per optimizer the state tensors that offload moved, by id, with the device where they were.
-_moved: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[torch.Tensor, torch.device]]]
-_moved = weakref.WeakKeyDictionary()
+# Per optimizer the state tensors that offload moved to the host, by id.
+_moved: weakref.WeakKeyDictionary[Optimizer, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def _move_state(
@@ -116,7 +112,7 @@ def _move_state(
 ) -> list[torch.Tensor]:
     """Start moving the optimizer state of a unit's parameters; return the tensors it was in.
 
-    ``location`` None: back to where each tensor was.
+    ``location`` None: back to the device.
     """
     device = unit.group.spec.device
     moved = _moved.setdefault(optimizer, {})
@@ -125,23 +121,19 @@ def _move_state(
         for tensor in tree_flatten(optimizer.state.get(param.sharded))[0]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            is_sharded = isinstance(tensor, DTensor)
-            local = plain_of(tensor)
+            local, was_moved = plain_of(tensor), id(tensor) in moved
             if location is not None:
-                if id(tensor) in moved or local.device != device:
-                    continue  # moved already, or on the host anyway, like AdamW's step count
-                moved[id(tensor)] = (tensor, local.device)
-                target = location
-            elif id(tensor) in moved:
-                target = MemoryLocation(moved.pop(id(tensor))[1])
-            elif is_sharded and local.device != device:
-                target = MemoryLocation(device)  # state that was loaded meanwhile
-            else:
-                continue
-            new = target.empty_like(local)
+                if was_moved or local.device != device:
+                    continue  # on the host anyway, like AdamW's step count
+                moved[id(tensor)] = tensor
+            elif was_moved:
+                del moved[id(tensor)]
+            elif not isinstance(tensor, DTensor) or local.device == device:
+                continue  # otherwise it was loaded meanwhile
+            new = (location or MemoryLocation(device)).empty_like(local)
             new.copy_(local.detach(), non_blocking=True)
             sources.append(local.data)
-            if is_sharded:
+            if isinstance(tensor, DTensor):
                 move_local(tensor, new)
             else:
                 tensor.data = new

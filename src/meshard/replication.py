@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,16 +30,17 @@ from meshard._engine.build import (
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.unit import Unit, UnitSettings, nest, unit_of, units_in, with_siblings
-from meshard._gradients.replicated_grads import ReplacedCount
+from meshard._engine.param_group import ParamGroup
+from meshard._engine.unit import Unit, UnitSettings, nest, units_in, with_siblings
+from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import GroupSpec
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
-from meshard.api import as_policy, as_set, check_mesh, default_mesh
-from meshard.fsdp_module import GradientSetters, as_module, check_bool
+from meshard.api import as_policy, as_set, check_mesh, check_module, default_mesh
+from meshard.fsdp_module import GradientSetters, check_bool
 from meshard.initialization import overwrite_by_first_rank
 from meshard.policies import MixedPrecisionPolicy
 
@@ -81,14 +82,7 @@ def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
 class Buckets:
     """The buckets of one replicated module, a unit each: the first to be reduced is the innermost.
 
-    Args:
-        module: The module.
-        params: All its parameters, in its order.
-        spec: Mesh and device.
-        policy: dtypes.
-        cap: Bytes of a bucket.
-        are_views: Whether ``.grad`` are views of the buckets.
-        sends_buffers: Whether forwards overwrite buffers by those of one rank.
+    ``params`` are in the order of the module; ``cap`` is in bytes.
     """
 
     def __init__(
@@ -99,8 +93,8 @@ class Buckets:
         spec: GroupSpec,
         policy: MixedPrecisionPolicy,
         cap: int,
-        are_views: bool,
-        sends_buffers: bool,
+        are_views: bool,  # whether .grad are views of the buckets
+        sends_buffers: bool,  # whether forwards overwrite buffers by those of one rank
     ) -> None:
         self.buffers_from = 0  # the rank in the mesh whose buffers are sent
         self.replaced = ReplacedCount()
@@ -113,7 +107,7 @@ class Buckets:
         self._are_views = are_views
         self._sends_buffers = sends_buffers
         order = list(reversed(range(len(params))))
-        count = max(1, len(partition([params[position].sharded for position in order], cap)))
+        count = max(1, len(partition([param.sharded for param in reversed(params)], cap)))
         # Outermost first, each inside the one before.
         self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
         nest(self.units)
@@ -137,8 +131,7 @@ class Buckets:
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.replaced = ReplacedCount()
         copied._params, copied._recorders, copied._is_final = [], [], True
-        for unit in copied.units:
-            copied._configure_gradients(unit)
+        copied._configure_gradients()
         return copied
 
     def _fill(self, order: list[int]) -> None:
@@ -158,12 +151,11 @@ class Buckets:
                 gradient_hook=gradient_hook_maker(unit),
             )
             give_params(unit, storage, self._policy)
-            self._configure_gradients(unit)
+        self._configure_gradients()
 
-    def _configure_gradients(self, unit: Unit) -> None:
-        bucket = unit.gradients.bucket
-        assert bucket is not None
-        bucket.are_views, bucket.replaced = self._are_views, self.replaced
+    def _configure_gradients(self) -> None:
+        for _, grads in _buckets_in(self.units):
+            grads.are_views, grads.replaced = self._are_views, self.replaced
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
@@ -186,11 +178,10 @@ class Buckets:
         for handle in self._recorders:
             handle.remove()
         order = self._agreed_order()
-        for unit in self.units:
-            assert isinstance(unit.group.storage, ReplicatedParams)
-            assert unit.gradients.bucket is not None
-            unit.gradients.bucket.give_away()
-            unit.group.storage.unhook()
+        for group, grads in _buckets_in(self.units):
+            assert isinstance(group.storage, ReplicatedParams)
+            grads.give_away()
+            group.storage.unhook()
         self._fill(order)
         for unit in self.units:
             unit.group.storage.label = unit.label
@@ -214,6 +205,13 @@ class Buckets:
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+
+def _buckets_in(units: Iterable[Unit]) -> Iterator[tuple[ParamGroup, ReplicatedGrads]]:
+    """Iterate over the buckets among ``units``, with their gradients."""
+    for unit in units:
+        if unit.gradients.bucket is not None:
+            yield unit.group, unit.gradients.bucket
 
 
 def _is_in_use(unit: Unit) -> bool:
@@ -244,34 +242,25 @@ class ReplicateModule(GradientSetters):
     True
     """
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    def no_sync(self: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context that accumulates without communication: ``meshard.no_sync(self)``."""
-        return no_sync(as_module(self))
+        return no_sync(self)
 
     @property
-    def num_replaced_gradients(self) -> int:
+    def num_replaced_gradients(self: Any) -> int:
         """How often a ``.grad`` was another tensor than the view of its bucket."""
-        buckets: Buckets = as_module(self).__dict__["_meshard_buckets"]
-        return buckets.replaced.count
+        count: int = self._meshard_buckets.replaced.count
+        return count
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""
         result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
-        for unit in units_in(as_module(self)):
-            unit.group.reshard()
-            unit.group.storage.take_replacements()
-            unit.group.storage.rebuild()
-            if unit.gradients.bucket is not None:
-                unit.gradients.bucket.leave()  # torch has cast or moved .grad too
+        for group, grads in _buckets_in(units_in(self)):
+            group.reshard()
+            group.storage.take_replacements()
+            group.storage.rebuild()
+            grads.leave()  # torch has cast or moved .grad too
         return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise a TypeError: hooks and process groups cannot be pickled."""
-        raise TypeError(
-            f"a replicated {type(self).__name__.removeprefix('Replicated')} cannot be pickled, nor "
-            "copied by copy.copy; save its state_dict(), which is that of the module it was, or "
-            "use copy.deepcopy."
-        )
 
 
 def replicate(
@@ -289,25 +278,23 @@ def replicate(
 
     Every rank keeps all parameters as the same tensor objects. Gradients are accumulated in
     buckets; each is all-reduced as soon as all its gradients have arrived, while backward goes on.
-    A parameter that any rank has used gets its averaged gradient on all ranks. Functions around the
-    step are those of ``fully_shard``, whose units inside ``module`` keep their parameters.
+    A parameter that any rank has used gets its averaged gradient on all ranks.
 
     **Collective:** every rank of the mesh, in the same order; also the first forward after a
     backward, and with ``broadcast_buffers`` every forward that records a graph.
     **Lifetime:** a reference to a ``.grad`` is overwritten by the next step; ``clone()`` it.
 
     Args:
-        module: The outermost module that is called.
+        module: The outermost module that is called. Units of ``fully_shard`` inside stay sharded.
         mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as for ``fully_shard``.
         bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB.
-        gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own, which takes twice
-            the memory.
+        gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own: twice the memory.
         mp_policy: dtypes for compute, communication and accumulation. With a ``param_dtype``, each
             forward and its backward use a copy of the parameters in that dtype.
         ignored_params: Parameters to leave as they are, gradients too.
-        broadcast_buffers: Overwrite buffers by those of the first rank before every forward that
-            records a graph, in place: of two forwards before one backward, autograd refuses the
-            second if forward computes with them.
+        broadcast_buffers: Overwrite buffers in place by those of the first rank before every
+            forward that records a graph. A forward that computes with them needs its backward
+            before the next forward.
         init_sync: Overwrite parameters and buffers by those of the first rank now. Without it all
             ranks must hold the same values.
 
@@ -316,8 +303,7 @@ def replicate(
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: ``module``, ``bucket_cap_mb`` or a parameter cannot be replicated. The module is
-            left as it was.
+        ValueError: Something cannot be replicated as asked; the module is left as it was.
 
     >>> import torch, meshard
     >>> model = meshard.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
@@ -325,7 +311,11 @@ def replicate(
     >>> model[1].bias.grad
     tensor([1.])
     """
-    _check(module, bucket_cap_mb, gradient_as_bucket_view, broadcast_buffers, init_sync)
+    check_module(module, "replicate")
+    _check_cap(bucket_cap_mb)
+    check_bool("gradient_as_bucket_view", gradient_as_bucket_view)
+    check_bool("broadcast_buffers", broadcast_buffers)
+    check_bool("init_sync", init_sync)
     policy = as_policy(mp_policy)
     check_mesh(mesh)
     if mesh is not None and mesh.ndim > 2:
@@ -366,22 +356,11 @@ def replicate(
 # --- checks --------------------------------------------------------------------------------
 
 
-def _check(module: Any, cap: Any, *flags: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"replicate needs an nn.Module, got {type(module).__name__}.")
-    if unit_of(module) is not None:
-        name = type(module).__name__.removeprefix("FSDP").removeprefix("Replicated")
-        raise ValueError(
-            f"replicate was applied to a {name} that is sharded or replicated already; apply one "
-            "of fully_shard and replicate, once, to each module."
-        )
+def _check_cap(cap: object) -> None:
     if isinstance(cap, bool) or not isinstance(cap, (int, float)):
         raise TypeError(f"bucket_cap_mb must be a number, got {cap!r}.")
     if not cap > 0:
         raise ValueError(f"bucket_cap_mb must be positive, got {cap}.")
-    names = ("gradient_as_bucket_view", "broadcast_buffers", "init_sync")
-    for name, flag in zip(names, flags, strict=True):
-        check_bool(name, flag)
 
 
 def _check_parameters(found: list[Collected], device: torch.device) -> None:
@@ -402,10 +381,8 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
 
 def _check_buffers(module: nn.Module) -> None:
     for name, buffer in module.named_buffers():
-        if any(
-            size > 1 and not stride
-            for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-        ):
+        dims = zip(buffer.shape, buffer.stride(), strict=True)
+        if any(size > 1 and not stride for size, stride in dims):
             raise ValueError(
                 f"buffer {name!r} is expanded: its elements share memory, so it cannot be "
                 "overwritten by that of the first rank; register its clone()."

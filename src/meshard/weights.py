@@ -48,9 +48,8 @@ def unsharded_params(
     """Unshard the parameters of ``module`` inside the block; write edits back to the shards.
 
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
-    parallelism), and the module is as a plain one: edit them in place, or assign others of the same
-    shape. Gradients of what is computed from them reach the shards, also after the block. An
-    exception leaves the shards of all ranks as they were.
+    parallelism): edit them in place, or assign others of the same shape. Gradients of what is
+    computed from them reach the shards. An exception leaves the shards of all ranks as they were.
 
     **Collective:** every rank of the mesh, entry and exit.
 
@@ -63,8 +62,8 @@ def unsharded_params(
 
     Raises:
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
-        RuntimeError: A forward or backward is running; the units are summoned already with other
-            arguments; what was assigned cannot be written back; or another rank raised inside.
+        RuntimeError: A forward or backward is running; the call is inside one with other arguments;
+            what was assigned cannot be written back; or another rank raised inside.
         ValueError: There is no unit in ``module``, or ``rank0_only`` and one is replicated.
 
     >>> import torch, meshard

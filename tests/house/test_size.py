@@ -6,7 +6,7 @@ from tests.house.sources import SOURCES, Source
 
 # A number here may be lowered, never raised.
 MAX_FILES = 85
-MAX_LINES = 14_776
+MAX_LINES = 14_336
 MAX_MODULES = 12  # of a folder below the top, __init__.py aside
 KNOWN: dict[str, int] = {}
 

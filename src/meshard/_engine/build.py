@@ -29,7 +29,7 @@ from meshard._engine.hooks import (
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup, ParamState
-from meshard._engine.unit import Unit, UnitSettings, unit_of, units_of, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, joined, unit_of, units_of, with_siblings
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
@@ -70,11 +70,7 @@ def _outside_units(
     yield prefix, module
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
-            yield from _outside_units(_joined(prefix, name), child, seen)
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+            yield from _outside_units(joined(prefix, name), child, seen)
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
@@ -87,7 +83,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                     continue
                 if param in _hoisted and _hoisted[param] not in modules:
                     continue
-                fqn = _joined(prefix, name)
+                fqn = joined(prefix, name)
                 if len(modules) > 1:
                     fqn = f"{position}.{fqn}"
                 if param in found:
@@ -137,7 +133,7 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
             for name, param in module._parameters.items():
                 if param is None or _hoisted.get(param) is not root:
                     continue
-                new = Collected(_joined(prefix, name), param, [])
+                new = Collected(joined(prefix, name), param, [])
                 owners = found.setdefault(param, new).owners
                 if (module, name) not in owners:
                     owners.append((module, name))

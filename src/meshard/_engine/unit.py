@@ -217,6 +217,11 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
     return {owner for unit in units_in(module) for param in unit.params for owner in param.owners}
 
 
+def joined(prefix: str, name: str) -> str:
+    """Return the name of ``name`` in the module ``prefix``, which is empty for the root."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def own_class(module: nn.Module) -> type:
     """Return the class that ``module`` had before it was sharded."""
     classes = type(module).__mro__

@@ -59,18 +59,12 @@ class FlatStepper:
     """An inner optimizer that steps parameters as slices where it can, one by one where not.
 
     Parameters in no unit, tensor subclasses, and all parameters of an optimizer that is not
-    pointwise are *loose*: stepped one by one.
-
-    Args:
-        make: Makes an optimizer from param groups that have all hyperparameters; it is pointwise if
-            this is one of the classes ``POINTWISE``.
-        group: Whose step may be pending when slices are dropped, held weakly.
+    pointwise are *loose*: stepped one by one. ``group`` is the unit whose step may be pending.
     """
 
     def __init__(self, make: MakeOptimizer, group: ParamGroup | None = None) -> None:
-        self._make = make
+        self._make = make  # from param groups that have all hyperparameters
         self._is_pointwise = make in POINTWISE
-        self._group: Callable[[], ParamGroup | None]
         self._group = (lambda: None) if group is None else weakref.ref(group)
         self._optim_groups: OptimGroups = []  # as they were when gradients were taken
         self._state: States = {}
@@ -212,23 +206,20 @@ class FlatStepper:
             yield portion
 
 
-def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> list[FlatSlice]:
-    """Return the longest slices of a unit whose members are in one optim group each.
+def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> Iterator[FlatSlice]:
+    """Iterate over the longest slices of a unit whose members are in one optim group each.
 
     ``numbers`` has the optim group of each parameter that is in one, by its index in the unit.
     """
-    slices: list[FlatSlice] = []
     shard = storage.flat_shard
     for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
         for number, ranges in groupby(segment.ranges, lambda each: numbers.get(each.index)):
-            if number is None:
-                continue
-            members = [
-                Member(storage.params[i].sharded, offset, shard.locals[i].numel())
-                for i, offset in ((each.index, each.offset) for each in ranges)
-            ]
-            slices.append(FlatSlice(flat, members, number))
-    return slices
+            if number is not None:
+                members = [
+                    Member(storage.params[r.index].sharded, r.offset, shard.locals[r.index].numel())
+                    for r in ranges
+                ]
+                yield FlatSlice(flat, members, number)
 
 
 def flat_optimizer(
@@ -250,8 +241,7 @@ def flat_optimizer(
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
-        A ``torch.optim.Optimizer`` whose ``param_groups``, ``state`` and ``state_dict`` are those
-        of the ordinary one, in both directions.
+        An optimizer with the ``param_groups``, ``state`` and ``state_dict`` of the ordinary one.
 
     Raises:
         TypeError: ``optimizer`` is none of these classes; also a subclass of one is not.
@@ -274,7 +264,7 @@ def flat_optimizer(
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
     if param_groups is None:
-        param_groups = trainable_params(module)
+        param_groups = [param for param in module.parameters() if param.requires_grad]
     make: Callable[..., Optimizer] = optimizer
     return FlatOptimizer(make(param_groups, **optimizer_kwargs))
 
@@ -282,8 +272,7 @@ def flat_optimizer(
 class FlatOptimizer(Optimizer):
     """An optimizer on slices of flat shards: see ``flat_optimizer``.
 
-    Parameters in no unit and tensor subclasses are stepped one by one. It takes over the param
-    groups and the state of ``template``, the ordinary optimizer.
+    Parameters in no unit and tensor subclasses are stepped one by one.
     """
 
     def __init__(self, template: Optimizer) -> None:
@@ -304,8 +293,7 @@ class FlatOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. **Collective:** no, but every rank must step.
 
-        Args:
-            closure: Computes the loss anew, and is called first.
+        ``closure`` computes the loss anew, and is called first.
 
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
@@ -314,11 +302,6 @@ class FlatOptimizer(Optimizer):
         self._stepper.take(self.param_groups, self.state)
         self._stepper.run()
         return loss
-
-
-def trainable_params(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer of ``module`` steps by default."""
-    return [param for param in module.parameters() if param.requires_grad]
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -37,10 +37,8 @@ class Member(NamedTuple):
 class FlatSlice:
     """A range of a unit's flat shard with one optimizer state.
 
-    Args:
-        segment: ``[n]``, the shards of one dtype of a unit.
-        members: The parameters of the slice, neighbours in ``segment``, in its order.
-        number: Index of their param group in the optimizer.
+    ``members`` are neighbours in ``segment [n]``, the shards of one dtype of a unit. ``number`` is
+    the index of their param group in the optimizer.
     """
 
     def __init__(self, segment: torch.Tensor, members: Sequence[Member], number: int) -> None:
@@ -156,14 +154,12 @@ class FlatSlice:
         ]
 
 
-def _history(state: State) -> tuple[object, ...]:
+def _history(state: State) -> dict[str, object]:
     """Return what must be equal for two parameters to be stepped as one."""
-    return tuple(
-        (key, value.item() if value.dim() == 0 else ...)
-        if isinstance(value, torch.Tensor)
-        else (key, value)
-        for key, value in sorted(state.items())
-    )
+    return {
+        key: (value.item() if value.dim() == 0 else ...) if torch.is_tensor(value) else value
+        for key, value in state.items()
+    }
 
 
 class Counters:

@@ -7,7 +7,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -20,14 +19,7 @@ from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard.clipping import check_limit, unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.flat import (
-    POINTWISE,
-    MakeOptimizer,
-    Params,
-    count_in_tensors,
-    loss_of,
-    trainable_params,
-)
+from meshard.optim.flat import POINTWISE, MakeOptimizer, Params, count_in_tensors, loss_of
 from meshard.optim.flat_slices import State
 from meshard.optim.unit_step import ChangeGradients, DeferredWindow, UnitStepper
 
@@ -43,32 +35,20 @@ class OverlappedOptimizer(Optimizer):
 
     ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
     keep it: it steps until ``detach``, also if you drop it (``attached_to`` finds it again).
-
-    Args:
-        template: The ordinary optimizer, whose param groups and state it takes over.
-        make: Makes another optimizer of its kind from param groups.
-        units: Units that may have the parameters.
-        change: Clips the gradients of a unit in place.
-        max_norm: Limit of the norm of all gradients together, for which steps are deferred.
-        waits_in_step: ``step`` returns when all steps are over; else the next gathers wait.
     """
 
     def __init__(
         self,
-        template: Optimizer,
+        template: Optimizer,  # whose param groups and state it takes over
         make: MakeOptimizer,
         units: Iterable[Unit],
         *,
-        change: ChangeGradients | None = None,
-        max_norm: float | None = None,
-        waits_in_step: bool = True,
+        change: ChangeGradients | None,
+        max_norm: float | None,  # of all gradients together: steps are deferred
+        waits_in_step: bool,  # else the next gathers wait
     ) -> None:
-        self._make_stepper = functools.partial(
-            UnitStepper,
-            make=make,
-            worker=ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer"),
-            change=change,
-        )
+        worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
+        self._make_stepper = functools.partial(UnitStepper, make=make, worker=worker, change=change)
         self._max_norm = max_norm
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
@@ -76,14 +56,11 @@ class OverlappedOptimizer(Optimizer):
         self._planned: list[torch.Tensor] = []  # the parameters that the steppers are for
         self._stepped: set[UnitStepper] = set()  # in the present window
         self._window: DeferredWindow | None = None
-        self._is_attached = False
-        self.state = defaultdict(dict)
         super().__init__(template.param_groups, template.defaults)
         self._state.update(template.state)
         self._plan()
         for unit in self._units:
             unit.on_reduced.append(self._on_reduced)
-        self._is_attached = True
         overlapped_optimizers.add(self)
 
     # --- for users -------------------------------------------------------------------------
@@ -121,10 +98,8 @@ class OverlappedOptimizer(Optimizer):
         """Finish the steps of backward, and step what has not been stepped there.
 
         That is, gradients that no window has ended, that you have put there yourself, or all after
-        ``detach()``. **Stream:** the current one waits for all steps, unless ``wait="gather"``.
-
-        Args:
-            closure: Computes the loss and runs backward; called first.
+        ``detach()``. ``closure``, which computes the loss and runs backward, is called first.
+        **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
@@ -168,20 +143,23 @@ class OverlappedOptimizer(Optimizer):
         Raises:
             RuntimeError: A forward or backward is under way.
         """
-        _check_between_steps(self._units, "detach")
+        for unit in self._units:
+            unit.lifecycle.check_between_steps(unit, "detach")
         self.wait()
         if self._is_attached:
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
-        self._is_attached = False
         overlapped_optimizers.discard(self)
+
+    @property
+    def _is_attached(self) -> bool:
+        return self in overlapped_optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further parameters of the module.
 
         Raises:
-            ValueError: A parameter is in none of its units, or stepped in backward by another
-                optimizer already.
+            ValueError: A parameter is in no unit, or another optimizer steps it in backward.
         """
         super().add_param_group(param_group)
         if self._is_attached:
@@ -195,8 +173,7 @@ class OverlappedOptimizer(Optimizer):
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
         """Return the optimizers that step units of ``module`` in backward, each once."""
-        found = {id(each): each for unit in units_in(module) for each in _subscribers(unit)}
-        return list(found.values())
+        return list(dict.fromkeys(each for unit in units_in(module) for each in _subscribers(unit)))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -230,17 +207,15 @@ class OverlappedOptimizer(Optimizer):
             self._close_window()
 
     def _step(self, stepper: UnitStepper) -> None:
-        if self._max_norm is None or not self._is_attached:
-            stepper.step(self.param_groups, self._state)
-        else:
-            stepper.defer(self.param_groups, self._state, self._open_window)
-
-    def _open_window(self) -> DeferredWindow:
-        """Return the window that gradients of now belong to."""
+        max_norm = self._max_norm if self._is_attached else None
+        if not stepper.take(self.param_groups, self._state, is_deferred=max_norm is not None):
+            return
+        if max_norm is None:
+            stepper.step()
+            return
         if self._window is None or not self._window.is_open:
-            assert self._max_norm is not None
-            self._window = DeferredWindow(self._planned, self._max_norm)
-        return self._window
+            self._window = DeferredWindow(self._planned, max_norm)
+        stepper.defer(self._window)
 
     def _close_window(self) -> None:
         if self._window is not None and self._window.is_open:
@@ -248,10 +223,10 @@ class OverlappedOptimizer(Optimizer):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        lists = [group["params"] for group in self.param_groups]
+        params = self._params()
         is_planned = (
-            sum(map(len, lists)) == len(self._planned)
-            and all(map(is_, chain.from_iterable(lists), self._planned))
+            len(params) == len(self._planned)
+            and all(map(is_, params, self._planned))
             # After detach(), replicate may rebuild its buckets.
             and all(stepper.is_of(unit) for unit, stepper in self._steppers.items())
         )
@@ -259,8 +234,10 @@ class OverlappedOptimizer(Optimizer):
             self._plan()
         return list(self._steppers.values())
 
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
     def _plan(self) -> None:
-        """Make a stepper for each unit."""
         units: dict[object, Unit] = {unit.group: unit for unit in self._units}
         members: dict[Unit, dict[int, list[torch.Tensor]]] = {}
         for number, group in enumerate(self.param_groups):
@@ -287,7 +264,7 @@ class OverlappedOptimizer(Optimizer):
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
-        self._planned = [param for group in self.param_groups for param in group["params"]]
+        self._planned = self._params()
 
 
 def _subscribers(unit: Unit) -> list[OverlappedOptimizer]:
@@ -320,17 +297,15 @@ def overlap_optimizer(
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
-        clip: ``"deferred"`` keeps gradients until the norm of all, ``total_norm`` of what is
-            returned, is known, clips them by ``max_norm``, and steps units in ``step`` (with
-            ``wait="gather"``: each before its next gather).
+        clip: ``"deferred"`` clips by the norm of all gradients: they are kept until it is known,
+            and units are stepped in ``step`` (``wait="gather"``: each before its next gather).
         max_norm: Limit of that norm.
         wait: ``"step"``: steps are over when ``step`` returns. ``"gather"``: the next gather of
             each unit waits; call ``wait`` of what is returned before you use a parameter.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
-        A ``torch.optim.Optimizer`` with the ``param_groups`` and the ``state_dict`` of the ordinary
-        one, in both directions. The units keep it, so it steps until its ``detach``.
+        An optimizer with the ``state_dict`` of the ordinary one. It steps until its ``detach``.
 
     Raises:
         RuntimeError: A forward or backward is under way.
@@ -347,13 +322,14 @@ def overlap_optimizer(
     >>> optimizer.step()  # waits
     """
     units = require_units(module)
-    _check_between_steps(units, "overlap_optimizer")
+    for unit in units:
+        unit.lifecycle.check_between_steps(unit, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
     _check_deferred(clip, max_norm, units)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
     if param_groups is None:
-        param_groups = trainable_params(module)
+        param_groups = [param for param in module.parameters() if param.requires_grad]
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
     template = make(param_groups)
     _check_template(template)
@@ -363,11 +339,6 @@ def overlap_optimizer(
     return OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
-
-
-def _check_between_steps(units: Iterable[Unit], what: str) -> None:
-    for unit in units:
-        unit.lifecycle.check_between_steps(unit, what)
 
 
 def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:

@@ -26,18 +26,15 @@ from meshard.clipping import clip_coefficient, get_total_norm, scale_gradients
 from meshard.optim.flat import FlatStepper, MakeOptimizer, States
 from meshard.optim.flat_slices import OptimGroups
 
-ChangeGradients = Callable[[Sequence[torch.Tensor]], None]
+ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
 _GRADIENT = attrgetter("grad")
 
 
 class DeferredWindow:
-    """The gradients of one window, from the first that is put aside to the norm of all.
-
-    Norms are added up in the order of ``params``.
-    """
+    """The gradients of one window, from the first that is put aside to the norm of all."""
 
     def __init__(self, params: Sequence[torch.Tensor], max_norm: float) -> None:
-        self._params = params
+        self._params = params  # norms are added up in this order
         self._max_norm = max_norm
         self.grads: dict[torch.Tensor, torch.Tensor] = {}  # by parameter
         self.total_norm: torch.Tensor | None = None  # known once it is closed
@@ -50,10 +47,7 @@ class DeferredWindow:
         return self.coefficient is None and not self.is_void
 
     def close(self) -> torch.Tensor:
-        """Return the factor by which the gradients are clipped.
-
-        **Collective:** the first time, as ``get_total_norm``.
-        """
+        """Return the factor that clips the gradients. **Collective:** the first time."""
         if self.coefficient is None:
             grads = [self.grads[param] for param in self._params if param in self.grads]
             self.grads.clear()
@@ -98,8 +92,8 @@ class PendingStep:
     def before_gather(self) -> None:
         """Order the next gather of the unit after the step, which is taken now if it was deferred.
 
-        **Collective:** as ``DeferredWindow.close``. **Stream:** the gather stream waits; the host
-        does for a step in host memory.
+        **Collective:** if it was deferred. **Stream:** the gather stream waits; the host for a step
+        in host memory.
         """
         group = self._stepper.group
         if group.storage.host_copies is not None:
@@ -108,10 +102,7 @@ class PendingStep:
             group.comm.enter_after(CommStream.GATHER, self._begun())
 
     def finish(self) -> None:
-        """Order what the caller does next after the step, which is taken now if it was deferred.
-
-        **Collective:** as ``DeferredWindow.close``. **Stream:** the current one waits.
-        """
+        """Likewise what the caller does next. **Stream:** the current one waits."""
         group = self._stepper.group
         if group.has_failed:  # on this rank alone, maybe: it must not communicate
             self.abandon()
@@ -143,27 +134,19 @@ class PendingStep:
 
 
 class UnitStepper:
-    """Steps those parameters of one unit that an optimizer holds.
-
-    Args:
-        group: All parameters of the unit, held weakly.
-        members: Those that are stepped, by the index of their param group.
-        make: Makes an optimizer from param groups.
-        worker: Steps the unit if its shards live in host memory.
-        change: Clips gradients in place before the step.
-    """
+    """Steps those parameters of one unit that an optimizer holds. The unit is held weakly."""
 
     def __init__(
         self,
         group: ParamGroup,
-        members: Mapping[int, list[torch.Tensor]],
+        members: Mapping[int, list[torch.Tensor]],  # by the index of their param group
         *,
         make: MakeOptimizer,
-        worker: Executor,
+        worker: Executor,  # for a unit whose shards live in host memory
         change: ChangeGradients | None,
     ) -> None:
         self._group = weakref.ref(group)
-        self._members = dict(members)
+        self._members = members
         self._worker = worker
         self._change = change
         self.flat = FlatStepper(make, group)
@@ -172,7 +155,7 @@ class UnitStepper:
 
     @property
     def group(self) -> ParamGroup:
-        """The parameter group of the unit."""
+        """The parameters of the unit."""
         group = self._group()
         assert group is not None
         return group
@@ -181,18 +164,41 @@ class UnitStepper:
         """Whether it still steps the parameters of ``unit``."""
         return self._group() is unit.group
 
-    def step(self, groups: OptimGroups, state: States) -> None:
-        """Step by ``.grad``, if there is any, and drop it. ``groups`` are all of the optimizer."""
+    def take(self, groups: OptimGroups, state: States, *, is_deferred: bool) -> bool:
+        """Take gradients out of ``.grad``, and hyperparameters, for ``step`` or ``defer``.
+
+        ``groups`` are all of the optimizer. Returns whether any parameter has a gradient.
+        """
         group = self.group
+        gradients, sharded = group.gradients, group.gradients.sharded
+        # The worker waits for copies from the device by itself; clipping reads the values here.
+        if is_deferred or self._change is not None or not sharded.are_shown:
+            gradients.settle()
+        if not self.has_gradients():
+            return False
+        if group.state is ParamState.GATHERING:
+            group.reshard()  # a prefetch that was not used has old weights
+        group.finish_pending_step()  # that of another optimizer
+        with without_torch_function():
+            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
+            self._grads = [(param, grad) for param, grad in pairs if grad is not None]
+        with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
+            if self._change is not None:
+                self._change([grad for _, grad in self._grads])
+            members = self._members.items()
+            self.flat.take([{**groups[number], "params": own} for number, own in members], state)
+        with without_torch_function():
+            for param in self.params:
+                param.grad = None
+        group.record_step()
+        return True
+
+    def step(self) -> None:
+        """Step by what was taken."""
+        group, flat = self.group, self.flat
         host_copies = group.storage.host_copies
-        if not self._take(groups, state, is_deferred=False):
-            return
-        if host_copies is None:
-            work = self.run()
-            if self._is_beside(group):
-                group.pending_step = PendingStep(self, work)
-        elif self.flat.is_flat:
-            flat, self._grads = self.flat, []
+        if host_copies is not None and flat.is_flat:
+            self._grads = []
 
             def wait_and_step() -> None:
                 host_copies.wait()
@@ -200,21 +206,17 @@ class UnitStepper:
                     flat.run()
 
             group.pending_step = PendingStep(self, WorkerStep(self._worker.submit(wait_and_step)))
-        else:
+            return
+        if host_copies is not None:
             host_copies.wait()
-            self.run()
+        work = self.run()
+        if self._is_beside(group):
+            group.pending_step = PendingStep(self, work)
 
-    def defer(
-        self, groups: OptimGroups, state: States, open_window: Callable[[], DeferredWindow]
-    ) -> None:
-        """Take the gradients out of ``.grad``, to step by them once the norm of all is known.
-
-        The hyperparameters of now count. A window is opened only if there are gradients.
-        """
-        if self._take(groups, state, is_deferred=True):
-            window = open_window()
-            window.grads.update(self._grads)
-            self.group.pending_step = PendingStep(self, None, window)
+    def defer(self, window: DeferredWindow) -> None:
+        """Step by what was taken once the norm of all gradients of ``window`` is known."""
+        window.grads.update(self._grads)
+        self.group.pending_step = PendingStep(self, None, window)
 
     def run(self, coefficient: torch.Tensor | None = None) -> InFlight:
         """Step by what was taken, scaled by ``coefficient`` in place; return the end of the step.
@@ -241,45 +243,17 @@ class UnitStepper:
         self._grads = []
         self.flat.drop_gradients()
 
-    def _take(self, groups: OptimGroups, state: States, *, is_deferred: bool) -> bool:
-        """Take gradients and hyperparameters. Return whether any parameter has a gradient."""
-        group = self.group
-        gradients, sharded = group.gradients, group.gradients.sharded
-        # The worker waits for copies from the device by itself; clipping reads the values here.
-        if is_deferred or self._change is not None or not sharded.are_shown:
-            gradients.settle()
-        if not self.has_gradients():
-            return False
-        if group.state is ParamState.GATHERING:
-            group.reshard()  # a prefetch that was not used has old weights
-        group.finish_pending_step()  # that of another optimizer
-        with without_torch_function():
-            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
-            self._grads = [(param, grad) for param, grad in pairs if grad is not None]
-        with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
-            if self._change is not None:
-                self._change([grad for _, grad in self._grads])
-            members = self._members.items()
-            self.flat.take([{**groups[number], "params": own} for number, own in members], state)
-        with without_torch_function():
-            for param in self.params:
-                param.grad = None
-        group.record_step()
-        return True
-
     def has_gradients(self) -> bool:
         """Whether any ``.grad`` is set; gradients on their way to host memory are not yet."""
         with without_torch_function():
             return sum(map(is_, map(_GRADIENT, self.params), repeat(None))) < len(self.params)
 
     def _is_beside(self, group: ParamGroup) -> bool:
-        """Whether steps run on a stream of their own.
-
-        Not for plain tensors (``replicate``): they are read without a gather that could wait.
-        """
+        """Whether steps run on a stream of their own."""
         return (
             not group.comm.waits_block_host
             and group.storage.host_copies is None
+            # Plain tensors (replicate) are read without a gather that could wait.
             and isinstance(self.params[0], DTensor)
         )
 
