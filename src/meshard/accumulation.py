@@ -204,7 +204,8 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     """
     units = list(units_in(module))
     groups = [unit.group for unit in units if unit.params]
-    if not groups or not all(isinstance(group.storage, ReplicatedParams) for group in groups):
+    is_replicated = all(isinstance(group.storage, ReplicatedParams) for group in groups)
+    if not is_replicated or "_meshard_buckets" not in vars(module):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
             "units inside; where parameters are sharded, a rank that has no batch left must run an "

@@ -50,6 +50,7 @@ def foreach_reduce(
     reduce_dtype: torch.dtype = torch.float32,
     accumulate_dtype: torch.dtype = torch.float32,
     all_reduce: bool = True,
+    device: torch.device | None = None,
 ) -> list[torch.Tensor | None]:
     """Reduce the unsharded gradients of one unit to this rank's shards, as training does.
 
@@ -71,6 +72,8 @@ def foreach_reduce(
         reduce_dtype: dtype in which gradients are sent.
         accumulate_dtype: dtype of sums, partials and the result.
         all_reduce: False: stop before the all-reduce and return the partial.
+        device: Where gradients are on other ranks, if all are None on this one. None: torch's
+            default device.
 
     Returns:
         This rank's shard ``[rows of its chunk, ...]`` of each parameter, in ``accumulate_dtype``.
@@ -93,7 +96,7 @@ def foreach_reduce(
     if not sizes:
         return []
     present = [tensor for tensor in (*gradients, *(partial or ())) if tensor is not None]
-    device = present[0].device if present else torch.get_default_device()
+    device = present[0].device if present else device or torch.get_default_device()
     params = [ParamLayout(torch.Size(size), 0, shard_group.size()) for size in sizes]
     layout = GradientLayout(params, tuple(range(len(params))), device)
     plan = ReducePlan(

@@ -66,6 +66,17 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
                 raise TypeError(f"{name} must be a torch.dtype or None, got {dtype!r}.")
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}.")
+        for name in ("reduce_dtype", "accumulate_dtype"):
+            check_can_be_added(name, getattr(self, name))
+
+
+def check_can_be_added(name: str, dtype: torch.dtype | None) -> None:
+    """Raise unless gradients can be added up in ``dtype``, which torch does not do in 8 bits."""
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise ValueError(
+            f"{name} must be a floating-point dtype of at least 16 bits, got {dtype}: torch "
+            "does not add narrower ones."
+        )
 
 
 @dataclass  # torch's is not frozen, and a frozen dataclass cannot inherit from it

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshard._engine.unit import Unit, require_units
 from meshard._gradients.reduce_plan import ReduceHook
+from meshard.policies import check_can_be_added
 
 
 class ReduceHookHandle:
@@ -64,6 +65,12 @@ def register_reduce_hook(
         raise TypeError(
             f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."
         )
+    for part in parts[:-1]:
+        if given[part] is not None and not callable(given[part]):
+            raise TypeError(f"{part} of a reduce hook must be a method, got {given[part]!r}.")
+    if registration.wire_dtype is not None and not isinstance(registration.wire_dtype, torch.dtype):
+        raise TypeError(f"wire_dtype must be a torch.dtype, got {registration.wire_dtype!r}.")
+    check_can_be_added("wire_dtype", registration.wire_dtype)
     units = require_units(module, recurse=recurse)
     for unit in units:
         unit.settings.reduce_hooks.append(registration)

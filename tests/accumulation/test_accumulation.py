@@ -229,6 +229,7 @@ def with_microbatches(mesh_shape, until_last, num_batches):
     return ledger.counts
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("until_last", list(GradientSync))
 @pytest.mark.parametrize("num_batches", [1, 3])
 def test_microbatches_sets_the_modes(run_ranks, until_last, num_batches):

@@ -88,6 +88,11 @@ def sharded():
     meshard.uneven_batches(model, [])
 
 
-def test_sharded_units_are_refused(run_ranks):
-    with pytest.raises(Exception, match="without sharded units inside"):
-        run_ranks(sharded, 2)
+def around_the_replicated_one():
+    meshard.uneven_batches(nn.Sequential(meshard.replicate(net())), [])
+
+
+@pytest.mark.parametrize("fn", [sharded, around_the_replicated_one])
+def test_other_modules_are_refused(run_ranks, fn):
+    with pytest.raises(Exception, match="ValueError: uneven_batches needs a module to which"):
+        run_ranks(fn, 2)

@@ -141,7 +141,7 @@ def compare(mesh_and_sends, reshard, dtypes, recompute):
         assert mine.counts["gather"] > 6
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @covering(
     "mesh_and_sends, reshard, dtypes, recompute",
     product(MESHES, [True, False, 2], [{}, BF16], [False, True]),

@@ -64,6 +64,7 @@ def test_integer_gradients_agree_bit_for_bit_over_ten_steps(run_ranks, mesh_shap
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2, 4])
 @pytest.mark.parametrize("placement_fn", [None, last_dim])
 def test_every_way_of_resharding_gives_the_same_bits(
@@ -85,7 +86,7 @@ def test_every_way_of_resharding_gives_the_same_bits(
         assert_same_run(run, expected, bitwise=True)
 
 
-@pytest.mark.default_rows(4)
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("mesh_shape", MESHES)
 @pytest.mark.parametrize("case_name", [name for name in CASES if name != "integer"])
 def test_float_training_agrees_to_rounding(run_ranks, case_name, mesh_shape):

@@ -105,6 +105,7 @@ def both_ways(how, when, *, backend="aot_eager", num_graphs=1, depth=3, **kwargs
         assert_same(one, other, bitwise=bitwise, what=f"step {number}")
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["method", "function"])

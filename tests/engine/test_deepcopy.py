@@ -64,6 +64,7 @@ def copy_and_train(case_name, mesh_shape):
         assert_same(full_state(copied), full_state(plain_copy), case.dtype)
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize(
     ("case_name", "mesh_shape"),
     [("transformer_tied", (2,)), ("uneven", (2,)), ("frozen_beside", (2,)), ("mixed_dtype", (2,))],
@@ -72,6 +73,7 @@ def test_a_copy_trains_by_itself(run_ranks, case_name, mesh_shape):
     run_ranks(copy_and_train, 2, case_name, mesh_shape)
 
 
+@pytest.mark.full
 def test_a_copy_trains_by_itself_on_a_2d_mesh(run_ranks):
     run_ranks(copy_and_train, 4, "transformer", (2, 2))
 

@@ -147,6 +147,7 @@ def test_gradients_of_gradients_whenever_units_reshard(run_ranks, way, reshard):
     assert left == ([[], []] if reshard else left)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("way", [with_loss, forwards_between])
 def test_gradients_of_gradients_where_neighbours_keep_parts(run_ranks, way):
     run_ranks(train_both, 4, way, reshard_after_forward=2)

@@ -72,6 +72,7 @@ def retained_after_a_microbatch(mode, mesh_shape):
     return (after - before) / (3 * 16 * 16 * 4)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("mode", "of_whole"),
     [
@@ -102,6 +103,7 @@ def retained_of_a_narrow_parameter(mode, mesh_shape):
     return after - before
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize(
     ("mode", "mesh_shape", "kept"),
     [

@@ -169,6 +169,8 @@ def refused():
         with pytest.raises(error, match=text):
             foreach_reduce(*args, **kwargs)
     assert foreach_reduce([], group) == []
+    with torch.device("meta"):  # where this rank has no gradient to tell the device
+        assert foreach_reduce([None], group, shapes=[(2,)], device=torch.device("cpu")) == [None]
 
 
 def test_wrong_arguments_are_refused_before_any_collective():

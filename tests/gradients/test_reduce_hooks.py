@@ -1,5 +1,7 @@
 """Reduce hooks: they see every gradient once, in order, and may change it."""
 
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +78,14 @@ def bad_hooks():
         meshard.register_reduce_hook(model, lambda tensor: None)
     with pytest.raises(TypeError, match="hook must be callable or None, got 3"):
         model.set_all_reduce_hook(3)
+    for part, value, error in (
+        ("wire_dtype", "half", TypeError),
+        ("wire_dtype", torch.int32, ValueError),
+        ("wire_dtype", torch.float8_e4m3fn, ValueError),
+        ("after", 3, TypeError),
+    ):
+        with pytest.raises(error, match=part):
+            meshard.register_reduce_hook(model, types.SimpleNamespace(**{part: value}))
     with pytest.raises(ValueError, match="no unit in this Ones"):
         meshard.register_reduce_hook(Ones(), WireCompression(torch.bfloat16))
 

@@ -4,6 +4,7 @@ import copy
 import math
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -132,6 +133,7 @@ def float_window(mesh_shape, schedule, wire_dtype, seed):
     return next(model.parameters()).grad.full_tensor(), all_gradients
 
 
+@pytest.mark.full
 @given(
     mesh=strategies.meshes(),
     schedule=strategies.schedules(5),

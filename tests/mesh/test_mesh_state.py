@@ -57,6 +57,7 @@ def copies(kind):
     assert_same(full_state(model), full_state(copied))
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_copy_trains_by_itself(run_ranks, kind):
     run_ranks(copies, 4, kind, timeout=200)
@@ -72,6 +73,7 @@ def load_whole(kind, assign):
     assert_same(full_state(model), full_state(plain))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_whole_tensors_are_loaded(kind, assign):
@@ -101,6 +103,7 @@ def edit_open(kind):
     assert_same(step(model, batch), step(plain, batch))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_open_parameters_are_edited_and_computed_with(kind):
     run_threads(edit_open, 4, kind)

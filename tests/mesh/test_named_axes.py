@@ -145,7 +145,7 @@ def test_two_axes_compute_like_one_process(dims, cut):
         assert_same(found[1], params)
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dims",
     [

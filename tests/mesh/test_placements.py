@@ -62,6 +62,7 @@ def train_uneven(placement_fn, mesh_shape, reshard_after_forward, shard=meshard.
     return train(model, mine, SGD, loss_fn=loss_of, reduce_loss="mean")
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
 @pytest.mark.parametrize("placement_fn", [last_dim, alternating])
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 4)])

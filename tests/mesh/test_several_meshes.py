@@ -93,6 +93,7 @@ def assert_simulated(runs, expected):
                 assert_same(one, other, what=f"rank {rank}, step {step}, {what}")
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_forward):
@@ -102,7 +103,7 @@ def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_for
     assert_simulated(runs, simulate(4, schedule))
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_replicas_of_several_meshes(schedule):
     runs = run_threads(train_experts, 8, "hybrid", schedule, reshard_after_forward=2)

@@ -46,6 +46,7 @@ def train_cut(kind, plan, steps, optimizer_fn, **kwargs):
     )
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
     expected = train_plain(build(), whole_batches(4, 2), ADAM, loss_fn=loss_of)

@@ -36,6 +36,7 @@ def cut_twice(shape, placements, shard_dim):
     assert torch.equal(whole(model.weight.grad), torch.full(shape, 1.5))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5), (1, 1)])
 @pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
 @pytest.mark.parametrize("shard_dim", [0, 1])

@@ -105,7 +105,7 @@ def drop_some(model):
         param.grad = None
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("how", "kwargs"),
     [

@@ -71,7 +71,7 @@ def interrupted(case_name, mesh_shape, foreach, **kwargs):
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize(
     ("case_name", "kwargs"),

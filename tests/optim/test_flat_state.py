@@ -44,6 +44,7 @@ def interchange(way):
     assert_same(full_state(model), full_state(straight), bitwise=True)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("way", ["to ordinary", "from ordinary", "to itself"])
 def test_state_dicts_are_interchangeable(run_ranks, way):
     run_ranks(interchange, 2, way)

@@ -53,6 +53,7 @@ def scheduled(name):
     assert_same_state(plain_state(overlapped), plain_state(plain))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("name", ["cosine", "one cycle", "plateau", "sequence"])
 def test_groups_and_schedulers(run_ranks, name):
     run_ranks(scheduled, 2, name)
@@ -80,6 +81,7 @@ def interchanged(way):
     assert_same(full_state(model), full_state(straight), bitwise=True)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("way", ["to ordinary", "from ordinary"])
 def test_state_dicts_are_interchangeable(run_ranks, way):
     run_ranks(interchanged, 2, way)
@@ -104,6 +106,7 @@ def saved(folder, shape, is_overlapped, windows, *, leave=True):
     return full_state(model)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("first", [True, False], ids=["overlapped first", "ordinary first"])
 def test_killed_and_resumed_with_the_other(run_ranks, tmp_path, first):
     run_ranks(saved, 2, str(tmp_path), (2,), first, (0, 3))

@@ -151,6 +151,7 @@ def clipped(limits):
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     "limits",
     [{"max_unit_norm": 0.1}, {"clip_value": 0.01}, {"clip_value": 0.05, "max_unit_norm": 0.1}],

@@ -96,6 +96,7 @@ def assert_same_records(runs, expected):
             assert_same(run[step][2], params, bitwise=True, what=f"step {step}: params")
 
 
+@pytest.mark.default_rows(1)
 @covering(
     "kind, shape, schedule",
     itertools.product(KINDS, [(2,), (3,), (2, 2)], [(F,), (N, N, F), (R, F)]),

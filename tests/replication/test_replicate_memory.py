@@ -186,6 +186,7 @@ def train_and_delete(steps, kwargs):
         gc.enable()
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     "kwargs",
     [

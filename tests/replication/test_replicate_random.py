@@ -159,12 +159,14 @@ DTYPES = {
 }
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_any_order_of_doings(run_ranks, dtypes, as_views):
     run_ranks(play, 2, 0, DTYPES[dtypes], {"gradient_as_bucket_view": as_views}, timeout=200)
 
 
+@pytest.mark.full
 def test_any_order_of_doings_with_copies_for_compute(run_ranks):
     policy = meshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     run_ranks(play, 2, 100, DTYPES["float32"], {"mp_policy": policy}, timeout=200)

@@ -20,6 +20,7 @@ def on_a_mesh(shape):
     pair.assert_views()
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (1, 2)])
 def test_all_axes_of_a_mesh_replicate(run_ranks, shape):
     run_ranks(on_a_mesh, torch.Size(shape).numel(), shape)
@@ -115,6 +116,7 @@ def compare_windows(model, plain, schedule):
             assert torch.equal(model(x), plain(x))
 
 
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("schedule", ["F", "NRF", "RFF"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 @pytest.mark.parametrize("how", [sharded_inside, replicated_inside])

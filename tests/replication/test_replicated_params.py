@@ -63,6 +63,7 @@ def sharded_run(shape, schedule, factor, placement_fn):
     return grads, full_state(model)
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_whole_parameters_among_shards(run_ranks, shape, schedule):

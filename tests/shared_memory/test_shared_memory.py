@@ -79,7 +79,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.default_rows(3)
+@pytest.mark.default_rows(2)
 @covering("mesh_shape, policy, schedule", product([(2,), (3,), (2, 2)], POLICIES, ["F", "NRF"]))
 def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, schedule):
     ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
@@ -198,6 +198,7 @@ def many_messages():
     return len(sizes)
 
 
+@pytest.mark.full
 def test_messages_may_be_more_than_there_are_words_for(run_ranks):
     assert run_ranks(many_messages, 2) == [1, 1]  # the segment does not grow
 
@@ -244,6 +245,7 @@ def one_cannot_reach_the_others(how):
     assert_same(full_grads(model), full_grads(plain))
 
 
+@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("how", ["env", "host", "token", "files", "system"])
 def test_one_rank_that_cannot_share_keeps_all_to_sockets(run_ranks, how):
     run_ranks(one_cannot_reach_the_others, 2, how)
@@ -348,3 +350,41 @@ def too_late():
 
 def test_a_wait_has_an_end(run_ranks):
     run_ranks(too_late, 2)
+
+
+def acknowledged_late():
+    """``wait`` acknowledges nothing: the rows are read until ``release``."""
+    group = dist.group.WORLD
+    source = torch.ones(4)
+    gather = SharedMemoryCommunicator().gather_views(source, group=group, label="views")
+    gather.wait()
+    told = []
+    gather._channel.acknowledge = told.append
+    gather.wait()
+    assert told == []
+    gather.release()
+    assert len(told) == 1
+
+
+def test_rows_are_acknowledged_when_they_are_released(run_ranks):
+    run_ranks(acknowledged_late, 2)
+
+
+def step_under_another_default_device():
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            model, plain = meshard.fully_shard(seeded(MlpStack())), seeded(MlpStack())
+            batch = torch.ones(2, 6)
+        for each in (model, plain):
+            each(batch).sum().backward()
+        assert_same(full_grads(model), full_grads(plain))
+        meshard.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_the_default_device_of_torch_does_not_matter(run_ranks, monkeypatch, shared):
+    monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared)
+    run_ranks(step_under_another_default_device, 2)

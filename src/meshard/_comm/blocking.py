@@ -38,7 +38,7 @@ def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[
 
     Not announced: this prepares a group before its first collective, and belongs to no unit.
     """
-    own = torch.tensor(numbers)
+    own = torch.tensor(numbers, device="cpu")
     gathered = own.new_empty(group.size() * len(numbers))
     all_gather_single(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -71,16 +71,22 @@ _NO_STREAM = contextlib.nullcontext()
 class WorkInFlight:
     """A ``c10d.Work`` (None: done), and what this rank does after it."""
 
-    __slots__ = ("_then", "_work")
+    __slots__ = ("_keep", "_then", "_work")
 
-    def __init__(self, work: dist.Work | None, then: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None,
+        then: Callable[[], object] | None = None,
+        keep: Sequence[torch.Tensor] = (),  # alive until the work is done
+    ) -> None:
         self._work = work
         self._then = then
+        self._keep = keep
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-            self._work = None  # it holds what it has sent
+            self._work, self._keep = None, ()  # they hold what was sent
         then, self._then = self._then, None  # wait may be called again
         if then is not None:
             then()
@@ -119,7 +125,7 @@ class WorkCommunicator(Communicator):
     def allocate_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
     ) -> list[torch.Tensor] | None:
-        return [torch.empty(numel, dtype=dtype)] if group.size() == 1 else None
+        return [torch.empty(numel, dtype=dtype, device="cpu")] if group.size() == 1 else None
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
@@ -142,7 +148,7 @@ class WorkCommunicator(Communicator):
     def _in_flight(
         self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
     ) -> InFlight:
-        return WorkInFlight(work, then)
+        return WorkInFlight(work, then, keep)
 
 
 def _exchange(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> InFlight:

@@ -43,7 +43,8 @@ class ReduceQueue:
         self._comm = comm
         self._is_checked = is_debugging()
         self._queue: deque[_Queued] = deque()
-        self._factors: dict[int, float | None] = {}
+        # By the id of what was set, which is held so that no other object gets that id.
+        self._factors: dict[int, tuple[object, float | None]] = {}
         self.has_sent_input = False  # memory that was sent may be freed before the next start
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
@@ -62,10 +63,10 @@ class ReduceQueue:
         self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
 
     def _divide_factor(self, settings: ReduceSettings) -> float | None:
-        key = id(settings.divide_factor)
-        if key not in self._factors:
-            self._factors[key] = settings.resolve_divide_factor()
-        return self._factors[key]
+        chosen = settings.divide_factor
+        if id(chosen) not in self._factors:
+            self._factors[id(chosen)] = chosen, settings.resolve_divide_factor()
+        return self._factors[id(chosen)][1]
 
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
         """Accumulate the arrived gradients without a collective."""

@@ -105,7 +105,7 @@ class Channel:
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``[numel]``, uninitialised, that can be published without a copy."""
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         self._reclaim()
         num_bytes = aligned(numel * dtype.itemsize)
         if num_bytes >= _LARGE and self._unacknowledged:
@@ -128,7 +128,7 @@ class Channel:
     def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return a row ``[numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
         rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
-        rows.insert(self.rank, torch.empty(numel, dtype=dtype))
+        rows.insert(self.rank, torch.empty(numel, dtype=dtype, device="cpu"))
         return rows
 
     def _wait_for_memory(self, num_bytes: int) -> None:

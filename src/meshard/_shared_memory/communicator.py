@@ -9,6 +9,7 @@ gloo adds in an order of its own.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 
@@ -77,10 +78,12 @@ class _Receiving:
 class _Views(_Receiving):
     """An all-gather whose rows are read where the other ranks keep them."""
 
-    def __init__(self, channel: Channel, source: torch.Tensor) -> None:
-        message = channel.publish(source)
-        self.rows = lambda: channel.receive_all(message, source)
+    def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
+        self.rows = functools.partial(channel.receive_all, message, source)
         super().__init__(channel, message, self.rows)
+
+    def wait(self) -> None:
+        self.rows()  # and keep them: they are read until release
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
@@ -165,7 +168,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super().gather_views(source, group=group, label=label)
         announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
-            return _Views(channel, source)
+            return _Views(channel, channel.publish(source), source)
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup

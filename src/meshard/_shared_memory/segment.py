@@ -83,7 +83,7 @@ class Segment:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory at ``offset`` as a tensor ``[numel]``."""
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         self._reach(offset + numel * dtype.itemsize)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
