@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import meshard
-from tests.api.test_loading import BATCH, Normed, same_models, values
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
+from tests.support.normed import BATCH, Normed, same_models, values
 from tests.support.parity import assert_same, full_state
 from tests.support.sharding import shard_blocks
 

@@ -1,6 +1,6 @@
 """A state machine of what users do, against an exact model.
 
-The rules are those of ``test_user_scripts``, and what only a machine that sees the state can
+The rules are those of ``tests.support.scripts``, and what only a machine that sees the state can
 choose: to load what was saved earlier. Hypothesis shrinks a failure to the rules that it needs.
 """
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import meshard
-from tests.api.test_user_scripts import PARAMS, Player
 from tests.support.rank_session import RankSession
+from tests.support.scripts import PARAMS, Player
 
 MAX_RANKS = 4
 MASKS = st.tuples(*[st.tuples(*[st.booleans()] * len(PARAMS))] * MAX_RANKS)

@@ -1,11 +1,13 @@
-"""The usual way to shard a small model: one unit for each of its blocks, and the root."""
+"""The usual ways to shard a small model: one unit for each of its blocks, and the root."""
 
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshard
+from tests.support.cases import CASES, Case
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -16,3 +18,22 @@ def shard_blocks(model: Model, mesh: DeviceMesh | None = None, **kwargs: Any) ->
     for block in blocks:
         meshard.fully_shard(block, mesh, **kwargs)
     return meshard.fully_shard(model, mesh, **kwargs)
+
+
+def sharded_case(
+    name: str, mesh_shape: tuple[int, ...] = (2,), **kwargs: Any
+) -> tuple[Case, nn.Module, nn.Module]:
+    """Return a case, its model sharded, and its plain model."""
+    case = CASES[name]
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, plain = case.build(), case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, **kwargs)
+    return case, model, plain
+
+
+def edit(module: nn.Module) -> None:
+    """Change every parameter in another way."""
+    with torch.no_grad():
+        for number, param in enumerate(module.parameters()):
+            param.mul_(0.5).add_(number / 64)

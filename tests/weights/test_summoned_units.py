@@ -14,7 +14,7 @@ from torch.func import functional_call
 import meshard
 from meshard import CommLedger, unsharded_params
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.weights.test_unsharded_params import build, edit
+from tests.support.sharding import edit, sharded_case
 
 
 def edits_that_differ():
@@ -35,7 +35,7 @@ def test_of_edits_that_differ_the_owner_in_the_first_replica_wins(run_ranks):
 
 
 def open_twice():
-    case, model, plain = build("mlp_stack")
+    case, model, plain = sharded_case("mlp_stack")
     x = case.batch(0, 0)
     with unsharded_params(model.blocks[1]):
         assert isinstance(model.scale, DTensor) and isinstance(model.blocks[0].up.weight, DTensor)
@@ -73,7 +73,7 @@ def test_contexts_nest(run_ranks):
 
 def gradients_join(mesh_shape, mode, inside):
     """The whole parameters train: with and without what an ordinary forward gives."""
-    case, model, plain = build("integer", mesh_shape)
+    case, model, plain = sharded_case("integer", mesh_shape)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model.set_gradient_divide_factor(1.0)
     for k in meshard.microbatches(model, range(2), until_last=mode):
@@ -104,7 +104,7 @@ def test_gradients_of_whole_parameters_are_reduced_over_replicas(run_ranks):
 
 
 def wrong_moments():
-    case, model, _ = build("mlp_stack")
+    case, model, _ = sharded_case("mlp_stack")
     x = case.batch(0, 0)
     refused = []
 

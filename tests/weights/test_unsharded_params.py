@@ -13,33 +13,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from meshard import MixedPrecisionPolicy, unsharded_params
-from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
-
-
-def build(name, mesh_shape=(2,), **kwargs):
-    case = CASES[name]
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model, plain = case.build(), case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, **kwargs)
-    return case, model, plain
+from tests.support.sharding import edit, sharded_case
 
 
 def named(module):
     return {name: param.detach().clone() for name, param in module.named_parameters()}
 
 
-def edit(module):
-    with torch.no_grad():
-        for number, param in enumerate(module.parameters()):
-            param.mul_(0.5).add_(number / 64)
-
-
 def read_edit_and_train(name, mesh_shape, **kwargs):
-    case, model, plain = build(name, mesh_shape)
+    case, model, plain = sharded_case(name, mesh_shape)
     batch = case.batch(0, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch)  # leaves the root whole
@@ -128,7 +113,7 @@ def test_masters_are_not_rounded_to_the_compute_dtype(run_ranks):
 
 
 def bytes_left(rank0_only, fails):
-    case, model, plain = build("transformer_tied", reshard_after_forward=True)
+    case, model, plain = sharded_case("transformer_tied", reshard_after_forward=True)
     case.loss(model(case.batch(0, 0))).backward()
     model.zero_grad()
     edit_outside, first = copy.deepcopy(plain), dist.get_rank() == 0
@@ -160,7 +145,7 @@ def test_not_a_byte_is_left_behind(run_ranks, rank0_only, fails):
 
 
 def freed_without_the_garbage_collector():
-    case, model, _ = build("mlp_stack")
+    case, model, _ = sharded_case("mlp_stack")
 
     def train_inside():
         with unsharded_params(model):
@@ -188,7 +173,7 @@ def test_no_cycle_keeps_whole_parameters(run_ranks):
 
 
 def replace_by_assignment():
-    case, model, plain = build("transformer_tied")
+    case, model, plain = sharded_case("transformer_tied")
     ids = [id(param) for param in model.parameters()]
     for module in (model, plain):
         with unsharded_params(model) if module is model else torch.no_grad():
@@ -217,7 +202,7 @@ def test_parameters_may_be_replaced_and_frozen_inside(run_ranks):
 
 
 def assign_what_cannot_be_written():
-    _, model, _ = build("transformer_tied")
+    _, model, _ = sharded_case("transformer_tied")
     before = full_state(model)
 
     def wrong_shape():
@@ -263,7 +248,7 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written(run_ranks):
 
 
 def one_rank_fails(rank0_only, mesh_shape, failing):
-    _, model, _ = build("mlp_stack", mesh_shape)
+    _, model, _ = sharded_case("mlp_stack", mesh_shape)
     before = full_state(model)
     mine = dist.get_rank() == failing
     error = ZeroDivisionError if mine else RuntimeError
