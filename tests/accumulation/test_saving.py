@@ -1,8 +1,13 @@
 """State dicts while a window of accumulation is open."""
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.models import MlpStack, seeded
 from tests.support.ones import make, run
+from tests.support.parity import assert_same, full_state
+from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
 
 
@@ -26,3 +31,20 @@ def save_in_a_window():
 
 def test_a_checkpoint_in_the_middle_of_a_window_is_refused():
     assert run_threads(save_in_a_window, 4) == [True] * 4
+
+
+def save_after_a_failure():
+    model = shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
+    before = full_state(model)
+    hook = model.blocks[0].register_full_backward_pre_hook(lambda *_: fail(None))
+    with pytest.raises(ZeroDivisionError):  # reductions of the other blocks are in flight
+        model(torch.ones(2, 6)).sum().backward()
+    hook.remove()
+    assert model.state_dict().keys() == before.keys()
+    assert_same(full_state(model), before, bitwise=True)
+    model(torch.ones(2, 6)).sum().backward()
+    return all(param.grad is not None for param in model.parameters())
+
+
+def test_a_checkpoint_after_a_failed_backward_is_allowed():
+    assert all(run_threads(save_after_a_failure, 2))

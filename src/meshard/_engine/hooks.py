@@ -90,9 +90,12 @@ def _before_registration(module: nn.Module, name: str, param: nn.Parameter | Non
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Refuse pending gradients, which a checkpoint would not contain; finish pending steps.
 
-    After a backward that failed it is allowed, because the parameters have not changed.
+    After a backward that failed it is allowed, because the parameters have not changed: what is
+    left of that step is dropped.
     """
     for unit in units_of(module):
+        if unit.lifecycle.has_failed:
+            unit.lifecycle.abort()
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 
