@@ -264,6 +264,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     # --- gather and reshard ----------------------------------------------------------------
 
+    # torch's own handle is another class, with the same wait().
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
         """Gather the parameters of this unit; with ``async_op``, ``wait()`` installs them.
 

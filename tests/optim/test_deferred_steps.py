@@ -159,30 +159,15 @@ def test_an_interrupted_window_is_void(run_ranks):
 
 
 def two_roots():
-    """A window that the failure of one root has made void is not stepped by the other root."""
-    first, second = make((2,)), make((2,))
-    late = overlap_optimizer(nn.ModuleList([first, second]), ADAMW, wait="gather", **DEFERRED)
-
-    def fail(*_):
-        raise ValueError("on purpose")
-
-    before = {name: value.clone() for name, value in full_state(first).items()}
-    window(first, 0)
-    second.blocks[0].register_full_backward_hook(fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        window(second, 1)
-    second.reset_iter_state()
-    with torch.no_grad():
-        first(batch(0))
-    late.wait()
-    assert_same(full_state(first), before, bitwise=True)
-    window(first, 2)
-    late.step()
-    late.wait()
-    assert any((full_state(first)[name] != value).any() for name, value in before.items())
+    """Their backwards need not be one: the norm of all is not known when one runs forward again."""
+    both = nn.ModuleList([make((2,)), make((2,))])
+    with pytest.raises(NotImplementedError, match="over several roots is not built"):
+        overlap_optimizer(both, ADAMW, **DEFERRED)
+    for root in both:
+        overlap_optimizer(root, ADAMW, **DEFERRED)
 
 
-def test_a_window_is_void_for_all_roots(run_ranks):
+def test_several_roots_are_refused(run_ranks):
     run_ranks(two_roots, 2)
 
 

@@ -45,7 +45,7 @@ class Published(Mark):
 
 def mark(gradient: torch.Tensor, by: Mark | None) -> None:
     """Make ``gradient`` refer to ``by``."""
-    gradient._meshard_published = by  # type: ignore[attr-defined]
+    gradient._meshard_published = by  # type: ignore[attr-defined]  # ours, on torch's object
 
 
 def mark_of(gradient: torch.Tensor) -> object:

@@ -45,7 +45,7 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Make ``local`` the local tensor of a DTensor, which stays the same object."""
-    tensor._local_tensor = local  # type: ignore[attr-defined]
+    tensor._local_tensor = local  # type: ignore[attr-defined]  # private
 
 
 def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -71,7 +71,7 @@ def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """
     if local.device != tensor.device:
         # Sets the device that the DTensor reports.
-        tensor.data = _made_over(local, tensor._spec)  # type: ignore[attr-defined]
+        tensor.data = _made_over(local, tensor._spec)  # type: ignore[attr-defined]  # private
     set_local(tensor, local)
 
 
@@ -89,7 +89,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     The wrapper takes the storage offset of the tensor it is made over, and torch can neither pickle
     nor copy one with an offset. So it is made over the local tensor of ``tensor``, which has none.
     """
-    spec = tensor._spec  # type: ignore[attr-defined]
+    spec = tensor._spec  # type: ignore[attr-defined]  # private
     # Not DTensor(): __init__ does nothing, behind three wrappers that cost as much as the rest.
     made = DTensor.__new__(DTensor, local_of(tensor), spec, requires_grad=False)
     made._local_tensor = local
@@ -98,7 +98,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     """Return a deep copy of ``tensor`` and of its gradient, on the same mesh."""
-    spec = tensor._spec  # type: ignore[attr-defined]
+    spec = tensor._spec  # type: ignore[attr-defined]  # private
     memo[id(spec)] = spec
     memo[id(spec.mesh)] = spec.mesh
     return copy.deepcopy(tensor, memo)

@@ -61,6 +61,7 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
         return disabled
     below = _Action.SKIP if recursive else _Action.DEFAULT
     _set_strategy(function.__code__, _Strategy(_Action.SKIP, below))
+    # Attributes that dynamo looks for; functions declare none.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "the border of a meshard unit"  # type: ignore[attr-defined]
     return function

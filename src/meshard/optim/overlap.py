@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import is_
 from typing import Any
@@ -351,7 +351,7 @@ def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None 
         )
 
 
-def _check_deferred(clip: str | None, max_norm: float | None, units: Iterable[Unit]) -> None:
+def _check_deferred(clip: str | None, max_norm: float | None, units: Sequence[Unit]) -> None:
     check_limit("max_norm", max_norm)
     if clip not in (None, "deferred"):
         raise ValueError(f'clip must be "deferred" or None, got {clip!r}.')
@@ -359,6 +359,12 @@ def _check_deferred(clip: str | None, max_norm: float | None, units: Iterable[Un
         raise ValueError(
             f'clip="deferred" and max_norm go together, got clip={clip!r} and max_norm={max_norm}; '
             "to clip each unit by its own norm, pass max_unit_norm."
+        )
+    if clip is not None and len({id(unit.lifecycle) for unit in units}) > 1:
+        raise NotImplementedError(
+            'clip="deferred" over several roots is not built: the next forward of one would step '
+            "it before the backward of another has given its gradients. Apply fully_shard to a "
+            "module around them whose forward calls them, or give each root its own optimizer."
         )
     if clip is not None and any(isinstance(unit.group.storage, ReplicatedParams) for unit in units):
         raise ValueError(

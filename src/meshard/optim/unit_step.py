@@ -96,7 +96,7 @@ class PendingStep:
         in host memory.
         """
         group = self._stepper.group
-        if group.storage.host_copies is not None or self._is_void:
+        if group.storage.host_copies is not None:
             self.finish()
         else:
             group.comm.enter_after(CommStream.GATHER, self._begun())
@@ -104,14 +104,10 @@ class PendingStep:
     def finish(self) -> None:
         """Likewise what the caller does next. **Stream:** the current one waits."""
         group = self._stepper.group
-        if group.has_failed or self._is_void:  # on this rank alone, maybe: do not communicate
+        if group.has_failed:  # on this rank alone, maybe: it must not communicate
             self.abandon()
         if group.pending_step is self:
             self._wait(self._begun())
-
-    @property
-    def _is_void(self) -> bool:
-        return self._window is not None and self._window.is_void
 
     def abandon(self) -> None:
         """Drop a deferred step whose window was interrupted; finish a step that was begun."""
