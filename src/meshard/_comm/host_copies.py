@@ -50,7 +50,8 @@ class HostCopies:
                 result.copy_(host, non_blocking=True)
                 result.add_(source)
             host.copy_(result, non_blocking=True)
-            # Two records: waiting for one must not drop what the other keeps alive for compute.
+            # Two records, because the wait on the first drops nothing: the second keeps ``source``
+            # alive until the caller has waited for it.
             self._writing = comm.record()
             return comm.record(source)
 

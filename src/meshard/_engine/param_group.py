@@ -258,7 +258,8 @@ class ParamGroup:
     ) -> None:
         """Start gathering, unless the group is gathered.
 
-        ``only_for_backward``: no later forward reuses the unsharded copy, or adopts edits by it.
+        ``only_for_backward``: do not look for edits of the shards. The next forward looks, and
+        gathers again.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self._gather is not None:

@@ -141,8 +141,9 @@ class Channel:
     def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
         """Return the memory of free ranges to the OS, as a phase of the step begins.
 
-        Kept is what lies below the highest range of the last steps: for backward, where the peak
-        is, of the last backwards, else of all phases. With None nothing is kept.
+        Memory below the highest address that recent steps used stays, because the next step needs
+        it again: for a backward, which has the peak, that of recent backwards; for another phase,
+        that of all phases. None: keep nothing.
         """
         is_new = self._released_at != self._next
         if is_new:

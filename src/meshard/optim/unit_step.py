@@ -102,7 +102,10 @@ class PendingStep:
             group.comm.enter_after(CommStream.GATHER, self._begun())
 
     def finish(self) -> None:
-        """Likewise what the caller does next. **Stream:** the current one waits."""
+        """Order what the caller does next after the step, which is taken now if it was deferred.
+
+        **Collective:** if it was deferred. **Stream:** the current one waits.
+        """
         group = self._stepper.group
         if group.has_failed:  # on this rank alone, maybe: it must not communicate
             self.abandon()
