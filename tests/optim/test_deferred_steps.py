@@ -27,6 +27,7 @@ from tests.support.optimizers import (
     batch,
     clipped,
     deferred,
+    grads,
     groups_of,
     make,
     plain_state,
@@ -118,6 +119,7 @@ def moments_with_gathers():
             ask()
             assert len(stepped) == 5 * (number + 1)
         window(model, 5)
+        optimizer.step()
         before = {name: value.clone() for name, value in full_state(model).items()}
         model.load_state_dict(before, strict=False)  # after the step, not before
         optimizer.wait()
@@ -158,17 +160,86 @@ def test_an_interrupted_window_is_void(run_ranks):
     run_ranks(interrupted, 2, "gather")
 
 
-def two_roots():
-    """Their backwards need not be one: the norm of all is not known when one runs forward again."""
-    both = nn.ModuleList([make((2,)), make((2,))])
-    with pytest.raises(NotImplementedError, match="over several roots is not built"):
-        overlap_optimizer(both, ADAMW, **DEFERRED)
-    for root in both:
-        overlap_optimizer(root, ADAMW, **DEFERRED)
+def several_roots(wait):
+    """One norm for all, whichever of them is run again before the backward of the other."""
+    ours, theirs = (nn.ModuleList([make((2,)), make((2,))]) for _ in range(2))
+    late = overlap_optimizer(ours, ADAMW, wait=wait, **OPTIONS, **DEFERRED)
+    plain = ADAMW(trainable(theirs), **OPTIONS)
+    for number in range(3):
+        for both, optimizer in ((ours, late), (theirs, plain)):
+            window(both[0], number)
+            with torch.no_grad():
+                both[0](batch(number))
+            window(both[1], number + 1)
+            norm = None
+            if both is theirs:
+                norm = meshard.clip_grad_norm_(both, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert late.total_norm == norm
+    late.wait()
+    assert_same(own_state(ours), own_state(theirs), bitwise=True)
 
 
-def test_several_roots_are_refused(run_ranks):
-    run_ranks(two_roots, 2)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_several_roots_are_clipped_by_one_norm(run_ranks, wait):
+    run_ranks(several_roots, 2, wait)
+
+
+def dropped_windows(wait):
+    """Gradients are in ``.grad`` until ``step``: what drops them there drops the window."""
+    ours, theirs = make((2,)), make((2,))
+    late = overlap_optimizer(ours, ADAMW, wait=wait, **OPTIONS, **DEFERRED)
+    plain = ADAMW(trainable(theirs), **OPTIONS)
+    deferred(ours, late, range(2))
+    for drop in (late.zero_grad, ours.zero_grad):
+        late.wait()
+        before = full_state(ours)
+        window(ours, 7)
+        for grad in grads(ours):
+            grad.mul_(float("nan"))
+        drop()
+        late.step()
+        assert_same(full_state(ours), before, bitwise=True)
+    late.param_groups[0]["lr"] = 0.5
+    window(ours, 2)
+    late.param_groups[0]["lr"] = 0.002  # between backward and step
+    late.step()
+    late.param_groups[0]["lr"] = OPTIONS["lr"]
+    late.zero_grad()
+    clipped(theirs, plain, range(2))
+    plain.param_groups[0]["lr"] = 0.002
+    clipped(theirs, plain, range(2, 3))
+    late.wait()
+    assert_same(own_state(ours), own_state(theirs), bitwise=True)
+
+
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_a_window_that_is_cleared_is_not_stepped(run_ranks, wait):
+    run_ranks(dropped_windows, 2, wait)
+
+
+def scaled():
+    """Gradients can be unscaled before ``step``, so a scaler works as with any optimizer."""
+    ours, theirs = make((2,)), make((2,))
+    late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
+    plain = ADAMW(trainable(theirs), **OPTIONS)
+    for model, optimizer in ((ours, late), (theirs, plain)):
+        scaler = meshard.ShardedGradScaler("cpu", init_scale=8.0)
+        for number, factor in enumerate((1.0, float("inf"), 1.0)):
+            scaler.scale(model(batch(number)).sum() * factor).backward()
+            scaler.unscale_(optimizer)
+            if optimizer is plain:
+                meshard.clip_grad_norm_(model, MAX_NORM)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 4.0
+    assert_same(own_state(ours), own_state(theirs), bitwise=True)
+
+
+def test_a_scaled_loss(run_ranks):
+    run_ranks(scaled, 2)
 
 
 def around():
@@ -203,10 +274,6 @@ def refused():
             overlap_optimizer(model, ADAMW, **wrong)
     with pytest.raises(ValueError, match='must be "deferred" or None'):
         overlap_optimizer(model, ADAMW, clip="norm", max_norm=1.0)
-    params = trainable(model)
-    overlap_optimizer(model, ADAMW, params[::2], **DEFERRED)
-    with pytest.raises(ValueError, match="must be the only one that steps unit"):
-        overlap_optimizer(model, ADAMW, params[1::2])
 
 
 def test_errors(run_ranks):

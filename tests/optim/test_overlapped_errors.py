@@ -138,11 +138,12 @@ def put_off():
     """``detach`` takes the steps that wait for the next forward, and leaves what is pending."""
     ours, theirs = make((2,)), make((2,))
     late, plain = (
-        overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED),
+        overlap_optimizer(ours, ADAMW, wait="gather", **OPTIONS, **DEFERRED),
         ADAMW(trainable(theirs), **OPTIONS),
     )
     for number in range(2):
         window(ours, number)
+        late.step()
         window(theirs, number)
         meshard.clip_grad_norm_(theirs, MAX_NORM)
         plain.step()

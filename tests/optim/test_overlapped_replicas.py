@@ -6,7 +6,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from tests.support.models import seeded
-from tests.support.optimizers import MANY, SCHEDULES, Net, SignDescent, train_both
+from tests.support.optimizers import (
+    DEFERRED,
+    MANY,
+    SCHEDULES,
+    Net,
+    SignDescent,
+    clipped,
+    deferred,
+    train_both,
+)
 from tests.support.parity import assert_same, full_state
 
 
@@ -27,13 +36,19 @@ def test_as_the_ordinary_one(run_ranks, name):
     run_ranks(compare, 2, name)
 
 
-def refused():
-    with pytest.raises(ValueError, match="max_unit_norm"):
-        meshard.overlap_optimizer(make(), torch.optim.SGD, clip="deferred", max_norm=1.0)
+def clipped_by_all(wait):
+    """Plain tensors are read without a gather that could wait, so ``step`` steps them."""
+    ours, theirs = make(), make()
+    late = meshard.overlap_optimizer(ours, torch.optim.SGD, lr=0.1, wait=wait, **DEFERRED)
+    plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    assert deferred(ours, late, range(3)) == clipped(theirs, plain, range(3))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
-def test_deferred_steps_are_refused(run_ranks):
-    run_ranks(refused, 2)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_clipping_by_all_gradients(run_ranks, wait):
+    run_ranks(clipped_by_all, 2, wait)
 
 
 class Shuffled(torch.nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -134,31 +135,23 @@ def pg_of_one() -> dist.ProcessGroup:
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
-class _ExtraGroups(dict[str, dist.ProcessGroup]):
-    """Process groups made for a mesh. Copies and pickles of the mesh leave them out.
-
-    torch leaves a mesh's own groups out too. A plain dict in a pickle needs no meshard to be read.
-    """
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return dict, ()
+# By shard group, and name. Not on the mesh: that is pickled with every DTensor.
+_extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks of the mesh, like its shard group; the same one each time.
+    """Return a group of some ranks of the shard group, like that one; the same one each time.
 
     **Collective:** these ranks, the first time, in the same order.
     """
-    mesh, like = mesh_info.mesh, mesh_info.shard_group
-    # On the mesh itself, so that groups die with it: a process group that is alive when the
-    # interpreter ends aborts the process, and an equal mesh may belong to another world.
-    groups = vars(mesh).get("_meshard_groups")
-    if not isinstance(groups, _ExtraGroups):
-        groups = vars(mesh)["_meshard_groups"] = _ExtraGroups()
+    like = mesh_info.shard_group
+    groups = _extra_groups.setdefault(like, {})
     if name not in groups:
         group = dist.new_group(
             ranks,
-            timeout=timeout_of(like, device_of(mesh)),
+            timeout=timeout_of(like, device_of(mesh_info.mesh)),
             backend=dist.get_backend_config(like),
             use_local_synchronization=True,
             group_desc=name,

@@ -112,16 +112,12 @@ class FlatStepper:
         assert inner is not None
         self._left = None  # if the step raises, the next one looks at everything anew
         self._step(inner)
-        self.drop_gradients()  # or they would keep the memory after zero_grad
+        for flat_slice in self.slices:
+            flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
         if left is None or not left.follow():
             self._show(inner)
             left = Snapshot(self._optim_groups, self._state, self.slices, inner.state)
         self._left = left
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients that were taken."""
-        for flat_slice in self.slices:
-            flat_slice.flat.grad = None
 
     def _show(self, inner: Optimizer) -> None:
         """Put the state of the inner optimizer into that of the parameters."""

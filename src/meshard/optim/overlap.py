@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from operator import is_
 from typing import Any
@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from meshard._engine.optimizer_hooks import find_overlapped, overlapped_optimizers, owner_of
 from meshard._engine.unit import Unit, require_units, units_in
-from meshard._params.replicated_params import ReplicatedParams
-from meshard.clipping import check_limit, unit_clip
+from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
 from meshard.grad_scaler import is_backward_scaled
 from meshard.optim.flat import POINTWISE, MakeOptimizer, Params, count_in_tensors, loss_of
 from meshard.optim.flat_slices import State
-from meshard.optim.unit_step import ChangeGradients, DeferredWindow, UnitStepper
+from meshard.optim.unit_step import ChangeGradients, UnitStepper
 
 _NOT_SCALED = (
     "Compute in bfloat16, which needs no loss scaling "
@@ -44,7 +43,7 @@ class OverlappedOptimizer(Optimizer):
         units: Iterable[Unit],
         *,
         change: ChangeGradients | None,
-        max_norm: float | None,  # of all gradients together: steps are deferred
+        max_norm: float | None,  # of all gradients together: nothing is stepped in backward
         waits_in_step: bool,  # else the next gathers wait
     ) -> None:
         worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
@@ -55,13 +54,15 @@ class OverlappedOptimizer(Optimizer):
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._planned: list[torch.Tensor] = []  # the parameters that the steppers are for
         self._stepped: set[UnitStepper] = set()  # in the present window
-        self._window: DeferredWindow | None = None
+        self.total_norm: torch.Tensor | None = None
+        """With ``clip="deferred"``: the norm of all gradients at the last ``step``, unclipped."""
         super().__init__(template.param_groups, template.defaults)
         self._state.update(template.state)
         self._plan()
-        for unit in self._units:
-            unit.on_reduced.append(self._on_reduced)
-        overlapped_optimizers.add(self)
+        if max_norm is None:
+            for unit in self._units:
+                unit.on_reduced.append(self._on_reduced)
+            overlapped_optimizers.add(self)
 
     # --- for users -------------------------------------------------------------------------
 
@@ -74,11 +75,6 @@ class OverlappedOptimizer(Optimizer):
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, State]) -> None:
         self._state = value
-
-    @property
-    def total_norm(self) -> torch.Tensor | None:
-        """With ``clip="deferred"``: the norm of the last window's gradients, before clipping."""
-        return None if self._window is None else self._window.total_norm
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wait()
@@ -97,8 +93,9 @@ class OverlappedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the steps of backward, and step what has not been stepped there.
 
-        That is, gradients that no window has ended, that you have put there yourself, or all after
-        ``detach()``. ``closure``, which computes the loss and runs backward, is called first.
+        That is, gradients that no window has ended, that you have put there yourself, or all: with
+        ``clip="deferred"``, and after ``detach()``. ``closure``, which computes the loss and runs
+        backward, is called first. **Collective:** with ``clip="deferred"``, as ``get_total_norm``.
         **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Raises:
@@ -106,14 +103,28 @@ class OverlappedOptimizer(Optimizer):
         """
         loss = loss_of(closure)
         self._stepped.clear()
-        for stepper in self._fresh_steppers():
-            # Gradients on their way from the device are not in .grad yet.
-            if stepper.has_gradients() or stepper.group.storage.host_copies is not None:
-                self._step(stepper)
-        self._close_window()
+        if self._max_norm is not None:
+            self._step_clipped(self._max_norm)
+        else:
+            for stepper in self._fresh_steppers():
+                # Gradients on their way from the device are not in .grad yet.
+                if stepper.has_gradients() or stepper.group.storage.host_copies is not None:
+                    self._step(stepper)
         if self._waits_in_step:
             self.wait()
         return loss
+
+    def _step_clipped(self, max_norm: float) -> None:
+        """Clip by the norm of all gradients, and step each unit now or before its next gather."""
+        steppers = self._fresh_steppers()
+        for stepper in steppers:
+            stepper.group.gradients.settle()
+        steppers = [each for each in steppers if each.take(self.param_groups, self._state)]
+        grads = {param: grad for stepper in steppers for param, grad in stepper.taken}
+        self.total_norm = get_total_norm(grads[each] for each in self._planned if each in grads)
+        coefficient = clip_coefficient(self.total_norm, max_norm)
+        for stepper in steppers:
+            (stepper.step if self._waits_in_step else stepper.defer)(coefficient)
 
     def wait(self) -> None:
         """Order what you do next after all steps that have been begun; deferred ones are taken.
@@ -136,7 +147,8 @@ class OverlappedOptimizer(Optimizer):
     def detach(self) -> None:
         """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
 
-        Steps that ``clip="deferred"`` has put off are taken. What a window that has not ended has
+        Steps that wait for a gather are taken, and gradients are clipped no more by
+        ``clip="deferred"``. What a window that has not ended has
         accumulated stays, and its last backward leaves it in ``.grad``. To go back, call
         ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
 
@@ -150,9 +162,11 @@ class OverlappedOptimizer(Optimizer):
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
         overlapped_optimizers.discard(self)
+        self._max_norm = None
 
     @property
     def _is_attached(self) -> bool:
+        """Whether it steps in backward."""
         return self in overlapped_optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -203,23 +217,10 @@ class OverlappedOptimizer(Optimizer):
             return
         self._stepped.add(stepper)
         self._step(stepper)
-        if len(self._stepped) == len(self._steppers):
-            self._close_window()
 
     def _step(self, stepper: UnitStepper) -> None:
-        max_norm = self._max_norm if self._is_attached else None
-        if not stepper.take(self.param_groups, self._state, is_deferred=max_norm is not None):
-            return
-        if max_norm is None:
+        if stepper.take(self.param_groups, self._state):
             stepper.step()
-            return
-        if self._window is None or not self._window.is_open:
-            self._window = DeferredWindow(self._planned, max_norm)
-        stepper.defer(self._window)
-
-    def _close_window(self) -> None:
-        if self._window is not None and self._window.is_open:
-            self._window.close()
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
@@ -252,14 +253,6 @@ class OverlappedOptimizer(Optimizer):
                         "module around it."
                     )
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
-        for unit in members:
-            for other in _subscribers(unit):
-                is_shared = other is not self and unit in other._steppers
-                if is_shared and (self._max_norm or other._max_norm):
-                    raise ValueError(
-                        'with clip="deferred" an optimizer must be the only one that steps unit '
-                        f"{unit.label!r} in backward; give it all parameters of the unit."
-                    )
         self.wait()
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
@@ -297,8 +290,8 @@ def overlap_optimizer(
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
-        clip: ``"deferred"`` clips by the norm of all gradients: they are kept until it is known,
-            and units are stepped in ``step`` (``wait="gather"``: each before its next gather).
+        clip: ``"deferred"`` clips by the norm of all gradients: they stay in ``.grad``, and units
+            are stepped in ``step``, or with ``wait="gather"`` each before its next gather.
         max_norm: Limit of that norm.
         wait: ``"step"``: steps are over when ``step`` returns. ``"gather"``: the next gather of
             each unit waits; call ``wait`` of what is returned before you use a parameter.
@@ -325,7 +318,7 @@ def overlap_optimizer(
     for unit in units:
         unit.lifecycle.check_between_steps(unit, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
-    _check_deferred(clip, max_norm, units)
+    _check_deferred(clip, max_norm)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
     if param_groups is None:
@@ -351,7 +344,7 @@ def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None 
         )
 
 
-def _check_deferred(clip: str | None, max_norm: float | None, units: Sequence[Unit]) -> None:
+def _check_deferred(clip: str | None, max_norm: float | None) -> None:
     check_limit("max_norm", max_norm)
     if clip not in (None, "deferred"):
         raise ValueError(f'clip must be "deferred" or None, got {clip!r}.')
@@ -359,18 +352,6 @@ def _check_deferred(clip: str | None, max_norm: float | None, units: Sequence[Un
         raise ValueError(
             f'clip="deferred" and max_norm go together, got clip={clip!r} and max_norm={max_norm}; '
             "to clip each unit by its own norm, pass max_unit_norm."
-        )
-    if clip is not None and len({id(unit.lifecycle) for unit in units}) > 1:
-        raise NotImplementedError(
-            'clip="deferred" over several roots is not built: the next forward of one would step '
-            "it before the backward of another has given its gradients. Apply fully_shard to a "
-            "module around them whose forward calls them, or give each root its own optimizer."
-        )
-    if clip is not None and any(isinstance(unit.group.storage, ReplicatedParams) for unit in units):
-        raise ValueError(
-            'clip="deferred" may step a unit as late as its next gather, and parameters of '
-            "replicate are not gathered; clip each bucket (max_unit_norm), or step as usual after "
-            "meshard.clip_grad_norm_."
         )
 
 
