@@ -181,6 +181,7 @@ class GradientSetters:
         is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())
         chosen = factor if factor is None or is_read_later else check_divide_factor(factor)
         for unit in _units(self, recurse):
+            unit.lifecycle.abort_if_failed()
             if unit.gradients.window.is_open:
                 raise RuntimeError(
                     f"unit {unit.label!r} is in the middle of a window, whose gradients must all "

@@ -160,6 +160,25 @@ def change_on_the_way(mesh_shape, is_last):
     return found, values(model)["a"]
 
 
+def change_after_a_failure(mesh_shape):
+    """A factor that changed in a window has failed it; what is set next counts for another one."""
+    model = make(mesh_shape)
+    factors = iter((4.0, 2.0))
+    model.set_gradient_divide_factor(lambda: next(factors))
+    run(model, "R", 1.0, 1.0)
+    with pytest.raises(RuntimeError, match="would divide the rest by 2.0"):
+        run(model, "R", 1.0, 1.0)
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0)
+    run(model, "F", 1.0, 1.0)
+    return values(model)["a"]
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_the_factor_may_change_after_a_window_that_failed(mesh_shape):
+    assert run_threads(change_after_a_failure, 4, mesh_shape) == [4.0] * 4
+
+
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("is_last", [True, False])
 def test_the_factor_cannot_change_while_anything_is_on_its_way(mesh_shape, is_last):

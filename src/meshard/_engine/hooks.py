@@ -94,8 +94,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     left of that step is dropped.
     """
     for unit in units_of(module):
-        if unit.lifecycle.has_failed:
-            unit.lifecycle.abort()
+        unit.lifecycle.abort_if_failed()
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 

@@ -108,8 +108,7 @@ class Lifecycle:
 
     def pre_forward(self, unit: Unit) -> ForwardCall | None:
         """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
-        if self.has_failed:
-            self.abort()
+        self.abort_if_failed()
         if self.phase is Phase.IDLE:
             self.retained.begin_forward()
             self._queue.begin_forward()
@@ -189,8 +188,7 @@ class Lifecycle:
 
     def _begin_backward(self, early: tuple[Unit, int] | None = None) -> None:
         """Begin a backward, unless it has begun; ``early`` is a gradient that is there already."""
-        if self.has_failed:
-            self.abort()
+        self.abort_if_failed()
         if self.phase is Phase.BACKWARD:
             return
         self._phase_around, self.phase = self.phase, Phase.BACKWARD
@@ -342,16 +340,14 @@ class Lifecycle:
     # --- outside of a backward --------------------------------------------------------
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
-        if self.has_failed:
-            self.abort()
+        self.abort_if_failed()
         self._queue.finish_partials_of(unit.gradients)
         if unit.gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         unit.gradients.window.close()
 
     def finish_reductions(self) -> None:
-        if self.has_failed:
-            self.abort()
+        self.abort_if_failed()
         self._queue.finish_all()
         self._settle_host()
 
@@ -379,14 +375,17 @@ class Lifecycle:
 
     def check_between_steps(self, unit: Unit, caller: str) -> None:
         """Raise if a module runs, forward or backward. Cleans up a step that failed."""
-        if self.has_failed:
-            self.abort()
+        self.abort_if_failed()
         if self.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"{caller} was called inside the forward or backward of unit {unit.label!r}; call "
                 "it between steps, after reset_iter_state() on the root if a step was interrupted. "
                 "A forward may read parameters of another unit that has unshard_on_access=True."
             )
+
+    def abort_if_failed(self) -> None:
+        if self.has_failed:
+            self.abort()
 
     def abort(self) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
