@@ -260,3 +260,16 @@ def differentiate_by_transforms():
 
 def test_transforms_of_torch_func_need_open_parameters(run_ranks):
     run_ranks(differentiate_by_transforms, 2)
+
+
+def map_over_batches():
+    plain = seeded(MlpStack())
+    model = shard(seeded(MlpStack()), meshard.fully_shard)
+    batches = torch.stack([inputs_of(number) for number in range(3)])
+    for each in (model, plain):
+        torch.vmap(torch.vmap(each))(batches).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+def test_units_inside_vmap(run_ranks):
+    run_ranks(map_over_batches, 2)

@@ -41,6 +41,7 @@ from meshard._torch.private import (
     base_of,
     module_call_code,
     next_node,
+    outside_of_vmap,
     skip_dynamo,
     skip_dynamo_once,
 )
@@ -242,7 +243,8 @@ def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | Non
 def watch_outputs(output: Any, watched: Watched) -> None:
     """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
     hook = partial(_output_hook, watched)
-    for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+    for found in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+        tensor = outside_of_vmap(found)
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             tensor.register_hook(hook)

@@ -100,6 +100,17 @@ accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 # --- tensors -------------------------------------------------------------------------------
 
+_is_vmapped = _find("torch._C._functorch.is_batchedtensor") or (lambda _: False)
+_inside_of = _or_error("torch._C._functorch.get_unwrapped")
+
+
+def outside_of_vmap(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what ``tensor`` is outside of all ``torch.vmap``, where autograd sees its hooks."""
+    while _is_vmapped(tensor):
+        tensor = _inside_of(tensor)
+    return tensor
+
+
 # Grows with every edit of a tensor in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # The tensor that a tensor is a view of, to autograd; None if it is no view.
