@@ -122,7 +122,7 @@ def clip_grad_norm_(
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     listed = sharded_of_all([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-    if find_overlapped(listed) is not None:
+    if find_overlapped(listed, in_backward=True) is not None:
         raise RuntimeError(
             "clip_grad_norm_ comes too late: an optimizer of overlap_optimizer steps each unit in "
             "backward, before the gradients of all are there. Clip each unit by its own norm "

@@ -3,8 +3,10 @@
 import copy
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import Shard
@@ -108,6 +110,20 @@ def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_for
 def test_replicas_of_several_meshes(schedule):
     runs = run_threads(train_experts, 8, "hybrid", schedule, reshard_after_forward=2)
     assert_simulated(runs, simulate(8, schedule))
+
+
+def replicate_on_two_planes():
+    """Two meshes of two axes that share the inner one reduce over different ranks."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    for axis in "ab":
+        plane = mesh[axis, "c"]
+        layer = meshard.replicate(nn.Linear(1, 1, bias=False), plane)
+        layer(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+        assert layer.weight.grad.item() == plane.mesh.float().mean()
+
+
+def test_meshes_that_share_an_axis():
+    run_threads(replicate_on_two_planes, 4)
 
 
 def test_one_divide_factor_holds_for_all_meshes():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard import overlap_optimizer
+from meshard import OverlappedOptimizer, overlap_optimizer
 from meshard.optim.unit_step import UnitStepper
 from tests.support.covering import covering
 from tests.support.optimizers import (
@@ -242,6 +242,80 @@ def test_a_scaled_loss(run_ranks):
     run_ranks(scaled, 2)
 
 
+def edited(how):
+    """Gradients in ``.grad`` are edited, or replaced, until ``step``."""
+    ours, theirs = make((2,)), make((2,))
+    late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
+    plain = ADAMW(trainable(theirs), **OPTIONS)
+    for number in range(3):
+        for model, optimizer in ((ours, late), (theirs, plain)):
+            window(model, number)
+            for param in model.parameters():
+                if param.grad is None:
+                    continue
+                if how == "in place":
+                    param.grad.mul_(2.0)
+                else:
+                    param.grad = param.grad * 2.0
+            if optimizer is plain:
+                norm = meshard.clip_grad_norm_(model, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert late.total_norm == norm > MAX_NORM
+    assert_same(own_state(ours), own_state(theirs), bitwise=True)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_edited_gradients_are_clipped(run_ranks, how):
+    run_ranks(edited, 2, how)
+
+
+@contextlib.contextmanager
+def other_modes():
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        yield
+
+
+class Multiplying(torch.optim.Optimizer):
+    """Steps by a matrix product, which autocast would round."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad.to_local()
+                factors = torch.full((grad.numel(), 2), float(group["lr"]))
+                product = grad.reshape(1, -1).mm(factors) if grad.numel() else torch.zeros(1, 2)
+                param.to_local().sub_(product[0, 0])
+
+
+def under_other_modes(cls):
+    """A step in the next forward has the modes and hyperparameters that ``step`` had."""
+    ours, theirs = make((2,)), make((2,))
+    for model, wait in ((ours, "gather"), (theirs, "step")):
+        rate = torch.tensor(0.1)
+        optimizer = overlap_optimizer(model, cls, lr=rate, wait=wait, **DEFERRED)
+        for number in range(3):
+            window(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.mul_(0.5)  # as a scheduler does
+            with other_modes():
+                model(batch(number))
+        optimizer.wait()
+    assert_same(own_state(ours), own_state(theirs), bitwise=True)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, Multiplying])
+def test_a_step_in_a_forward_under_other_modes(run_ranks, cls):
+    run_ranks(under_other_modes, 2, cls)
+
+
 def around():
     """Checkpoints, offloading and detaching take the steps first."""
     ours, theirs = make((2,)), make((2,))
@@ -272,6 +346,18 @@ def refused():
     for wrong in ({"clip": "deferred"}, {"max_norm": 1.0}):
         with pytest.raises(ValueError, match="max_norm go together"):
             overlap_optimizer(model, ADAMW, **wrong)
+    with pytest.raises(ValueError, match="clip_value go without"):
+        overlap_optimizer(model, ADAMW, clip_value=1.0, **DEFERRED)
+    late = overlap_optimizer(model, ADAMW, trainable(model)[:2], **DEFERRED)
+    assert OverlappedOptimizer.attached_to(model) == [late]
+    for other in ({}, DEFERRED):
+        with pytest.raises(ValueError, match="by another optimizer of overlap_optimizer"):
+            overlap_optimizer(model, ADAMW, **other)
+    with pytest.raises(ValueError, match="in no unit"):
+        late.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(late.param_groups) == 1
+    late.detach()
+    assert OverlappedOptimizer.attached_to(model) == []
     with pytest.raises(ValueError, match='must be "deferred" or None'):
         overlap_optimizer(model, ADAMW, clip="norm", max_norm=1.0)
 

@@ -90,7 +90,7 @@ def two_of_them():
         overlap_optimizer(ours, torch.optim.SGD, matrices, lr=0.01),
         overlap_optimizer(ours, ADAMW, rest, **OPTIONS),
     ]
-    with pytest.raises(ValueError, match="by another optimizer already"):
+    with pytest.raises(ValueError, match="by another optimizer of overlap_optimizer"):
         overlap_optimizer(ours, ADAMW)
     plain = [
         torch.optim.SGD(made[theirs][0], lr=0.01),

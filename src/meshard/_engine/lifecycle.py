@@ -405,8 +405,6 @@ class Lifecycle:
         for unit in self.units():
             unit.step.reset()
         for group in self.groups():
-            if is_void:
-                group.finish_pending_step()
             group.reshard()
             group.has_failed = False
             group.gradients.abandon(is_void=is_void)

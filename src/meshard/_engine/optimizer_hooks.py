@@ -34,17 +34,21 @@ _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.Weak
 # Of each optimizer: the ids of its parameters, by group, and the units that it steps.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-overlapped_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that step in backward now
+# Those of overlap_optimizer, as they were made, until they are detached: whether they step in
+# backward, or in their ``step``.
+overlapped_optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
 
 def find_overlapped(
-    params: Iterable[torch.Tensor], but: Optimizer | None = None
+    params: Iterable[torch.Tensor], *, but: Optimizer | None = None, in_backward: bool = False
 ) -> torch.Tensor | None:
-    """Return the first of ``params`` that an optimizer other than ``but`` steps in backward."""
-    groups = [
-        group for each in overlapped_optimizers if each is not but for group in each.param_groups
+    """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps."""
+    others = [
+        each
+        for each, steps_in_backward in overlapped_optimizers.items()
+        if each is not but and (steps_in_backward or not in_backward)
     ]
-    ids = {id(param) for group in groups for param in group["params"]}
+    ids = {id(param) for each in others for group in each.param_groups for param in group["params"]}
     return next((param for param in params if id(param) in ids), None)
 
 

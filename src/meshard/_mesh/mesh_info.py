@@ -135,20 +135,21 @@ def pg_of_one() -> dist.ProcessGroup:
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
-# By shard group, and name. Not on the mesh: that is pickled with every DTensor.
-_extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
+_GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
+# By shard group. Not on the mesh: that is pickled with every DTensor.
+_extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of some ranks of the shard group, like that one; the same one each time.
+    """Return a group of ``ranks``, like the shard group; the same one each time.
 
     **Collective:** these ranks, the first time, in the same order.
     """
     like = mesh_info.shard_group
-    groups = _extra_groups.setdefault(like, {})
-    if name not in groups:
+    groups, key = _extra_groups.setdefault(like, {}), (name, tuple(ranks))
+    if key not in groups:
         group = dist.new_group(
             ranks,
             timeout=timeout_of(like, device_of(mesh_info.mesh)),
@@ -157,8 +158,8 @@ def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessG
             group_desc=name,
         )
         assert isinstance(group, dist.ProcessGroup)
-        groups[name] = group
-    return groups[name]
+        groups[key] = group
+    return groups[key]
 
 
 def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:

@@ -106,6 +106,13 @@ class FlatStepper:
             group = optim_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
 
+    def gradients(self, taken: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the plain tensors by which ``run`` steps; ``taken`` has those of parameters."""
+        loose = {id(param) for _, param in self._loose}
+        found = [plain_of(grad) for param, grad in taken if id(param) in loose]
+        # Views of what was taken, or copies of it.
+        return found + [each.flat.grad for each in self.slices if each.flat.grad is not None]
+
     def run(self) -> None:
         """Step what was taken. The gradients of loose parameters must still be there."""
         inner, left = self._inner, self._left

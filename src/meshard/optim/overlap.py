@@ -33,7 +33,8 @@ class OverlappedOptimizer(Optimizer):
     """An optimizer that steps each unit in backward: see ``overlap_optimizer``.
 
     ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
-    keep it: it steps until ``detach``, also if you drop it (``attached_to`` finds it again).
+    keep it: it steps until ``detach``, also if you drop it (``attached_to`` finds it again). Not
+    so with ``clip="deferred"``, where only your call of ``step`` steps.
     """
 
     def __init__(
@@ -55,14 +56,15 @@ class OverlappedOptimizer(Optimizer):
         self._planned: list[torch.Tensor] = []  # the parameters that the steppers are for
         self._stepped: set[UnitStepper] = set()  # in the present window
         self.total_norm: torch.Tensor | None = None
-        """With ``clip="deferred"``: the norm of all gradients at the last ``step``, unclipped."""
+        """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
+        ``step`` found, before clipping; zero if there was none."""
         super().__init__(template.param_groups, template.defaults)
         self._state.update(template.state)
         self._plan()
         if max_norm is None:
             for unit in self._units:
                 unit.on_reduced.append(self._on_reduced)
-            overlapped_optimizers.add(self)
+        overlapped_optimizers[self] = max_norm is None
 
     # --- for users -------------------------------------------------------------------------
 
@@ -119,12 +121,12 @@ class OverlappedOptimizer(Optimizer):
         steppers = self._fresh_steppers()
         for stepper in steppers:
             stepper.group.gradients.settle()
-        steppers = [each for each in steppers if each.take(self.param_groups, self._state)]
-        grads = {param: grad for stepper in steppers for param, grad in stepper.taken}
-        self.total_norm = get_total_norm(grads[each] for each in self._planned if each in grads)
+        grads = [param.grad for param in self._planned if param.grad is not None]
+        self.total_norm = get_total_norm(grads)
         coefficient = clip_coefficient(self.total_norm, max_norm)
         for stepper in steppers:
-            (stepper.step if self._waits_in_step else stepper.defer)(coefficient)
+            if stepper.take(self.param_groups, self._state):
+                (stepper.step if self._waits_in_step else stepper.defer)(coefficient)
 
     def wait(self) -> None:
         """Order what you do next after all steps that have been begun; deferred ones are taken.
@@ -145,10 +147,9 @@ class OverlappedOptimizer(Optimizer):
             raise errors[0]
 
     def detach(self) -> None:
-        """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
+        """From now on step in ``step`` only, and clip no more, as any optimizer.
 
-        Steps that wait for a gather are taken, and gradients are clipped no more by
-        ``clip="deferred"``. What a window that has not ended has
+        Steps that wait for a gather are taken. What a window that has not ended has
         accumulated stays, and its last backward leaves it in ``.grad``. To go back, call
         ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
 
@@ -158,15 +159,13 @@ class OverlappedOptimizer(Optimizer):
         for unit in self._units:
             unit.lifecycle.check_between_steps(unit, "detach")
         self.wait()
-        if self._is_attached:
+        if overlapped_optimizers.pop(self, False):
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
-        overlapped_optimizers.discard(self)
         self._max_norm = None
 
     @property
     def _is_attached(self) -> bool:
-        """Whether it steps in backward."""
         return self in overlapped_optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -186,13 +185,15 @@ class OverlappedOptimizer(Optimizer):
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
-        """Return the optimizers that step units of ``module`` in backward, each once."""
-        return list(dict.fromkeys(each for unit in units_in(module) for each in _subscribers(unit)))
+        """Return those of units of ``module`` that are not detached, as they were made."""
+        units = set(units_in(module))
+        attached = [each for each in overlapped_optimizers if isinstance(each, OverlappedOptimizer)]
+        return [each for each in attached if not units.isdisjoint(each._steppers)]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What a ``torch.amp.GradScaler`` reads first: the moment to refuse it."""
-        if self._is_attached:
+        if overlapped_optimizers.get(self):
             raise RuntimeError(
                 "torch.amp.GradScaler cannot be used with overlap_optimizer, which has stepped in "
                 f"backward already, by gradients that were still scaled. {_NOT_SCALED}"
@@ -228,7 +229,7 @@ class OverlappedOptimizer(Optimizer):
         is_planned = (
             len(params) == len(self._planned)
             and all(map(is_, params, self._planned))
-            # After detach(), replicate may rebuild its buckets.
+            # Where no step is taken in backward, replicate may rebuild its buckets.
             and all(stepper.is_of(unit) for unit, stepper in self._steppers.items())
         )
         if not is_planned:
@@ -258,11 +259,6 @@ class OverlappedOptimizer(Optimizer):
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
         self._planned = self._params()
-
-
-def _subscribers(unit: Unit) -> list[OverlappedOptimizer]:
-    owners = (getattr(subscriber, "__self__", None) for subscriber in unit.on_reduced)
-    return [owner for owner in owners if isinstance(owner, OverlappedOptimizer)]
 
 
 def overlap_optimizer(
@@ -318,7 +314,7 @@ def overlap_optimizer(
     for unit in units:
         unit.lifecycle.check_between_steps(unit, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
-    _check_deferred(clip, max_norm)
+    _check_deferred(clip, max_norm, is_changed=change is not None)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
     if param_groups is None:
@@ -335,16 +331,16 @@ def overlap_optimizer(
 
 
 def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:
-    param = find_overlapped(params, but)
+    param = find_overlapped(params, but=but)
     if param is not None:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is stepped in backward by another "
-            "optimizer already; call its detach() first (OverlappedOptimizer.attached_to(module) "
-            "finds it), or give each its own parameters."
+            f"a parameter of shape {tuple(param.shape)} is stepped by another optimizer of "
+            "overlap_optimizer already; call its detach() first "
+            "(OverlappedOptimizer.attached_to(module) finds it), or give each its own parameters."
         )
 
 
-def _check_deferred(clip: str | None, max_norm: float | None) -> None:
+def _check_deferred(clip: str | None, max_norm: float | None, *, is_changed: bool) -> None:
     check_limit("max_norm", max_norm)
     if clip not in (None, "deferred"):
         raise ValueError(f'clip must be "deferred" or None, got {clip!r}.')
@@ -352,6 +348,11 @@ def _check_deferred(clip: str | None, max_norm: float | None) -> None:
         raise ValueError(
             f'clip="deferred" and max_norm go together, got clip={clip!r} and max_norm={max_norm}; '
             "to clip each unit by its own norm, pass max_unit_norm."
+        )
+    if clip is not None and is_changed:
+        raise ValueError(
+            'max_unit_norm and clip_value go without clip="deferred", which leaves gradients in '
+            ".grad until step(): clip there what else you want to clip."
         )
 
 

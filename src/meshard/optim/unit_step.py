@@ -2,7 +2,7 @@
 
 On a device the step is queued on the optimizer stream, beside the backward of other units. Units in
 host memory are stepped by a worker thread as soon as their own gradients have arrived. A deferred
-step takes the gradients at once, and the rest follows when the unit is gathered next.
+step, which is clipped by the norm of all gradients, follows when the unit is gathered next.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -84,7 +85,10 @@ class PendingStep:
 
     def _begun(self) -> InFlight:
         if self._work is None:
-            self._work = self._stepper.run(self._coefficient)
+            device = self._stepper.params[0].device.type
+            # The next forward may run under other modes than step() did.
+            with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
+                self._work = self._stepper.run(self._coefficient)
         return self._work
 
 
@@ -142,7 +146,7 @@ class UnitStepper:
             if self._change is not None:
                 self._change([grad for _, grad in self.taken])
             members = self._members.items()
-            self.flat.take([{**groups[number], "params": own} for number, own in members], state)
+            self.flat.take([_taken(groups[number], own) for number, own in members], state)
         with without_torch_function():
             for param in self.params:
                 param.grad = None
@@ -186,7 +190,7 @@ class UnitStepper:
         with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
             used = [plain_of(grad) for _, grad in grads]
             if coefficient is not None:
-                scale_gradients(used, coefficient)
+                scale_gradients(self.flat.gradients(grads), coefficient)
                 used.append(coefficient)
             for param, grad in loose:
                 param.grad = grad
@@ -215,3 +219,12 @@ class UnitStepper:
         if self._is_beside(group):
             return group.comm.on_stream(CommStream.OPTIMIZER)
         return contextlib.nullcontext()
+
+
+def _taken(group: dict[str, Any], params: list[torch.Tensor]) -> dict[str, Any]:
+    """Return a param group as it is now: a scheduler writes to tensors in it."""
+    present = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+    }
+    return {**present, "params": params}
