@@ -11,6 +11,7 @@ import math
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from tqdm import tqdm
 
 from meshard import (
     CommLedger,
+    FSDPModule,
     GradientSync,
     MixedPrecisionPolicy,
     clip_grad_norm_,
@@ -87,7 +89,7 @@ def train(args: Namespace, device: torch.device) -> None:
         report(args, summary, history, ledger, sample)
 
 
-def shard(model: GPT, args: Namespace, device: torch.device) -> GPT:
+def shard(model: GPT, args: Namespace, device: torch.device) -> FSDPModule:
     """Spread the parameters of ``model`` over all ranks. This is all of the sharding."""
     mesh = make_mesh(args, device)
     bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -111,7 +113,7 @@ def microbatches(windows: Tensor, count: int) -> list[Tensor]:
     return [microbatch.chunk(ranks)[rank] for microbatch in windows.chunk(count)]
 
 
-def train_step(model: GPT, optimizer: Optimizer, batches: list[Tensor]) -> float:
+def train_step(model: FSDPModule, optimizer: Optimizer, batches: list[Tensor]) -> float:
     """Take one step on the mean over all microbatches and ranks, and return that loss."""
     total = torch.zeros((), device=batches[0].device)
     for index, windows in enumerate(batches):
@@ -169,7 +171,7 @@ def save(folder: Path, model: GPT, optimizer: Optimizer, step: int) -> None:
 def load(folder: Path, model: GPT, optimizer: Optimizer) -> int:
     """Load a checkpoint, saved on any number of ranks, and return its step."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state["step"]

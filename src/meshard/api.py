@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -36,12 +36,38 @@ from meshard.policies import (
     ShardPlacementResult,
 )
 
-Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
+Module = TypeVar("Module", bound=nn.Module)
 PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
 
 
+@overload
 def fully_shard(
-    module: Modules,
+    module: nn.Module,
+    mesh: DeviceMesh | None = ...,
+    *,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: TorchMixedPrecisionPolicy = ...,
+    offload_policy: TorchOffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    unshard_on_access: bool = ...,
+) -> FSDPModule: ...
+@overload
+def fully_shard(
+    module: list[Module],
+    mesh: DeviceMesh | None = ...,
+    *,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: TorchMixedPrecisionPolicy = ...,
+    offload_policy: TorchOffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    unshard_on_access: bool = ...,
+) -> list[FSDPModule]: ...
+def fully_shard(
+    module: nn.Module | list[Module],
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | int | None = None,
@@ -51,7 +77,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     unshard_on_access: bool = False,
-) -> Modules:
+) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, as one unit.
 
     Call it bottom-up, on each layer and then on the root: parameters that are already in a unit
@@ -142,8 +168,8 @@ def check_module(module: object, caller: str, or_else: str = "") -> None:
         )
 
 
-def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+def _check_modules(module: nn.Module | list[Module]) -> list[nn.Module]:
+    modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard got an empty list of modules; pass at least one.")
     for each in modules:

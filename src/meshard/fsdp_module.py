@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -125,8 +125,18 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
 
 # --- methods of sharded and of replicated modules ------------------------------------------------
 
+if TYPE_CHECKING:
 
-class GradientSetters:
+    class _AnyModule(nn.Module, Any):  # type: ignore[misc]  # Any as a base, on purpose
+        """A module of an unknown class: Python has no type for "this class and that one"."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _AnyModule = object
+
+
+class GradientSetters(_AnyModule):
     """What sharded and replicated modules have in common: gradients, copies, interrupted steps.
 
     With ``recurse`` a setter also reaches the units inside. All raise a TypeError for an argument
@@ -250,7 +260,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     """What ``fully_shard`` adds to the class of a module.
 
     A sharded module is an instance of this, of ``torch.distributed.fsdp.FSDPModule`` and of its
-    own class. Its setters may be called at any time between steps.
+    own class. Its setters may be called at any time between steps. To a type checker this class
+    stands for both: it may be used as the module's own class, whose attributes have type ``Any``.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))
@@ -401,7 +412,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             return applied.contiguous() if isinstance(applied, DTensor) else applied
 
         # Not torch's FSDPModule._apply, which reads torch's own state.
-        result = super(TorchFSDPModule, self)._apply(apply, recurse)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(apply, recurse)
         for group in groups:
             group.adopt_edits()
         return result

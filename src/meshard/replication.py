@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -227,8 +227,6 @@ def _record_arrival(arrivals: dict[int, None], index: int, _: Any) -> None:
 
 # --- public --------------------------------------------------------------------------------
 
-Module = TypeVar("Module", bound=nn.Module)
-
 
 class ReplicateModule(GradientSetters):
     """Methods of replicated modules.
@@ -254,7 +252,7 @@ class ReplicateModule(GradientSetters):
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""
-        result = super()._apply(fn, recurse)  # type: ignore[misc]  # of nn.Module, mixed in
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of nn.Module, mixed in
         for group, grads in _buckets_in(units_in(self)):
             group.reshard()
             group.storage.take_replacements()
@@ -264,7 +262,7 @@ class ReplicateModule(GradientSetters):
 
 
 def replicate(
-    module: Module,
+    module: nn.Module,
     mesh: DeviceMesh | None = None,
     *,
     bucket_cap_mb: float = 25.0,
@@ -273,7 +271,7 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     broadcast_buffers: bool = False,
     init_sync: bool = True,
-) -> Module:
+) -> ReplicateModule:
     """Average the gradients of ``module`` over the ranks of ``mesh``, in place.
 
     Every rank keeps all parameters as the same tensor objects. Gradients are accumulated in
@@ -350,6 +348,7 @@ def replicate(
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
     patch_zero_grad(clear_pending)
+    assert isinstance(module, ReplicateModule)
     return module
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,26 @@ def failing_pages(run_page, pages, folder):
 def test_every_page_runs(run_page, tmp_path):
     found = failing_pages(run_page, [page for page in PAGES if blocks(page)], tmp_path)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.full
+def test_the_recipes_run_on_two_ranks_and_generation_gathers_each_unit_once(tmp_path):
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    page = str(ROOT / "docs" / "recipes.md")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, "-m", "tests.house.pages", page],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    assert done.stdout.count("50 gathers") == 2
+    assert len(re.findall(r"(?<!\d)5 gathers", done.stdout)) == 2
+    assert done.stdout.count(str([list(range(18))])) == 2, done.stdout  # it has learnt to count
 
 
 def test_blocks_share_names_and_a_no_run_block_is_only_compiled(run_page, tmp_path):

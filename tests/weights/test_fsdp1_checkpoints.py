@@ -1,0 +1,77 @@
+"""Checkpoints of torch's FSDP1 (FullyShardedDataParallel) go on here."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.support.models import MlpBlock, MlpStack, seeded
+from tests.support.sharding import shard_blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model, optimizer):
+    """Train on this rank's batch, the same in every call; return the loss."""
+    batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def go_on_from_fsdp1(folder):
+    mesh = init_device_mesh("cpu", (2,))
+    plain = seeded(MlpStack())
+    theirs = FullyShardedDataParallel(
+        copy.deepcopy(plain),
+        device_mesh=mesh,
+        auto_wrap_policy=ModuleWrapPolicy({MlpBlock}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    optimizer = adamw(theirs)
+    step(theirs, optimizer), step(theirs, optimizer)
+    model_state, optimizer_state = get_state_dict(theirs, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    full = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
+
+    ours = shard_blocks(copy.deepcopy(plain), mesh)
+    own = adamw(ours)
+    model_state, optimizer_state = get_state_dict(ours, own)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(ours, own, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+    same = {
+        name: torch.equal(param.full_tensor(), full[name])
+        for name, param in ours.named_parameters()
+    }
+    losses = [(step(theirs, optimizer), step(ours, own)) for _ in range(3)]
+    loaded = shard_blocks(copy.deepcopy(plain), mesh)
+    loaded.load_state_dict(full)
+    return same, losses, step(loaded, adamw(loaded))
+
+
+def test_a_checkpoint_of_fsdp1_goes_on_with_the_same_losses(run_ranks, tmp_path):
+    for same, losses, first in run_ranks(go_on_from_fsdp1, 2, str(tmp_path / "saved")):
+        assert same and all(same.values())
+        for theirs, ours in losses:
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        assert first == losses[0][1]
