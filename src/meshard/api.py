@@ -26,7 +26,7 @@ from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.storage import host_location
 from meshard._torch.patches import patch_zero_grad
-from meshard._torch.private import TorchDataParallelMeshDims
+from meshard._torch.private import TorchDataParallelMeshDims, register_as_sharded
 from meshard.fsdp_module import FSDPModule, check_bool
 from meshard.initialization import check_same_start
 from meshard.policies import (
@@ -142,6 +142,8 @@ def fully_shard(
     if device.type != "cpu":
         _move_buffers(modules, device)
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
+    for sharded in modules:
+        register_as_sharded(sharded)
     patch_zero_grad(clear_pending)
     return module
 

@@ -12,11 +12,10 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
 from tests.support.rank_pool import RankError, RankPool
-from tests.support.side_by_side import assert_row, parametrize_rows, run_both
+from tests.support.side_by_side import CountOps, assert_row, parametrize_rows, run_both
 
 NAMES = ("replicate", "shard")
 
@@ -154,18 +153,6 @@ def ranks_use_different_parameters(lib, numel_b=64):
     both = Both(lib, model=Two(numel_b=numel_b))
     both.reduce(*((4.0, None) if dist.get_rank() % 2 else (None, 8.0)))
     return both.values()
-
-
-class CountOps(TorchDispatchMode):
-    """Counts the operators with a word in their name."""
-
-    def __init__(self, word):
-        super().__init__()
-        self.word, self.count = word, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += self.word in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 def reductions(lib, net):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
 from tests.support.models import MlpStack, seeded
@@ -59,6 +60,18 @@ def assert_row(found: Sequence[Sequence[Any]], peer: Any, ours: Any) -> None:
     for found_peer, found_ours in found:
         assert found_ours == ours
         assert found_peer == peer, "the peer has changed: update the row, and the documentation"
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the operators with a word in their name."""
+
+    def __init__(self, word):
+        super().__init__()
+        self.word, self.count = word, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += self.word in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Both:

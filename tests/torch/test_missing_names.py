@@ -9,6 +9,8 @@ WITH_FALLBACK = [
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C.DisableTorchFunctionSubclass",
     "torch.autograd._profiler_enabled",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_interpreter_stack",
 ]
 # Names that meshard cannot do without, and what uses them.
 WITH_ERROR = {

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -41,9 +42,10 @@ from meshard._torch.private import (
     base_of,
     module_call_code,
     next_node,
-    outside_of_vmap,
+    outside_of_transforms,
     skip_dynamo,
     skip_dynamo_once,
+    suspend_transforms,
 )
 
 
@@ -141,7 +143,8 @@ class ModuleHooks(_UnitHook):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()
-        call = unit.lifecycle.pre_forward(unit)
+        with suspend_transforms():
+            call = unit.lifecycle.pre_forward(unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
             collects = may_collect((*args, *kwargs.values()))
@@ -228,7 +231,8 @@ def end_forward(
     # Before post_forward, which reshards a unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
-    call = unit.lifecycle.post_forward(unit, module, failed=failed)
+    with suspend_transforms():
+        call = unit.lifecycle.post_forward(unit, module, failed=failed)
     return Watched(weakref.ref(unit), of, call) if records and call is not None else None
 
 
@@ -243,8 +247,10 @@ def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | Non
 def watch_outputs(output: Any, watched: Watched) -> None:
     """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
     hook = partial(_output_hook, watched)
-    for found in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
-        tensor = outside_of_vmap(found)
+    found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+    tangents = [tangent for each in found if (tangent := unpack_dual(each).tangent) is not None]
+    for each in (*found, *tangents):
+        tensor = outside_of_transforms(each)
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
             tensor.register_hook(hook)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -100,15 +102,35 @@ accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 # --- tensors -------------------------------------------------------------------------------
 
-_is_vmapped = _find("torch._C._functorch.is_batchedtensor") or (lambda _: False)
+_is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda _: False)
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
+_transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
+_suspend_transforms = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+# Transforms whose backward, if there is one, is that of the loss: after the forward, outside of it.
+_FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
+_NO_CONTEXT = contextlib.nullcontext()
 
 
-def outside_of_vmap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``tensor`` is outside of all ``torch.vmap``, where autograd sees its hooks."""
-    while _is_vmapped(tensor):
+def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what ``tensor`` is outside of all ``torch.vmap`` and ``torch.func.jvp``.
+
+    There autograd sees its hooks.
+    """
+    while _is_wrapped(tensor):
         tensor = _inside_of(tensor)
     return tensor
+
+
+def suspend_transforms() -> AbstractContextManager[Any]:
+    """Return a context outside of ``torch.vmap`` and ``torch.func.jvp``, where tensors have memory.
+
+    It changes nothing inside another transform.
+    """
+    transforms = _transforms()
+    if not transforms or any(str(each.key()) not in _FORWARD_ONLY for each in transforms):
+        return _NO_CONTEXT
+    suspended: AbstractContextManager[Any] = _suspend_transforms()
+    return suspended
 
 
 # Grows with every edit of a tensor in place.
@@ -143,6 +165,17 @@ unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
 # --- profiler, modules, pytree -------------------------------------------------------------
 
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
+# Not _find: the package has a function of the name of this module.
+_contract = sys.modules.get("torch.distributed._composable.contract")
+_registry = getattr(_contract, "REGISTRY_KEY", None)
+
+
+def register_as_sharded(module: nn.Module) -> None:
+    """Let torch's own ``replicate``, around ``module``, leave its parameters alone."""
+    if _registry is not None:
+        module.__dict__.setdefault(_registry, {})["fully_shard"] = None
+
+
 # The code of a module's call around its forward, which has the module as ``self``.
 module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
 # Nested containers that are registered with torch, and back.
