@@ -27,13 +27,15 @@ from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.storage import host_location
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import TorchDataParallelMeshDims
-from meshard.fsdp_module import FSDPModule, check_bool
+from meshard.fsdp_module import FSDPModule
 from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+    check_bool,
+    list_of,
 )
 
 Modules = TypeVar("Modules", bound="nn.Module | list[nn.Module]")
@@ -127,7 +129,8 @@ def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     """Return ``ignored_params``, any iterable, as a set."""
     if isinstance(ignored, torch.Tensor):
         raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
-    return set(ignored or ())
+    given = () if ignored is None else ignored
+    return set(list_of("ignored_params", given, torch.Tensor, "a set of parameters"))
 
 
 def check_module(module: object, caller: str, or_else: str = "") -> None:

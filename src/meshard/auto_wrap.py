@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
 from meshard._engine.unit import joined, own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
-from meshard.api import check_mesh, default_mesh, fully_shard, has_forward
+from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
-from meshard.fsdp_module import check_int
 from meshard.initialization import take_values_of_first_rank
+from meshard.policies import check_bool, check_int
 
 UnitPredicate = Callable[[str, nn.Module], bool]
 UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate
@@ -77,12 +77,15 @@ def fully_shard_units(
     ['', '0', '1']
     """
     _check_arguments(model, mesh, min_params)
+    check_bool("sync_init", sync_init)
+    if overrides is not None and not callable(overrides):
+        raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
     names = {module: fqn for fqn, module in model.named_modules()}
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
     if isinstance(model, TorchFSDPModule):
         return _unit_names(model)
-    ignored = set(fully_shard_kwargs.get("ignored_params") or ())
+    ignored = as_set(fully_shard_kwargs.get("ignored_params"))
     planned: Planned = {
         module: []
         for module in reversed(holders)  # inner units first
@@ -255,6 +258,8 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int)
         raise TypeError(f"fully_shard_units needs an nn.Module, got {type(model).__name__}.")
     check_mesh(mesh)
     check_int("min_params", min_params)
+    if min_params < 0:
+        raise ValueError(f"min_params must not be negative, got {min_params}.")
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
         raise ValueError(
             f"the root is a {type(model).__name__}, which has no forward to gather parameters "

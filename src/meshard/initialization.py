@@ -115,10 +115,12 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     >>> bool((layer.weight.full_tensor() == nn.Linear(4, 4).weight).all())
     True
     """
+    groups = [unit.group for unit in units_in(module) if unit.params]
     if init is None:
         _check_resets(module)
+    elif not callable(init):
+        raise TypeError(f"init must be callable or None, got {init!r}.")
     _check_owners(module)
-    groups = [unit.group for unit in units_in(module) if unit.params]
     device = groups[0].spec.device if groups else torch.get_default_device()
     work = _Initialisation(init, device)
     shared = _random_state(_mesh_infos(groups), device) if groups else contextlib.nullcontext()

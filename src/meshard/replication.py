@@ -40,9 +40,9 @@ from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
 from meshard.api import as_policy, as_set, check_mesh, check_module, default_mesh
-from meshard.fsdp_module import GradientSetters, check_bool
+from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
-from meshard.policies import MixedPrecisionPolicy
+from meshard.policies import MixedPrecisionPolicy, check_bool
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
 

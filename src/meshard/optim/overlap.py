@@ -18,7 +18,15 @@ from meshard._engine.optimizer_hooks import find_overlapped, overlapped_optimize
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.flat import POINTWISE, MakeOptimizer, Params, count_in_tensors, loss_of
+from meshard.optim.flat import (
+    POINTWISE,
+    MakeOptimizer,
+    Params,
+    check_is_no_instance,
+    count_in_tensors,
+    list_params,
+    loss_of,
+)
 from meshard.optim.flat_slices import State
 from meshard.optim.unit_step import ChangeGradients, UnitStepper
 
@@ -321,10 +329,13 @@ def overlap_optimizer(
     _check_deferred(clip, max_norm)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
-    if param_groups is None:
-        param_groups = [param for param in module.parameters() if param.requires_grad]
+    check_is_no_instance("overlap_optimizer", optimizer)
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
-    template = make(param_groups)
+    template = make(list_params(module, param_groups))
     _check_template(template)
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
