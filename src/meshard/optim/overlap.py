@@ -156,9 +156,9 @@ class OverlappedOptimizer(Optimizer):
         """Step no more in backward: from now on ``step`` steps, as that of any optimizer.
 
         Steps that wait for a gather are taken, and gradients are clipped no more by
-        ``clip="deferred"``. What a window that has not ended has
-        accumulated stays, and its last backward leaves it in ``.grad``. To go back, call
-        ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
+        ``clip="deferred"``. What a window that has not ended has accumulated stays, and its last
+        backward leaves it in ``.grad``, where ``step`` keeps it until ``zero_grad``. To go back,
+        call ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
 
         Raises:
             RuntimeError: A forward or backward is under way.
@@ -171,6 +171,7 @@ class OverlappedOptimizer(Optimizer):
                 unit.on_reduced.remove(self._on_reduced)
         overlapped_optimizers.discard(self)
         self._max_norm = None
+        self._waits_in_step = True  # because .grad stays, which the next backward may change
 
     @property
     def _is_attached(self) -> bool:
@@ -227,8 +228,13 @@ class OverlappedOptimizer(Optimizer):
         self._step(stepper)
 
     def _step(self, stepper: UnitStepper) -> None:
-        if stepper.take(self.param_groups, self._state):
-            stepper.step()
+        if not stepper.take(self.param_groups, self._state):
+            return
+        taken = stepper.taken
+        stepper.step()
+        if not self._is_attached:  # an ordinary optimizer leaves .grad to zero_grad()
+            for param, grad in taken:
+                param.grad = grad
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
