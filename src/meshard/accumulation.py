@@ -125,7 +125,7 @@ class PendingGradients(dict[str, DTensor | None]):
         return self._is_open
 
     def __repr__(self) -> str:
-        return f"PendingGradients({', '.join(self)}, is_open={self._is_open})"
+        return f"PendingGradients({list(self)}, is_open={self._is_open})"
 
 
 def pending_gradients(module: nn.Module) -> PendingGradients:

@@ -55,7 +55,7 @@ def fully_shard_units(
         mesh: As for ``fully_shard``.
         units: A module class or a tuple of them; a predicate ``(fqn, module) -> bool``; or
             ``"auto"``: the outermost children of a ``ModuleList`` or ``Sequential`` that have a
-            sibling of their own class.
+            sibling of their own class, and the only child of a ``ModuleList``.
         min_params: Fewest elements of a unit; smaller ones become part of the unit around them.
         sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first.
             Without it every rank must hold the same values.
@@ -175,8 +175,8 @@ def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn
     raise ValueError(
         f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
         f"{', '.join(sorted(set(inside))) or 'none'}. ('auto' takes repeated blocks: two or more "
-        "children of one class in a ModuleList or Sequential.) Choose others, or call "
-        "fully_shard(model) to make it one unit."
+        "children of one class in a ModuleList or Sequential, or the only child of a ModuleList.) "
+        "Choose others, or call fully_shard(model) to make it one unit."
     )
 
 
@@ -191,7 +191,10 @@ def _matching(names: dict[nn.Module, str], units: Any) -> set[nn.Module]:
 
 
 def _repeated_blocks(holders: Holders) -> set[nn.Module]:
-    """Return the outermost children of lists and sequences that have a sibling of their class."""
+    """Return the outermost children of lists and sequences that have a sibling of their class.
+
+    A list is for repeated blocks, also if it has one only; a sequence may be one block.
+    """
     found: set[nn.Module] = set()
     outside: set[nn.Module] = set()
     for module, around in holders.items():
@@ -204,7 +207,8 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
         for child in module.children():
             if has_forward(child) and next(child.parameters(), None) is not None:
                 by_class.setdefault(own_class(child), set()).add(child)
-        found.update(*(same for same in by_class.values() if len(same) > 1))
+        is_single = isinstance(module, nn.ModuleList) and len(module) == 1  # a model of one layer
+        found.update(*(same for same in by_class.values() if len(same) > 1 or is_single))
     return found
 
 

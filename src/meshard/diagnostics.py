@@ -22,7 +22,7 @@ from meshard.policies import GradientSync
 _WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
 _COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
 _SUMMED = ("numel", "unsharded", "per_rank", "padding")
-_NUMBERS = {"parameters", "unsharded", "per rank", "padding"}
+_NUMBERS = {"parameters", "unsharded", "per rank", "padding", "count", "payload", "sent"}
 
 
 def describe(module: nn.Module) -> str:
@@ -150,7 +150,7 @@ def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
     for row in table:
         cells = (
             cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
-            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+            for name, cell, width in zip(table[0], row, widths, strict=True)
         )
         yield "  ".join(cells).rstrip()
 
@@ -182,7 +182,8 @@ def _short(dtype: torch.dtype) -> str:
 class CommLedger:
     """A record of the collectives that meshard issues on this rank inside a ``with`` block.
 
-    Read it inside the block or afterwards. Groups of one rank issue no collectives.
+    Read it inside the block or afterwards; ``print`` gives a table of collectives by unit. Groups
+    of one rank issue no collectives.
 
     Args:
         module: Record only the units in this module, and what blocks (norms, scalers, checkpoints,
@@ -212,6 +213,14 @@ class CommLedger:
                 for param in group.params:
                     if isinstance(param.sharded, DTensor):
                         self._recorded.update(param.sharded.device_mesh.get_all_groups())
+
+    def __str__(self) -> str:
+        by_unit: dict[tuple[str, str], list[CommEvent]] = {}
+        for event in self.events:
+            by_unit.setdefault((event.op, event.unit), []).append(event)
+        sums = [(*key, *_sums_of(events)) for key, events in sorted(by_unit.items())]
+        header = ("collective", "unit", "count", "payload", "sent")
+        return "\n".join(_aligned([header, *sums, ("total", "", *_sums_of(self.events))]))
 
     def _observe(
         self, event: CommEvent, group: dist.ProcessGroup, communicator: object | None
@@ -247,3 +256,8 @@ class CommLedger:
         An all-reduce counts twice (Patarasuk and Yuan, 2009).
         """
         return sum(event.wire_bytes for event in self.events)
+
+
+def _sums_of(events: list[CommEvent]) -> tuple[str, ...]:
+    payload, sent = sum(e.payload_bytes for e in events), sum(e.wire_bytes for e in events)
+    return str(len(events)), readable_bytes(payload), readable_bytes(sent)

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
+from meshard._comm.divergence import explain_failure
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -298,7 +299,11 @@ class ParamGroup:
             return
         if not gather.may_keep_shard:
             post_forward_group = None
-        gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+        try:
+            gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+        except RuntimeError as error:
+            explain_failure(error, f"all-gather of unit {self.label!r}")
+            raise
         if gather.is_post_forward and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.
