@@ -24,6 +24,7 @@ from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_
 from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
+from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import host_location
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import TorchDataParallelMeshDims
@@ -101,7 +102,8 @@ def fully_shard(
     dims = _check_dims(mesh, dp_mesh_dims)
     check_mesh(mesh)
     check_bool("unshard_on_access", unshard_on_access)
-    found = collect(modules, as_set(ignored_params))
+    ignored = as_set(ignored_params)
+    found = collect(modules, ignored)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn)
     device = device_of(mesh_info.mesh)
@@ -118,6 +120,7 @@ def fully_shard(
     if device.type != "cpu":
         _move_buffers(modules, device)
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
+    tag_left_out(ignored)
     patch_zero_grad(clear_pending)
     return module
 
@@ -131,6 +134,13 @@ def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
         raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
     given = () if ignored is None else ignored
     return set(list_of("ignored_params", given, torch.Tensor, "a set of parameters"))
+
+
+def tag_left_out(ignored: Iterable[nn.Parameter]) -> None:
+    """Note that the user knows of parameters that no unit reduces."""
+    for param in ignored:
+        if tag_of(param)[0] is None:
+            tag_tensor(param, TensorTag.LEFT_OUT, "")
 
 
 def check_module(module: object, caller: str, or_else: str = "") -> None:

@@ -16,7 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
+from meshard._engine.optimizer_hooks import (
+    check_may_step,
+    find_overlapped,
+    sharded_of_all,
+    warn_about_strays,
+)
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
@@ -127,8 +132,11 @@ def clip_grad_norm_(
     max_norm = _as_number("max_norm", max_norm)
     if not max_norm >= 0:
         raise ValueError(f"max_norm must not be negative, nor NaN, got {max_norm}.")
+    names: dict[int, str] = {}
     if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
+        named = dict(parameters.named_parameters())
+        names = {id(param): name for name, param in named.items()}
+        parameters = named.values()
     listed = sharded_of_all(_list_tensors("parameters", parameters))
     if find_overlapped(listed) is not None:
         raise RuntimeError(
@@ -138,7 +146,7 @@ def clip_grad_norm_(
             'exact global norm (clip="deferred", max_norm=), or step in the ordinary way '
             "(detach())."
         )
-    check_may_step(listed)
+    warn_about_strays(listed, check_may_step(listed), names)
     grads = [param.grad for param in listed if param.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     scale_gradients(grads, clip_coefficient(total, max_norm))

@@ -14,7 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshard._engine.optimizer_hooks import find_overlapped, overlapped_optimizers, owner_of
+from meshard._engine.optimizer_hooks import (
+    compare_first_values,
+    find_overlapped,
+    overlapped_optimizers,
+    owner_of,
+    owners_of,
+)
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
 from meshard.grad_scaler import is_backward_scaled
@@ -247,6 +253,7 @@ class OverlappedOptimizer(Optimizer):
         )
         if not is_planned:
             self._plan()
+        compare_first_values(owners_of(self._planned))
         return list(self._steppers.values())
 
     def _params(self) -> list[torch.Tensor]:
