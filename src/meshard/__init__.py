@@ -1,5 +1,7 @@
 """meshard: shard a PyTorch model over a device mesh, one call per layer."""
 
+from typing import TYPE_CHECKING
+
 from meshard.accumulation import (
     PendingGradients,
     finalize_gradients,
@@ -52,3 +54,23 @@ __all__ = [
     "uneven_batches", "unsharded_params",
 ]
 # fmt: on
+
+if TYPE_CHECKING:
+    __version__: str
+else:  # mypy would take a __getattr__ for the type of every name
+
+    def __getattr__(name: str) -> str:
+        """Read ``__version__`` from the metadata of the package, which takes time to import."""
+        if name != "__version__":
+            raise AttributeError(f"module 'meshard' has no attribute {name!r}")
+        from importlib import metadata
+
+        try:
+            return metadata.version("meshard")
+        except metadata.PackageNotFoundError:  # run from its sources
+            return "0+unknown"
+
+
+def __dir__() -> list[str]:
+    """List what users use, and not the modules that hold it."""
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]

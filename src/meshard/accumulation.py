@@ -15,7 +15,7 @@ from meshard._comm.blocking import gather_from_all
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import GroupSpec
-from meshard.policies import GradientSync
+from meshard.policies import GradientSync, check_iterable
 
 Batch = TypeVar("Batch")
 _END: Any = object()  # marks the end of an iterator, whose length need not be known
@@ -85,6 +85,7 @@ def microbatches(
     """
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
+    check_iterable("batches", batches)
     return _microbatches(module, batches, until_last, require_units(module))
 
 
@@ -124,7 +125,7 @@ class PendingGradients(dict[str, DTensor | None]):
         return self._is_open
 
     def __repr__(self) -> str:
-        return f"PendingGradients({', '.join(self)}, is_open={self._is_open})"
+        return f"PendingGradients({list(self)}, is_open={self._is_open})"
 
 
 def pending_gradients(module: nn.Module) -> PendingGradients:
@@ -139,10 +140,11 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     >>> sorted(meshard.pending_gradients(layer))
     ['bias', 'weight']
     """
+    units = require_units(module)
     names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
     partials: dict[str, DTensor | None] = {}
     is_open = False
-    for unit in require_units(module):
+    for unit in units:
         unit.lifecycle.finish_reductions()
         is_open = is_open or unit.gradients.is_pending
         for index, partial in unit.gradients.pending_of_params().items():
@@ -211,6 +213,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
             "empty one, because others gather its shards."
         )
+    check_iterable("batches", batches)
     return _uneven_batches(module, batches, units, groups[0].spec)
 
 

@@ -24,16 +24,19 @@ from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_
 from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
+from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import host_location
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import TorchDataParallelMeshDims, register_as_sharded
-from meshard.fsdp_module import FSDPModule, check_bool
+from meshard.fsdp_module import FSDPModule
 from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+    check_bool,
+    list_of,
 )
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -125,7 +128,8 @@ def fully_shard(
     dims = _check_dims(mesh, dp_mesh_dims)
     check_mesh(mesh)
     check_bool("unshard_on_access", unshard_on_access)
-    found = collect(modules, as_set(ignored_params))
+    ignored = as_set(ignored_params)
+    found = collect(modules, ignored)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn)
     device = device_of(mesh_info.mesh)
@@ -144,6 +148,7 @@ def fully_shard(
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
         register_as_sharded(sharded)
+    tag_left_out(ignored)
     patch_zero_grad(clear_pending)
     return module
 
@@ -155,7 +160,15 @@ def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
     """Return ``ignored_params``, any iterable, as a set."""
     if isinstance(ignored, torch.Tensor):
         raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
-    return set(ignored or ())
+    given = () if ignored is None else ignored
+    return set(list_of("ignored_params", given, torch.Tensor, "a set of parameters"))
+
+
+def tag_left_out(ignored: Iterable[nn.Parameter]) -> None:
+    """Note that the user knows of parameters that no unit reduces."""
+    for param in ignored:
+        if tag_of(param)[0] is None:
+            tag_tensor(param, TensorTag.LEFT_OUT, "")
 
 
 def check_module(module: object, caller: str, or_else: str = "") -> None:

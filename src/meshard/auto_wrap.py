@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
 from meshard._engine.unit import joined, own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
-from meshard.api import check_mesh, default_mesh, fully_shard, has_forward
+from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
-from meshard.fsdp_module import check_int
 from meshard.initialization import take_values_of_first_rank
+from meshard.policies import check_bool, check_int
 
 UnitPredicate = Callable[[str, nn.Module], bool]
 UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate
@@ -55,7 +55,7 @@ def fully_shard_units(
         mesh: As for ``fully_shard``.
         units: A module class or a tuple of them; a predicate ``(fqn, module) -> bool``; or
             ``"auto"``: the outermost children of a ``ModuleList`` or ``Sequential`` that have a
-            sibling of their own class.
+            sibling of their own class, and the only child of a ``ModuleList``.
         min_params: Fewest elements of a unit; smaller ones become part of the unit around them.
         sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first.
             Without it every rank must hold the same values.
@@ -77,12 +77,15 @@ def fully_shard_units(
     ['', '0', '1']
     """
     _check_arguments(model, mesh, min_params)
+    check_bool("sync_init", sync_init)
+    if overrides is not None and not callable(overrides):
+        raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
     names = {module: fqn for fqn, module in model.named_modules()}
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
     if isinstance(model, TorchFSDPModule):
         return _unit_names(model)
-    ignored = set(fully_shard_kwargs.get("ignored_params") or ())
+    ignored = as_set(fully_shard_kwargs.get("ignored_params"))
     planned: Planned = {
         module: []
         for module in reversed(holders)  # inner units first
@@ -172,8 +175,8 @@ def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn
     raise ValueError(
         f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
         f"{', '.join(sorted(set(inside))) or 'none'}. ('auto' takes repeated blocks: two or more "
-        "children of one class in a ModuleList or Sequential.) Choose others, or call "
-        "fully_shard(model) to make it one unit."
+        "children of one class in a ModuleList or Sequential, or the only child of a ModuleList.) "
+        "Choose others, or call fully_shard(model) to make it one unit."
     )
 
 
@@ -188,7 +191,10 @@ def _matching(names: dict[nn.Module, str], units: Any) -> set[nn.Module]:
 
 
 def _repeated_blocks(holders: Holders) -> set[nn.Module]:
-    """Return the outermost children of lists and sequences that have a sibling of their class."""
+    """Return the outermost children of lists and sequences that have a sibling of their class.
+
+    A list is for repeated blocks, also if it has one only; a sequence may be one block.
+    """
     found: set[nn.Module] = set()
     outside: set[nn.Module] = set()
     for module, around in holders.items():
@@ -201,7 +207,8 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
         for child in module.children():
             if has_forward(child) and next(child.parameters(), None) is not None:
                 by_class.setdefault(own_class(child), set()).add(child)
-        found.update(*(same for same in by_class.values() if len(same) > 1))
+        is_single = isinstance(module, nn.ModuleList) and len(module) == 1  # a model of one layer
+        found.update(*(same for same in by_class.values() if len(same) > 1 or is_single))
     return found
 
 
@@ -255,6 +262,8 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int)
         raise TypeError(f"fully_shard_units needs an nn.Module, got {type(model).__name__}.")
     check_mesh(mesh)
     check_int("min_params", min_params)
+    if min_params < 0:
+        raise ValueError(f"min_params must not be negative, got {min_params}.")
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
         raise ValueError(
             f"the root is a {type(model).__name__}, which has no forward to gather parameters "

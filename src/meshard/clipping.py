@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.optimizer_hooks import check_may_step, find_overlapped, sharded_of_all
+from meshard._engine.optimizer_hooks import (
+    check_may_step,
+    find_overlapped,
+    sharded_of_all,
+    warn_about_strays,
+)
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
+from meshard.policies import check_bool, list_of
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
 Groups = tuple[dist.ProcessGroup, ...]
@@ -52,10 +59,13 @@ def get_total_norm(
     >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
     tensor(5.)
     """
-    norm_type = float(norm_type)
+    norm_type = _as_number("norm_type", norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}.")
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    check_bool("error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        check_bool("foreach", foreach)
+    listed = _list_tensors("tensors", tensors)
     by_groups: dict[Groups, list[torch.Tensor]] = {}
     for tensor in listed:
         by_groups.setdefault(_sharded_over(tensor), []).append(tensor)
@@ -119,9 +129,15 @@ def clip_grad_norm_(
     >>> round(norm.item() ** 2), round(layer.weight.grad.full_tensor().item(), 2)
     (10, 0.95)
     """
+    max_norm = _as_number("max_norm", max_norm)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative, nor NaN, got {max_norm}.")
+    names: dict[int, str] = {}
     if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    listed = sharded_of_all([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        named = dict(parameters.named_parameters())
+        names = {id(param): name for name, param in named.items()}
+        parameters = named.values()
+    listed = sharded_of_all(_list_tensors("parameters", parameters))
     if find_overlapped(listed, in_backward=True) is not None:
         raise RuntimeError(
             "clip_grad_norm_ comes too late: an optimizer of overlap_optimizer steps each unit in "
@@ -130,7 +146,7 @@ def clip_grad_norm_(
             'exact global norm (clip="deferred", max_norm=), or step in the ordinary way '
             "(detach())."
         )
-    check_may_step(listed)
+    warn_about_strays(listed, check_may_step(listed), names)
     grads = [param.grad for param in listed if param.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     scale_gradients(grads, clip_coefficient(total, max_norm))
@@ -152,6 +168,20 @@ def scale_gradients(grads: Iterable[torch.Tensor], coefficient: torch.Tensor) ->
     with torch.no_grad():
         for device, locals_ in by_device.items():
             foreach_mul_(locals_, coefficient.to(device))
+
+
+def _list_tensors(name: str, tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return list_of(name, tensors, torch.Tensor, "a tensor or an iterable of them")
+
+
+def _as_number(name: str, value: Any) -> float:
+    """Return as a float what ``float`` takes, which torch takes here too: ``"inf"``, a tensor."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r}.") from None
 
 
 def _sharded_over(tensor: torch.Tensor) -> Groups:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, alive, joined, units_in
+from meshard._params.sharded_param import tag_of
 from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync
 
@@ -22,7 +23,7 @@ from meshard.policies import GradientSync
 _WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
 _COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
 _SUMMED = ("numel", "unsharded", "per_rank", "padding")
-_NUMBERS = {"parameters", "unsharded", "per rank", "padding"}
+_NUMBERS = {"parameters", "unsharded", "per rank", "padding", "count", "payload", "sent"}
 
 
 def describe(module: nn.Module) -> str:
@@ -33,9 +34,9 @@ def describe(module: nn.Module) -> str:
     gradients and optimizer states take a multiple of it. *padding* is what the ranks of a shard
     group hold beyond the unsharded parameters. *policies* are those that differ from the defaults.
 
-    Warnings name units with a quarter or more of padding, and trainable parameters that an
-    optimizer would step in less than float32. Where several CPU ranks communicate, the last line
-    states whether they use shared memory, and why not.
+    Warnings name units with a quarter or more of padding, and trainable parameters that are in no
+    unit, or that an optimizer would step in less than float32. Where several CPU ranks communicate,
+    the last line states whether they use shared memory, and why not.
 
     Not a collective. Models may be on the meta device, and on fake process groups.
 
@@ -50,7 +51,9 @@ def describe(module: nn.Module) -> str:
     groups = [unit.group for unit in units if unit.params]
     sharded = {id(param.sharded) for group in groups for param in group.params}
     left = [param for param in module.parameters() if id(param) not in sharded]
-    rows = [_row_of(unit) for unit in units]
+    paths = {inner: name for name, inner in module.named_modules()}
+    labels = [_label_in(paths, unit) for unit in units]
+    rows = [_row_of(label, unit) for label, unit in zip(labels, units, strict=True)]
     if left:
         num_bytes = sum(param.nbytes for param in left)
         dtypes = dict.fromkeys(param.dtype for param in left)
@@ -60,7 +63,9 @@ def describe(module: nn.Module) -> str:
     rows.append(_Row("total", **sums))
     lines = [*_aligned([_COLUMNS, *(row.cells() for row in rows)])]
     for unit, row in zip(units, rows, strict=False):
-        lines += _warnings(unit.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
+        lines += _warnings(row.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
+    if any(group.spec.mesh_info.mesh.size() > 1 for group in groups):
+        lines += _stray_warning(module, {id(param) for param in left})
     reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
     return "\n".join([*lines, *filter(None, dict.fromkeys(reports))])
 
@@ -84,10 +89,37 @@ class _Row(NamedTuple):
         return (self.label, *numbers, self.mesh, self.policies)
 
 
-def _row_of(unit: Unit) -> _Row:
+def _label_in(paths: dict[nn.Module, str], unit: Unit) -> str:
+    """Return the name of a unit from its root, or from the module of ``paths`` if that is outside.
+
+    Without a unit around them, units are roots of their own.
+    """
+    root = unit
+    while root.parent is not None and (parent := root.parent()) is not None:
+        root = parent
+    prefix = next((paths[each] for each in alive(root.modules) if each in paths), "")
+    return (joined(prefix, unit.fqn) if unit.fqn else prefix or "(root)") + unit.mesh_name
+
+
+def _stray_warning(module: nn.Module, left: set[int]) -> Iterator[str]:
+    names = [
+        name
+        for name, param in module.named_parameters()
+        if id(param) in left and param.requires_grad and tag_of(param)[0] is None
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield (
+            f"warning: {', '.join(map(repr, names[:3]))}{more} are trainable and in no unit: each "
+            "rank would train them apart. Apply fully_shard to the module around them too, or "
+            "name them in ignored_params."
+        )
+
+
+def _row_of(label: str, unit: Unit) -> _Row:
     group = unit.group
     if not group.params:
-        return _Row(unit.label)
+        return _Row(label)
     mesh_info = group.spec.mesh_info
     mesh = f"shard {mesh_info.shard_count}"
     if mesh_info.replicate_group is not None:
@@ -98,7 +130,7 @@ def _row_of(unit: Unit) -> _Row:
     per_rank = group.storage.layout.shard_bytes
     padding = per_rank * mesh_info.shard_count - unsharded
     policies = ", ".join(_policies(unit, group))
-    return _Row(unit.label, numel, dtypes, unsharded, per_rank, padding, mesh, policies)
+    return _Row(label, numel, dtypes, unsharded, per_rank, padding, mesh, policies)
 
 
 def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
@@ -150,7 +182,7 @@ def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
     for row in table:
         cells = (
             cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
-            for name, cell, width in zip(_COLUMNS, row, widths, strict=True)
+            for name, cell, width in zip(table[0], row, widths, strict=True)
         )
         yield "  ".join(cells).rstrip()
 
@@ -182,7 +214,8 @@ def _short(dtype: torch.dtype) -> str:
 class CommLedger:
     """A record of the collectives that meshard issues on this rank inside a ``with`` block.
 
-    Read it inside the block or afterwards. Groups of one rank issue no collectives.
+    Read it inside the block or afterwards; ``print`` gives a table of collectives by unit. Groups
+    of one rank issue no collectives.
 
     Args:
         module: Record only the units in this module, and what blocks (norms, scalers, checkpoints,
@@ -212,6 +245,14 @@ class CommLedger:
                 for param in group.params:
                     if isinstance(param.sharded, DTensor):
                         self._recorded.update(param.sharded.device_mesh.get_all_groups())
+
+    def __str__(self) -> str:
+        by_unit: dict[tuple[str, str], list[CommEvent]] = {}
+        for event in self.events:
+            by_unit.setdefault((event.op, event.unit), []).append(event)
+        sums = [(*key, *_sums_of(events)) for key, events in sorted(by_unit.items())]
+        header = ("collective", "unit", "count", "payload", "sent")
+        return "\n".join(_aligned([header, *sums, ("total", "", *_sums_of(self.events))]))
 
     def _observe(
         self, event: CommEvent, group: dist.ProcessGroup, communicator: object | None
@@ -247,3 +288,8 @@ class CommLedger:
         An all-reduce counts twice (Patarasuk and Yuan, 2009).
         """
         return sum(event.wire_bytes for event in self.events)
+
+
+def _sums_of(events: list[CommEvent]) -> tuple[str, ...]:
+    payload, sent = sum(e.payload_bytes for e in events), sum(e.wire_bytes for e in events)
+    return str(len(events)), readable_bytes(payload), readable_bytes(sent)

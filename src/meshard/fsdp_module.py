@@ -23,7 +23,14 @@ from meshard._engine.unit import Unit, require_units, unit_of, units_in, units_o
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
-from meshard.policies import AllGather, GradientSync, ReduceScatter
+from meshard.policies import (
+    AllGather,
+    GradientSync,
+    ReduceScatter,
+    check_bool,
+    check_int,
+    list_of,
+)
 from meshard.reduce_hooks import on_stream
 
 # --- helpers of the setters ----------------------------------------------------------------------
@@ -31,6 +38,7 @@ from meshard.reduce_hooks import on_stream
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     """Return the units of ``module``, outermost first, and with ``recurse`` those inside it."""
+    check_bool("recurse", recurse)
     return list(units_in(module)) if recurse else units_of(module)
 
 
@@ -40,18 +48,6 @@ def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
 
 def _lifecycle(module: Any) -> Lifecycle:
     return _units(module, recurse=False)[0].lifecycle
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}.")
-
-
-def check_int(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is an int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}.")
 
 
 def _write(module: Any, recurse: bool, **settings: Any) -> None:
@@ -283,6 +279,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         **Collective:** the shard group. **Lifetime:** until ``reshard``, or the end of the
         unit's next forward if that reshards.
         """
+        check_bool("async_op", async_op)
         groups = _groups(self, recurse=False)
         for group in groups:
             group.check_not_summoned("gathered by unshard()")
@@ -375,7 +372,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         backends that cannot (gloo) raise an error.
         """
         check_bool("enable", enable)
-        for group in _groups(self, recurse) if enable else ():
+        groups = _groups(self, recurse)
+        for group in groups if enable else ():
             memory_backend(group.spec.mesh_info.shard_group, group.spec.device)
         _replace_comm(self, recurse, from_group=enable)
 
@@ -439,7 +437,8 @@ class UnshardHandle:
 
 
 def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
-    return [weakref.ref(unit) for each in modules for unit in require_units(each, recurse=False)]
+    listed = list_of("modules", modules, nn.Module, "a list of modules")
+    return [weakref.ref(unit) for each in listed for unit in require_units(each, recurse=False)]
 
 
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
@@ -474,6 +473,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     >>> stages = [meshard.fully_shard(torch.nn.Linear(2, 2)) for _ in range(2)]
     >>> meshard.share_comm_ctx(stages)
     """
+    modules = list_of("modules", modules, nn.Module, "a list of sharded modules")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizer
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
+from meshard.policies import check_bool, check_int
 
 # Callbacks of backwards of scaled losses, which autograd drops when those are over.
 _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
@@ -33,6 +35,15 @@ def _mark_backward(_: Tensor) -> None:
 
     _scaled_backwards.add(do_nothing)
     queue_backward_callback(do_nothing)
+
+
+def _check_device(device: object) -> None:
+    try:
+        if isinstance(device, str) and torch.device(device):
+            return
+    except RuntimeError:
+        pass
+    raise ValueError(f'device must be the name of one, such as "cuda" or "cpu", got {device!r}.')
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -53,9 +64,36 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        _check_device(device)
+        for name, value, lowest, highest in (
+            ("init_scale", init_scale, 0.0, math.inf),
+            ("growth_factor", growth_factor, 1.0, math.inf),
+            ("backoff_factor", backoff_factor, 0.0, 1.0),
+        ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not lowest < value < highest:
+                raise ValueError(
+                    f"{name} must be a number between {lowest} and {highest}, got {value!r}."
+                )
+        check_int("growth_interval", growth_interval)
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval must be at least 1, got {growth_interval}.")
+        check_bool("enabled", enabled)
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group must be a ProcessGroup or None, got {process_group!r}.")
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
         self._process_group = process_group
 
     def scale(self, outputs: Any) -> Any:

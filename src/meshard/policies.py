@@ -8,9 +8,9 @@ objects are accepted wherever these are.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,47 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+# --- checks of arguments ---------------------------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}.")
+
+
+def check_int(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` is an int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+
+
+def check_iterable(name: str, values: object) -> None:
+    """Raise a TypeError unless ``for`` can run over ``values``."""
+    try:
+        iter(values)  # type: ignore[call-overload]  # that is the question
+    except TypeError:
+        raise TypeError(f"{name} must be iterable, got {type(values).__name__}.") from None
+
+
+def list_of(
+    name: str, values: Iterable[Item], allowed: type[Any] | tuple[type[Any], ...], what: str
+) -> list[Item]:
+    """Return ``values`` as a list; raise a TypeError unless they are all ``allowed``."""
+    if not isinstance(values, Iterable) or isinstance(values, torch.Tensor):
+        raise TypeError(f"{name} must be {what}, got {type(values).__name__}.")
+    listed = list(values)
+    for each in listed:
+        if not isinstance(each, allowed):
+            raise TypeError(f"{name} must be {what}, got one with a {type(each).__name__} in it.")
+    return listed
+
+
+# --- policies --------------------------------------------------------------------------------
 
 
 class GradientSync(enum.Enum):
@@ -68,6 +108,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}.")
         for name in ("reduce_dtype", "accumulate_dtype"):
             check_can_be_added(name, getattr(self, name))
+        check_bool("cast_forward_inputs", self.cast_forward_inputs)
 
 
 def check_can_be_added(name: str, dtype: torch.dtype | None) -> None:
@@ -92,8 +133,7 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
     """
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pin_memory, bool):
-            raise TypeError(f"pin_memory must be a bool, got {self.pin_memory!r}.")
+        check_bool("pin_memory", self.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -106,6 +146,12 @@ class ShardPlacementResult:
 
     placement: Shard | Replicate
     mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise TypeError(f"placement must be a Shard or Replicate(), got {self.placement!r}.")
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh, got {type(self.mesh).__name__}.")
 
 
 @dataclass(frozen=True)

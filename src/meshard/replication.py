@@ -39,10 +39,17 @@ from meshard._params.unit_params import GroupSpec
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo
 from meshard.accumulation import no_sync
-from meshard.api import as_policy, as_set, check_mesh, check_module, default_mesh
-from meshard.fsdp_module import GradientSetters, check_bool
+from meshard.api import (
+    as_policy,
+    as_set,
+    check_mesh,
+    check_module,
+    default_mesh,
+    tag_left_out,
+)
+from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
-from meshard.policies import MixedPrecisionPolicy
+from meshard.policies import MixedPrecisionPolicy, check_bool
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
 
@@ -321,7 +328,8 @@ def replicate(
             f"replicate needs a mesh of one or two axes, all of which replicate, got {mesh}; pass "
             "the data-parallel part of a larger mesh, as in mesh['data']."
         )
-    found = collect([module], as_set(ignored_params))
+    ignored = as_set(ignored_params)
+    found = collect([module], ignored)
     mesh_info = MeshInfo.of(mesh if mesh is not None else default_mesh()).replicating_all()
     device = device_of(mesh_info.mesh)
     _check_parameters(found, device)
@@ -347,6 +355,7 @@ def replicate(
         register_hooks(each)
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
+    tag_left_out(ignored)
     patch_zero_grad(clear_pending)
     assert isinstance(module, ReplicateModule)
     return module

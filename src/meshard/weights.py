@@ -34,6 +34,7 @@ from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import is_placed_like, local_of
+from meshard.policies import check_bool
 
 
 @contextlib.contextmanager
@@ -74,6 +75,9 @@ def unsharded_params(
     tensor([[1., 0.],
             [0., 1.]])
     """
+    check_bool("rank0_only", rank0_only)
+    check_bool("writeback", writeback)
+    check_bool("offload_to_cpu", offload_to_cpu)
     options = SummonOptions("unsharded_params", writeback, rank0_only, offload_to_cpu)
     summoned: list[SummonedUnit] = []
     try:

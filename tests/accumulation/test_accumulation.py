@@ -309,3 +309,15 @@ def edit_between(dtype, edit):
 )
 def test_edits_of_grad_between_microbatches_hold(dtype, edit, a, b):
     assert run_threads(edit_between, 2, dtype, edit) == [{"a": a, "b": b}] * 2
+
+
+def test_pending_gradients_print_their_names():
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    try:
+        assert repr(meshard.pending_gradients(model)) == "PendingGradients([], is_open=False)"
+        with meshard.no_sync(model):
+            model(torch.ones(1, 2)).sum().backward()
+        pending = meshard.pending_gradients(model)
+        assert repr(pending) == "PendingGradients(['weight', 'bias'], is_open=True)"
+    finally:
+        dist.destroy_process_group()

@@ -37,8 +37,8 @@ def test_auto_takes_the_outermost_blocks_only():
 def test_auto_looks_through_lists_of_lists():
     model = nn.Module()
     model.stages = nn.ModuleList(nn.ModuleList(MlpBlock(4, 4) for _ in range(n)) for n in (2, 1))
-    # A block without a sibling of its class in its own list is left to the root.
-    assert fully_shard_units(model) == ["", "stages.0.0", "stages.0.1"]
+    # Also the only block of its list: a deeper model would have more there.
+    assert fully_shard_units(model) == ["", "stages.0.0", "stages.0.1", "stages.1.0"]
 
 
 def test_auto_wants_siblings_of_the_same_class_that_hold_parameters():
@@ -225,6 +225,12 @@ def test_none_in_overrides_is_the_default(name):
     assert model.blocks[0].up.weight.device_mesh == mesh  # that of the call
     assert (unit.input_dtype is None) is (name == "mp_policy")
     assert (unit.settings.reshard_after_forward is None) is (name == "reshard_after_forward")
+
+
+def test_a_model_of_one_layer_has_the_units_of_one_of_several():
+    model = MlpStack()
+    del model.blocks[1:]
+    assert fully_shard_units(model) == ["", "blocks.0"]
 
 
 def test_ignored_params_stay_and_do_not_count():

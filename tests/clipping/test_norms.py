@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -199,3 +200,54 @@ def test_a_power_of_two_as_scale_changes_no_bit():
     scaled = run_threads(scaled_training, 4, 2.0**10)
     for one, other in zip(plain, scaled, strict=True):
         assert_same(one, other, bitwise=True)
+
+
+class WithHead(nn.Module):
+    """The root was forgotten: nothing shards ``head``."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.frozen = (nn.Linear(4, 4) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.head(self.body(x)))
+
+
+def strays(how):
+    """Return the warnings of clipping and of two steps."""
+    model = seeded(WithHead())
+    ignored = set(model.head.parameters()) if how == "ignored" else None
+    meshard.fully_shard(model.body, ignored_params=ignored)
+    params = model.named_parameters() if how == "named" else model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            if how == "clip":
+                meshard.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("clip", "'head.weight'"),
+        ("step", "one of shape (4, 4)"),
+        ("named", "'head.weight'"),
+        ("ignored", None),
+    ],
+)
+def test_parameters_in_no_unit_are_warned_about_once(run_ranks, how, named):
+    for told in run_ranks(strays, 2, how):
+        assert len(told) == (named is not None)
+        for text in told:
+            assert text.startswith("2 trainable parameters beside those of fully_shard are in no")
+            assert f"the first is {named}" in text
+            assert "ignored_params" in text and "describe" in text
+
+
+def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others(run_ranks):
+    assert run_ranks(strays, 1, "step") == [[]]

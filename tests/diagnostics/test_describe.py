@@ -167,6 +167,27 @@ def test_parameters_in_no_unit_have_a_line():
         assert cells["total"][1:] == ["40", "160", "B", "100", "B", "0", "B"]
 
 
+def test_units_without_a_root_have_their_own_names_and_what_is_left_is_named():
+    with fake_group(4):
+        model = Transformer(vocab=16, dim=8, depth=2)
+        model.head.requires_grad_(False)
+        fully_shard_units(model.blocks[0], units=nn.Linear)
+        fully_shard(model.blocks[1])
+        cells, warnings = rows(describe(model))
+        names = [name for name in cells if name not in ("(no unit)", "total")]
+        assert names[0] == "blocks.0" and "blocks.1" in names and "(root)" not in names
+        assert all(name.startswith("blocks.0.") for name in names[1:-1]) and len(names) > 3
+        assert [line for line in warnings if "in no unit" in line] == [
+            "warning: 'embedding.weight', 'norm.weight', 'norm.bias' are trainable and in no unit: "
+            "each rank would train them apart. Apply fully_shard to the module around them too, or "
+            "name them in ignored_params."
+        ]
+        left = {*model.embedding.parameters(), *model.norm.parameters()}
+        fully_shard(model, ignored_params=left)
+        cells, warnings = rows(describe(model))
+        assert "(root)" in cells and not any("in no unit" in line for line in warnings)
+
+
 def test_a_unit_without_parameters_has_a_line():
     with fake_group(2):
         model = nn.Sequential(nn.Linear(4, 4))

@@ -217,3 +217,22 @@ def test_a_ledger_of_one_module_counts_what_blocks_in_its_groups():
             ("all_gather", "(norm)", 2)
         ]
         assert len(everything.events) == 2
+
+
+def test_a_ledger_prints_a_table():
+    with fake_group(4):
+        model = build(2, init_device_mesh("cpu", (4,)), reshard_after_forward=True)
+        with CommLedger() as ledger:
+            model(torch.ones(1, WIDTH)).sum().backward()
+    assert str(ledger).splitlines() == [
+        "collective      unit      count   payload      sent",
+        "all_gather      (root)        2  16.0 KiB  12.0 KiB",
+        "all_gather      blocks.0      2    8192 B    6144 B",
+        "reduce_scatter  (root)        1    8192 B    6144 B",
+        "reduce_scatter  blocks.0      1    4096 B    3072 B",
+        "total                         6  36.0 KiB  27.0 KiB",
+    ]
+
+
+def test_an_empty_ledger_prints_a_total_of_nothing():
+    assert str(CommLedger()).splitlines()[1:] == ["total                 0      0 B   0 B"]

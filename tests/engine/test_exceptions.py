@@ -1,9 +1,13 @@
 """Steps that fail, of which no trace may be left."""
 
+import datetime
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
@@ -138,3 +142,29 @@ def test_a_forward_inside_an_except_block_is_not_taken_for_a_failure():
         assert layer[0].weight.grad is not None
     finally:
         torch.distributed.destroy_process_group()
+
+
+def one_batch_less():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for unit in (model[0], model[1], model):
+        meshard.fully_shard(unit, DeviceMesh.from_group(group, "cpu"))
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    if dist.get_rank() == 0:
+        # A second error, of the gather that was started ahead, would be one more warning.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeError) as caught:
+                model(x)
+        assert "waited for the all-gather of unit '0'" in str(caught.value)
+        assert "as many batches" in str(caught.value) and "MESHARD_DEBUG=1" in str(caught.value)
+        assert str(caught.value).count("waited") == 1
+    dist.barrier()
+
+
+@pytest.mark.full  # it waits for timeouts
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
+    monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)
+    run_ranks(one_batch_less, 2)

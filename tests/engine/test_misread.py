@@ -225,6 +225,41 @@ def test_units_of_tensor_parallelism_may_take_dtensors(run_ranks):
     run_ranks(called_with_a_dtensor_rightly, 2)
 
 
+class CutUp(nn.Module):
+    """The output of ``up`` is a DTensor, which ``norm`` was not told of."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        self.between = between
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.norm(x if self.between is None else self.between(x))
+
+
+def add_plain(x):
+    return x + torch.ones(8)
+
+
+def given_a_dtensor_inside(between):
+    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(CutUp(between), nn.Linear(8, 8))
+    parallelize_module(model[0], world["tp"], {"up": ColwiseParallel(use_local_output=False)})
+    for each in (model[0], model):
+        meshard.fully_shard(each, world["dp"])
+    text = text_of(model, torch.ones(2, 8))
+    assert "parameter '" not in text and not any(each in text for each in REMEDIES)
+    if between is None:
+        assert text.count("module '0.norm' (LayerNorm) of unit '0' was given a DTensor of") == 1
+        assert "shape (2, 8) and placements (Shard(dim=1),)" in text and "to_local()" in text
+
+
+@pytest.mark.parametrize("between", [None, add_plain])
+def test_a_dtensor_between_modules_of_a_unit_is_not_blamed_on_its_parameters(run_ranks, between):
+    run_ranks(given_a_dtensor_inside, 2, between)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_other_errors_are_left_alone():
     model = Root(lambda model, x: x @ torch.ones(3, 3))

@@ -37,3 +37,23 @@ def penalised(place):
 @pytest.mark.parametrize("place", ["on shards", "on whole parameters"])
 def test_a_penalty_on_weights(run_ranks, place):
     run_ranks(penalised, 2, place)
+
+
+class WithLoss(nn.Sequential):
+    """Returns the loss, as models of transformers do."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def penalised_by_a_dtensor():
+    model = seeded(WithLoss(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    for unit in (model[0], model[2], model):
+        meshard.fully_shard(unit)
+    penalty = sum(param.square().sum() for param in model.parameters())
+    with pytest.raises(RuntimeError, match=r"(?s)output of unit '\(root\)' .* full_tensor\(\)"):
+        (model(torch.ones(4, 6)) + 0.1 * penalty).backward()
+
+
+def test_a_penalty_that_is_a_dtensor_is_explained(run_ranks):
+    run_ranks(penalised_by_a_dtensor, 2)

@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 
 import torch.distributed.fsdp as torch_fsdp
 
@@ -135,6 +137,7 @@ def test_methods_of_fsdp2_exist_and_take_the_same_arguments():
 def test_init_exports_exactly_what_it_imports_each_under_its_own_name():
     init = next(source for source in SOURCES if source.path == "__init__.py")
     imports = [node for node in init.tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in imports if node.module != "typing"]
     aliases = [alias for node in imports for alias in node.names]
     assert all(alias.asname in (None, alias.name) for alias in aliases)
     assert sorted(alias.name for alias in aliases) == sorted(meshard.__all__)
@@ -186,3 +189,16 @@ def test_planted_offenders_are_found(monkeypatch):
 
     assert undocumented([("f", function), ("g", lambda: None)]) == ["g: ''"]
     assert badly_documented_arguments([("f", function)]) == ["f: takes ['a', 'b'], documents ['a']"]
+
+
+def test_tab_completion_shows_public_names_only():
+    shown = [name for name in dir(meshard) if not name.startswith("__")]
+    assert sorted(shown) == sorted(meshard.__all__)
+
+
+def test_the_version_is_that_of_the_package_and_costs_no_import():
+    code = "import meshard; assert '__version__' not in vars(meshard)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    written = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert meshard.__version__ in (written[1], "0+unknown")
+    assert "__version__" in dir(meshard) and not hasattr(meshard, "version")

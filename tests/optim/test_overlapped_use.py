@@ -73,6 +73,37 @@ def in_mid_window():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
+def gradients_after_detach(cls, kwargs):
+    """``step`` leaves them, and the next backward adds to them, as with an ordinary optimizer."""
+    ours, theirs = make((2,)), make((2,))
+    options = {"lr": 0.05}
+    overlapped = overlap_optimizer(ours, cls, **options, **kwargs)
+    plain = cls(trainable(theirs), **options)
+    overlapped.detach()
+    for number in range(3):  # without zero_grad()
+        for model, optimizer in ((ours, overlapped), (theirs, plain)):
+            window(model, number)
+            before = [param.grad for param in trainable(model)]
+            optimizer.step()
+            assert all(p.grad is g for p, g in zip(trainable(model), before, strict=True))
+        assert len(grads(ours)) > 10
+        assert_same(grads(ours), grads(theirs), bitwise=True)
+        assert_same(full_state(ours), full_state(theirs), bitwise=True)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (ADAMW, {}),
+        (SignDescent, {}),  # not pointwise
+        (ADAMW, {"wait": "gather"}),
+        (ADAMW, {"clip": "deferred", "max_norm": 1e-3}),
+    ],
+)
+def test_after_detach_gradients_stay(run_ranks, cls, kwargs):
+    run_ranks(gradients_after_detach, 2, cls, kwargs)
+
+
 def test_attach_and_detach_in_the_middle_of_a_window(run_ranks):
     run_ranks(in_mid_window, 2)
 

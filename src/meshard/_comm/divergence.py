@@ -92,6 +92,16 @@ def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
         raise RuntimeError(verdict)
 
 
+def explain_failure(error: RuntimeError, collective: str) -> None:
+    """Add to the error of a collective which one it was, and how to find the rank that differs."""
+    if not is_debugging():
+        error.args = (
+            f"{error}\nThis rank waited for the {collective}. Do all ranks run as many batches, "
+            "and the same units in the same order? MESHARD_DEBUG=1 names the rank and the unit "
+            "where they part.",
+        )
+
+
 class _Exchange:
     """One numbered comparison among the ranks of a group, as seen by this rank."""
 

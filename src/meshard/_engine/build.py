@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshard._comm.divergence import is_debugging
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -29,7 +30,15 @@ from meshard._engine.hooks import (
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup, ParamState
-from meshard._engine.unit import Unit, UnitSettings, joined, unit_of, units_of, with_siblings
+from meshard._engine.unit import (
+    Unit,
+    UnitSettings,
+    joined,
+    own_class,
+    unit_of,
+    units_of,
+    with_siblings,
+)
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
@@ -90,18 +99,19 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                     found[param].owners.append((module, name))
                 else:
                     found[param] = Collected(fqn, param, [(module, name)])
-                    _check_free(fqn, param)
+                    _check_free(fqn, param, root)
     _collect_hoisted(modules, found)
     return list(found.values())
 
 
-def _check_free(fqn: str, param: nn.Parameter) -> None:
+def _check_free(fqn: str, param: nn.Parameter, root: nn.Module) -> None:
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(
-            f"parameter {fqn!r} is tied to {tagged_fqn!r}, which an inner fully_shard has "
-            "already sharded, so the tie would be cut silently; shard both in one call "
-            "(apply fully_shard to their common parent only, or pass both modules as a list)."
+            f"parameter {joined(own_class(root).__name__, fqn)!r} is tied to {tagged_fqn!r}, which "
+            "another fully_shard has already sharded, so the tie would be cut silently; shard both "
+            "in one call: apply fully_shard to their common parent only, pass both modules as a "
+            "list, or shard the model by meshard.fully_shard_units, which finds ties."
         )
     if tag is TensorTag.SHARD:
         raise ValueError(
@@ -331,6 +341,8 @@ def allocate(
             gradient_hook=hook,
         )
     give_params(unit, storage, policy)
+    if not is_debugging():  # which has compared all values
+        unit.group.record_first_values(locals_)
     return unit
 
 
@@ -364,7 +376,7 @@ def commit(
     for each, unit_plan in zip(chain, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
             # Any other module that holds the original is tied to it, unknown to the unit.
-            tag_tensor(original, TensorTag.ORIGINAL, fqn)
+            tag_tensor(original, TensorTag.ORIGINAL, joined(own_class(modules[0]).__name__, fqn))
         for param in each.params:
             param.install(param.sharded)
     for module in modules:

@@ -10,6 +10,7 @@ this rank's shard of it. That takes no communication, because every rank has the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import traceback
@@ -35,7 +36,7 @@ from meshard._engine.outputs import (
     tensors_in,
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass
-from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
+from meshard._engine.unit import Unit, alive, own_class, units_in, units_of, with_siblings
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
@@ -166,9 +167,12 @@ class ModuleHooks(_UnitHook):
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.group.is_summoned:
             return None
-        watched = end_forward(unit, module, output, (args, kwargs), failed=failed)
         if failed:
+            # torch would report a second error, of a gather that fails too, as a warning.
+            with contextlib.suppress(RuntimeError):
+                end_forward(unit, module, output, (args, kwargs), failed=True)
             return None
+        watched = end_forward(unit, module, output, (args, kwargs), failed=False)
         result = output
         if unit.output_dtype is not None:
             result = cast_floats(output, unit.output_dtype)
@@ -241,7 +245,23 @@ def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | Non
     unit = watched.unit()
     if unit is None:
         return None
+    if isinstance(gradient, DTensor):
+        _check_is_of_dtensor(unit)
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
+
+
+def _check_is_of_dtensor(unit: Unit) -> None:
+    """Refuse a DTensor as the gradient of an ordinary output: torch would say it far from here."""
+    modules = alive(unit.modules)
+    inside = [unit for module in modules for unit in units_in(module)]
+    params = [param for each in inside for param in each.params]
+    if all(isinstance(p, ShardedParam) and p.dtensor_placement is None for p in params):
+        raise RuntimeError(
+            f"backward reached the output of unit {unit.label!r} with a gradient that is a "
+            "DTensor, though the unit computes with ordinary tensors. Was a penalty on sharded "
+            "weights added to the loss as a DTensor? Add its full_tensor(): "
+            "loss + weight.square().sum().full_tensor()."
+        )
 
 
 def watch_outputs(output: Any, watched: Watched) -> None:

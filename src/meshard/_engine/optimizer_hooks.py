@@ -9,18 +9,21 @@ shards alone do not show that a copy is stale.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from meshard._params.sharded_param import TensorTag, tag_of
+from meshard._comm.first_values import warn_if_different
+from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._torch.patches import hold_pending
 from meshard._torch.private import skip_dynamo
 
@@ -102,10 +105,15 @@ def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     return list(found)
 
 
-def check_may_step(params: Iterable[torch.Tensor]) -> None:
-    """Raise if gradients of one of ``params`` are accumulated that are not in ``.grad``."""
-    for owner in owners_of(params):
+def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
+    """Raise if gradients of one of ``params`` are accumulated that are not in ``.grad``.
+
+    Return the groups of ``params``.
+    """
+    owners = owners_of(params)
+    for owner in owners:
         owner.check_may_step()
+    return owners
 
 
 def clear_pending(params: Sequence[torch.Tensor]) -> None:
@@ -123,6 +131,45 @@ def clear_pending(params: Sequence[torch.Tensor]) -> None:
     ids = set(map(id, sharded))
     for owner in owners:
         owner.clear_pending(ids)
+
+
+def warn_about_strays(
+    params: Iterable[torch.Tensor], owners: Sequence[ParamGroup], names: Mapping[int, str]
+) -> None:
+    """Warn once about parameters with gradients that no unit reduces, beside some that one does.
+
+    ``names`` by id, as far as they are known.
+    """
+    if all(owner.spec.mesh_info.mesh.size() == 1 for owner in owners):
+        return
+    strays = [
+        param
+        for param in params
+        if not isinstance(param, DTensor) and param.grad is not None and id(param) not in _owners
+    ]
+    strays = [param for param in strays if tag_of(param)[0] is None]
+    if not strays:
+        return
+    first = names.get(id(strays[0]))
+    named = repr(first) if first else f"one of shape {tuple(strays[0].shape)}"
+    for param in strays:
+        tag_tensor(param, TensorTag.LEFT_OUT, names.get(id(param), ""))
+    warnings.warn(
+        f"{len(strays)} trainable parameters beside those of fully_shard are in no unit, the first "
+        f"is {named}: each rank trains them by its own gradients, so ranks drift apart, and norms "
+        "of gradients differ. Apply fully_shard to the module around them too, usually the root "
+        "(print(meshard.describe(model)) lists them). If you reduce their gradients yourself, say "
+        "so by ignored_params.",
+        stacklevel=3,
+    )
+
+
+def compare_first_values(owners: Iterable[ParamGroup]) -> None:
+    """Warn if ranks brought different values to units that are about to be stepped first.
+
+    **Collective:** all ranks, the first time; see ``warn_if_different``.
+    """
+    warn_if_different(filter(None, [owner.take_first_values() for owner in owners]))
 
 
 _NEVER_TRAINED = {
@@ -150,6 +197,13 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
                 f"{fqn!r} {_NEVER_TRAINED[tag]}, from module.parameters()."
             )
     owners = owners_of(params)
+    names = {
+        id(param): name
+        for group in optimizer.param_groups
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    warn_about_strays(params, owners, names)
+    compare_first_values(owners)
     _stepped_by[optimizer] = shape, [weakref.ref(each) for each in owners]
     return owners
 

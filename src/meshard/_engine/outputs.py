@@ -161,6 +161,7 @@ def detached_from_others(output: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _EXPLAINED = "_meshard_is_explained"
+_PASSED = "_meshard_passed"  # ids of the units whose forward the error has left unexplained
 _Sharded = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
 _REMEDIES = (
     "Parameters are unsharded inside their unit's own forward and backward. What helps:\n"
@@ -187,14 +188,19 @@ def explain_mixed_tensors(
     text = ""
     with contextlib.suppress(Exception):  # which would hide the error that is being explained
         text = _explanation(error, unit, module, inputs)
-    if text:
+    if not text:
+        setattr(error, _PASSED, {*getattr(error, _PASSED, ()), id(unit)})
+    else:
         # The message and not a note: notes came with Python 3.11, and logs of str() drop them.
         error.args = (f"{error}\n\n{text}", *error.args[1:])
         setattr(error, _EXPLAINED, True)
 
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
-    units = list(units_in(_outermost(module, unit)))
+    outermost = _outermost(module, unit)
+    # A unit whose forward the error has left was unsharded in it, and is sharded again now.
+    passed = getattr(error, _PASSED, ())
+    units = [each for each in units_in(outermost) if id(each) not in passed]
     sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
     frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
     frames.reverse()  # innermost first
@@ -212,6 +218,8 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
                 "its forward. Pass the input as an ordinary tensor, by to_local() or "
                 "full_tensor(), or place the parameters over the same mesh before fully_shard."
             )
+    if not found and (text := _given_to_plain(outermost, unit, frames)):
+        return text
     found = found or _first_known(sharded, map(_parameters_of, frames))
     if found:
         of_unit, param = found[0]
@@ -236,6 +244,33 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
         f"modules hold shards. Units {which} that are sharded now: "
         f"{listed(labels)}. {_REMEDIES}"
     )
+
+
+def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:
+    """Return what to say of a module of ordinary parameters that was given a DTensor, if one was.
+
+    Of tensor parallelism, say: its outputs are DTensors if it is told so.
+    """
+    unsharded = {id(param.unsharded) for param in unit.params}
+    for values in frames:
+        module = next((value for value in values if isinstance(value, nn.Module)), None)
+        if module is None:
+            continue
+        given = next((value for value in values if isinstance(value, DTensor)), None)
+        held = [param for param in module._parameters.values() if param is not None]
+        is_plain = any(id(p) in unsharded and not isinstance(p, DTensor) for p in held)
+        if given is None or not is_plain or any(True for _ in module.children()):
+            return ""
+        fqn = next((name for name, each in outermost.named_modules() if each is module), "")
+        return (
+            f"module {fqn!r} ({type(module).__name__}) of unit {unit.label!r} was given a DTensor "
+            f"of shape {tuple(given.shape)} and placements {given.placements}, but its parameters "
+            "are ordinary tensors. Pass the input as an ordinary tensor, by to_local() or "
+            "full_tensor() (ColwiseParallel and RowwiseParallel do so with "
+            "use_local_output=True, their default), or place this module's parameters on the same "
+            "mesh before fully_shard, as by SequenceParallel."
+        )
+    return ""
 
 
 def _attribute_of(unit: Unit) -> str:

@@ -12,6 +12,8 @@ from torch.autograd.graph import increment_version
 
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
+from meshard._comm.divergence import explain_failure
+from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -128,6 +130,7 @@ class ParamGroup:
         self.saves_memory = False  # it was resharded between forward and backward of this step
         self.has_failed = False  # the last backward raised, and nothing was cleaned up since
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
+        self.first_values: FirstValues | None = None  # until ranks have compared them
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # while SUMMONED
@@ -206,6 +209,21 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     # --- optimizer steps --------------------------------------------------------------
+
+    def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
+        """Record what the shards were cut from, unless it comes later or no other rank has any."""
+        mesh_info = self.spec.mesh_info
+        if mesh_info.mesh.size() > 1 and not any(tensor.is_meta for tensor in unsharded):
+            sums = sum_of_samples(unsharded), sum_of_samples(self._shards())
+            self.first_values = FirstValues(mesh_info, *sums)
+
+    def take_first_values(self) -> tuple[FirstValues, list[torch.Tensor]] | None:
+        """Return what was recorded, with the present shards; None if that was taken already."""
+        first, self.first_values = self.first_values, None
+        return None if first is None else (first, self._shards())
+
+    def _shards(self) -> list[torch.Tensor]:
+        return [plain_of(param.sharded) for param in self.params]
 
     def check_may_step(self) -> None:
         if self.has_failed:
@@ -298,7 +316,11 @@ class ParamGroup:
             return
         if not gather.may_keep_shard:
             post_forward_group = None
-        gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+        try:
+            gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+        except RuntimeError as error:
+            explain_failure(error, f"all-gather of unit {self.label!r}")
+            raise
         if gather.is_post_forward and isinstance(gathered, torch.Tensor):
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad: nothing here requires a gradient.

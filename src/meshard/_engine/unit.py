@@ -26,7 +26,7 @@ from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
-from meshard.policies import GradientSync, MixedPrecisionPolicy
+from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
@@ -196,14 +196,17 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 def units_in(module: nn.Module) -> Iterator[Unit]:
     """Iterate over the units of ``module`` and of everything inside it, each once."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module, got {type(module).__name__}.")
     yield from dict.fromkeys(unit for inner in module.modules() for unit in units_of(inner))
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return the units of ``module``, and with ``recurse`` those inside; at least one."""
-    units: list[Unit] = []
-    if isinstance(module, nn.Module):
-        units = list(units_in(module)) if recurse else units_of(module)
+    check_bool("recurse", recurse)
+    units = list(units_in(module))
+    if not recurse:
+        units = units_of(module)
     if not units:
         raise ValueError(
             f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "

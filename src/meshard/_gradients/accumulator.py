@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, InFlight, Rows
+from meshard._comm.divergence import explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
@@ -315,7 +316,11 @@ class GradientAccumulator:
         self.num_in_flight -= 1
         if in_flight.is_full and self.storage.host_copies is None:  # else not in .grad yet
             self._release_if_settled()
-        reduced = in_flight.reduction.finish()
+        try:
+            reduced = in_flight.reduction.finish()
+        except RuntimeError as error:
+            explain_failure(error, f"reduction of unit {self.storage.label!r}")
+            raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self._dropped:
             dropped, self._dropped = self._dropped, frozenset()

@@ -26,6 +26,7 @@ from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import plain_of
 from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
+from meshard.policies import list_of
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -256,6 +257,7 @@ def flat_optimizer(
     >>> layer(torch.ones(1, 2)).sum().backward()
     >>> optimizer.step()
     """
+    check_is_no_instance("flat_optimizer", optimizer)
     if optimizer not in POINTWISE:
         names = ", ".join(each.__name__ for each in POINTWISE)
         raise TypeError(
@@ -266,10 +268,27 @@ def flat_optimizer(
     require_units(module)
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
-    if param_groups is None:
-        param_groups = [param for param in module.parameters() if param.requires_grad]
     make: Callable[..., Optimizer] = optimizer
-    return FlatOptimizer(make(param_groups, **optimizer_kwargs))
+    return FlatOptimizer(make(list_params(module, param_groups), **optimizer_kwargs))
+
+
+def check_is_no_instance(caller: str, optimizer: object) -> None:
+    """Raise a TypeError if ``optimizer`` is an optimizer, where its class is asked for."""
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{caller} builds the optimizer itself: pass the class and its arguments, as in "
+            f"{caller}(module, {name}, lr=...), got {name}(...)."
+        )
+
+
+def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
+    """Return what to build an optimizer from; None: all trainable parameters of ``module``."""
+    if param_groups is None:
+        return [param for param in module.parameters() if param.requires_grad]
+    what = "an iterable of parameters or of dicts of optimizer arguments"
+    # Tuples: module.named_parameters(), where torch takes that.
+    return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)
 
 
 class FlatOptimizer(Optimizer):

@@ -14,11 +14,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshard._engine.optimizer_hooks import find_overlapped, overlapped_optimizers, owner_of
+from meshard._engine.optimizer_hooks import (
+    compare_first_values,
+    find_overlapped,
+    overlapped_optimizers,
+    owner_of,
+    owners_of,
+)
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.flat import POINTWISE, MakeOptimizer, Params, count_in_tensors, loss_of
+from meshard.optim.flat import (
+    POINTWISE,
+    MakeOptimizer,
+    Params,
+    check_is_no_instance,
+    count_in_tensors,
+    list_params,
+    loss_of,
+)
 from meshard.optim.flat_slices import State
 from meshard.optim.unit_step import ChangeGradients, UnitStepper
 
@@ -149,9 +163,10 @@ class OverlappedOptimizer(Optimizer):
     def detach(self) -> None:
         """From now on step in ``step`` only, and clip no more, as any optimizer.
 
-        Steps that wait for a gather are taken. What a window that has not ended has
-        accumulated stays, and its last backward leaves it in ``.grad``. To go back, call
-        ``overlap_optimizer`` with the same parameters, and load the ``state_dict``.
+        Steps that wait for a gather are taken. What a window that has not ended has accumulated
+        stays, and its last backward leaves it in ``.grad``, where ``step`` keeps it until
+        ``zero_grad``. To go back, call ``overlap_optimizer`` with the same parameters, and load the
+        ``state_dict``.
 
         Raises:
             RuntimeError: A forward or backward is under way.
@@ -163,6 +178,7 @@ class OverlappedOptimizer(Optimizer):
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
         self._max_norm = None
+        self._waits_in_step = True  # because .grad stays, which the next backward may change
 
     @property
     def _is_attached(self) -> bool:
@@ -220,8 +236,13 @@ class OverlappedOptimizer(Optimizer):
         self._step(stepper)
 
     def _step(self, stepper: UnitStepper) -> None:
-        if stepper.take(self.param_groups, self._state):
-            stepper.step()
+        if not stepper.take(self.param_groups, self._state):
+            return
+        taken = stepper.taken
+        stepper.step()
+        if not self._is_attached:  # an ordinary optimizer leaves .grad to zero_grad()
+            for param, grad in taken:
+                param.grad = grad
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
@@ -234,6 +255,7 @@ class OverlappedOptimizer(Optimizer):
         )
         if not is_planned:
             self._plan()
+        compare_first_values(owners_of(self._planned))
         return list(self._steppers.values())
 
     def _params(self) -> list[torch.Tensor]:
@@ -317,10 +339,13 @@ def overlap_optimizer(
     _check_deferred(clip, max_norm, is_changed=change is not None)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
-    if param_groups is None:
-        param_groups = [param for param in module.parameters() if param.requires_grad]
+    check_is_no_instance("overlap_optimizer", optimizer)
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
-    template = make(param_groups)
+    template = make(list_params(module, param_groups))
     _check_template(template)
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
