@@ -107,6 +107,44 @@ def test_recomputing_while_nothing_is_reduced(run_ranks, nesting):
     assert counts == [{"all_gather": 7 * MICROBATCHES, "reduce_scatter": 4}] * 2
 
 
+def save_everything(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+class Around(MlpStack):
+    """Each checkpoint spans a unit and what follows, which backward recomputes first."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(
+                lambda x, block=block: (block(x * self.scale).square() + 1e-3).sqrt(),
+                x,
+                use_reentrant=False,
+                context_fn=self.contexts,
+            )
+        return x
+
+
+def around(policy, reshard):
+    plain = seeded(Around(policy))
+    model = shard_blocks(seeded(Around(policy)), reshard_after_forward=reshard)
+    for number in range(2):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number))
+        for each in (model, plain):
+            each(x).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("policy", [save_products, save_everything])
+def test_selective_checkpoints_do_not_see_gathers(run_ranks, policy):
+    for reshard in (None, True, False):
+        run_ranks(around, 2, policy, reshard)
+
+
 class Segments(MlpStack):
     """Each checkpoint spans two units."""
 

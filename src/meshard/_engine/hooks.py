@@ -46,7 +46,7 @@ from meshard._torch.private import (
     outside_of_transforms,
     skip_dynamo,
     skip_dynamo_once,
-    suspend_transforms,
+    suspend_modes,
 )
 
 
@@ -144,7 +144,7 @@ class ModuleHooks(_UnitHook):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()
-        with suspend_transforms():
+        with suspend_modes():
             call = unit.lifecycle.pre_forward(unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
@@ -235,7 +235,7 @@ def end_forward(
     # Before post_forward, which reshards a unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
-    with suspend_transforms():
+    with suspend_modes():
         call = unit.lifecycle.post_forward(unit, module, failed=failed)
     return Watched(weakref.ref(unit), of, call) if records and call is not None else None
 

@@ -26,6 +26,7 @@ from meshard._params.sharded_param import (
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
+from meshard._torch.private import is_in_transform
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -104,9 +105,7 @@ class SummonOptions:
 
 def refuse_transforms(label: str, error: RuntimeError) -> None:
     """Raise an explanation if ``error`` came from a transform of torch.func around a unit."""
-    try:
-        torch.empty(0).requires_grad_()
-    except RuntimeError:
+    if is_in_transform():
         raise RuntimeError(
             f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {label!r}, whose "
             "parameters are gathered and freed; call it inside "

@@ -108,6 +108,12 @@ _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: Non
 _suspend_transforms = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 # Transforms whose backward, if there is one, is that of the loss: after the forward, outside of it.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
+_num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
+_mode_at = _or_error("torch._C._get_dispatch_stack_at")
+_suspend_dispatch = _or_error("torch.utils._python_dispatch._disable_current_modes")
+_names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+_found = [_find(f"torch.utils.checkpoint.{name}") for name in _names]
+_SELECTIVE = tuple(mode for mode in _found if mode is not None)
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -121,11 +127,20 @@ def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def suspend_transforms() -> AbstractContextManager[Any]:
-    """Return a context outside of ``torch.vmap`` and ``torch.func.jvp``, where tensors have memory.
+def is_in_transform() -> bool:
+    """Whether a transform of ``torch.func`` is under way."""
+    return bool(_transforms())
 
-    It changes nothing inside another transform.
+
+def suspend_modes() -> AbstractContextManager[Any]:
+    """Return a context outside of what must not see operations of the engine.
+
+    That is ``torch.vmap`` and ``torch.func.jvp``, outside of which tensors have memory, and
+    selective checkpoints, which count operations and expect the same ones when they recompute.
+    Inside another transform it changes nothing.
     """
+    if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
+        return _suspend_dispatch()
     transforms = _transforms()
     if not transforms or any(str(each.key()) not in _FORWARD_ONLY for each in transforms):
         return _NO_CONTEXT
