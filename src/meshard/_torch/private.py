@@ -140,7 +140,8 @@ def suspend_modes() -> AbstractContextManager[Any]:
     Inside another transform it changes nothing.
     """
     if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
-        return _suspend_dispatch()
+        without_modes: AbstractContextManager[Any] = _suspend_dispatch()
+        return without_modes
     transforms = _transforms()
     if not transforms or any(str(each.key()) not in _FORWARD_ONLY for each in transforms):
         return _NO_CONTEXT
