@@ -26,7 +26,7 @@ def build(mesh_shape: tuple[int, int]) -> nn.Module:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
-    for layer in list(model)[:3]:
+    for layer in model[:3]:
         fully_shard(layer, mesh)
     return fully_shard(model, mesh)
 
