@@ -78,7 +78,11 @@ class Segment:
 
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` numbers of 8 bytes, each read and written in one access."""
-        return memoryview(self._map)[offset : offset + 8 * count].cast("q")
+        return self.memory(offset, offset + 8 * count).cast("q")
+
+    def memory(self, begin: int, end: int) -> memoryview:
+        """Return a range as it is now; it stays mapped when the segment grows."""
+        return memoryview(self._map)[begin:end]
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory at ``offset`` as a tensor ``[numel]``."""

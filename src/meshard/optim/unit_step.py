@@ -17,7 +17,7 @@ from operator import attrgetter, is_
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommStream, InFlight, profiled
+from meshard._comm.communicator import CommStream, Pending, profiled
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit
 from meshard._torch.dtensor import plain_of
@@ -31,7 +31,7 @@ _GRADIENT = attrgetter("grad")
 
 
 class WorkerStep:
-    """A step that a worker thread takes, as an ``InFlight``."""
+    """A step that a worker thread takes, as a ``Pending``."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -52,7 +52,7 @@ class PendingStep:
     """
 
     def __init__(
-        self, stepper: UnitStepper, work: InFlight | None, coefficient: torch.Tensor | None = None
+        self, stepper: UnitStepper, work: Pending | None, coefficient: torch.Tensor | None = None
     ) -> None:
         self._stepper = stepper
         self._work = work
@@ -82,7 +82,7 @@ class PendingStep:
             if work.poll():
                 self._stepper.group.pending_step = None
 
-    def _begun(self) -> InFlight:
+    def _begun(self) -> Pending:
         if self._work is None:
             self._work = self._stepper.run(self._coefficient)
         return self._work
@@ -176,7 +176,7 @@ class UnitStepper:
         else:
             self.step(coefficient)
 
-    def run(self, coefficient: torch.Tensor | None = None) -> InFlight:
+    def run(self, coefficient: torch.Tensor | None = None) -> Pending:
         """Step by what was taken, scaled by ``coefficient`` in place; return the end of the step.
 
         **Stream:** the optimizer stream.
