@@ -234,7 +234,7 @@ def one_cannot_reach_the_others(how):
         elif dist.get_rank() == 1 and how == "token":  # a process of that number on another host
             patch.setattr(Segment, "open", lambda process, descriptor: Segment.create(1))
         elif dist.get_rank() == 1 and how == "files":
-            patch.setattr(os, "memfd_create", lambda name: os.open("/none", 0))
+            patch.setattr(os, "memfd_create", lambda *_: os.open("/none", 0))
         elif dist.get_rank() == 1:
             patch.setattr(channel_module, "WHY_UNSUPPORTED", "it is another")
         if how != "env":

@@ -121,7 +121,11 @@ class Channel:
         if num_bytes >= _LARGE and self._unacknowledged:
             self._wait_for_memory(num_bytes)
         begin = self._free.take(num_bytes)
-        self._own.reserve(begin + num_bytes)
+        try:
+            self._own.reserve(begin + num_bytes)
+        except RuntimeError:
+            self._free.give(begin, num_bytes)
+            raise
         self._reach = max(self._reach, begin + num_bytes)
         allocation = _Allocation(begin, num_bytes)
         allocations, freed = self._allocations, self._freed
