@@ -245,18 +245,21 @@ class Channel:
 
     def _check_names(self, message: int, other: int) -> None:
         """Raise unless rank ``other`` does in ``message`` what this rank does."""
-        words = {each: self._name[each][message % _MESSAGES] for each in (self.rank, other)}
-        if len({word % 2**32 for word in words.values()}) == 1:
-            return  # the same name at another place
-        lines = [f"the ranks have issued different collectives (message {message} of the group):"]
-        for rank, word in sorted(words.items()):
-            text = bytes(self._texts[rank][word >> 32 :]).partition(b"\0")[0]
-            lines.append(f"  rank {rank} of the group: {text.decode(errors='replace')}")
+        ranks, slot = sorted((self.rank, other)), message % _MESSAGES
+        if len({self._name[rank][slot] % 2**32 for rank in ranks}) == 1:
+            return  # the same name, whose text is at another place
+        lines = [f"  rank {rank} of the group: {self._text_of(rank, slot)}" for rank in ranks]
         raise RuntimeError(
-            "\n".join(lines) + f"\n{REMEDY} A rank that caught an exception in the middle of a "
-            "step may have left some out. What was issued cannot be taken back: end the job. "
-            "MESHARD_DEBUG=1 stops at the first difference."
+            f"the ranks have issued different collectives (message {message} of the group):\n"
+            + "\n".join(lines)
+            + f"\n{REMEDY} A rank that caught an exception in the middle of a step may have left "
+            "some out. What was issued cannot be taken back: end the job. MESHARD_DEBUG=1 stops at "
+            "the first difference."
         )
+
+    def _text_of(self, rank: int, slot: int) -> str:
+        text = self._texts[rank][self._name[rank][slot] >> 32 :]
+        return bytes(text).partition(b"\0")[0].decode(errors="replace")
 
     def is_published(self, message: int) -> bool:
         """Whether all other ranks have published ``message``."""
@@ -277,9 +280,10 @@ class Channel:
         count = len(self.others) if is_row else 1
         if self._size[other][slot] != count * num_bytes:
             raise RuntimeError(
-                f"rank {other} of the group sends {self._size[other][slot]} bytes where rank "
-                f"{self.rank} expects {count * num_bytes}: the ranks run different units. "
-                "MESHARD_DEBUG=1 says which."
+                f"{self._text_of(other, slot)}: rank {other} of the group sends "
+                f"{self._size[other][slot]} bytes where rank {self.rank} expects "
+                f"{count * num_bytes}; the unit must have parameters of the same shapes and "
+                "dtypes, and the same policies, on all ranks."
             )
         # A rank does not publish its own row.
         row = self.rank - (self.rank > other) if is_row else 0

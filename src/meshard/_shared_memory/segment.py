@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+if sys.platform == "linux":
+    import fcntl
+
 ALIGNMENT = 64  # bytes: a cache line
 _STEP = 2**24  # bytes by which a file grows at least; only what is touched is memory
 
@@ -51,8 +54,6 @@ class Segment:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         if num_bytes:
-            import fcntl  # not on Windows
-
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
