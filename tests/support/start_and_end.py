@@ -80,7 +80,7 @@ def run_jobs(count: int, folder: Path) -> bool:
                 return True
         codes = [exit_code(pid) for pid in pids]
         text = output.read_text()
-        outcome = f"exit codes {codes}: {text}" if any(codes) or text else "clean"
+        outcome = f"exit codes {codes}, {text!r}" if any(codes) or text else "clean"
         print(f"{end}, MESHARD_SHARED_MEMORY={shared}: {outcome}", flush=True)
     return False
 
