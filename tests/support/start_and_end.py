@@ -23,6 +23,7 @@ KINDS = [
     for shared in ("1", "0")
 ]
 SECONDS = 120
+ROOT = Path(__file__).parents[2]
 
 
 def train(rank: int, store: Path, end: str) -> None:
@@ -116,7 +117,9 @@ def outcomes(count: int, num_busy: int) -> dict[str, int]:
     environ = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONFAULTHANDLER="1")
     with tempfile.TemporaryDirectory() as folder, load(num_busy):
         command = [sys.executable, "-m", "tests.support.start_and_end", str(count), folder]
-        lines = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        lines = subprocess.run(
+            command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
     return dict(collections.Counter(lines.stdout.splitlines()))
 
 
