@@ -194,6 +194,7 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     fully. All ranks wait for one that leaves the loop early.
 
     Raises:
+        RuntimeError: A batch was skipped, or its gradients were not reduced fully (``no_sync``).
         ValueError: ``module`` is not replicated, or some of it is sharded.
 
     >>> import torch, meshard
@@ -235,11 +236,20 @@ def _uneven_batches(
             for unit in averaging:
                 unit.settings.divide_factor = float(sum(have))
             buckets.buffers_from = have.index(1)  # the rank whose buffers count
+            number = units[0].lifecycle.backward_number
             if batch is _END:
                 buckets.before_forward(module, ())
                 _reduce_zeros(units)
                 batch = None
             yield batch
+            is_skipped = units[0].lifecycle.backward_number == number
+            if is_skipped or any(unit.gradients.is_pending for unit in units):
+                # gloo aborts where the reduction of another rank meets the next exchange.
+                raise RuntimeError(
+                    "uneven_batches needs one backward under GradientSync.FULL for each batch, and "
+                    "this one was skipped, or its gradients are pending: do not use no_sync in the "
+                    "loop, and multiply the loss by 0 instead of skipping a batch."
+                )
     finally:
         for unit in averaging:
             unit.settings.divide_factor = None

@@ -414,7 +414,6 @@ class Reduction:
         return Reduced(self._reduced, self._marks.used_after(self._unused_anywhere))
 
     def abandon(self) -> None:
-        """Wait for what was started, without starting another collective."""
-        self._pending.wait()
-        for end in self._ends:
-            end.wait()
+        """Give up what was started, without starting another collective."""
+        for each in (self._pending, *self._ends):
+            each.abandon()

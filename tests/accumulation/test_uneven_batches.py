@@ -96,3 +96,24 @@ def around_the_replicated_one():
 def test_other_modules_are_refused(run_ranks, fn):
     with pytest.raises(Exception, match="ValueError: uneven_batches needs a module to which"):
         run_ranks(fn, 2)
+
+
+def train_in_part(model, how):
+    for batch in meshard.uneven_batches(model, [batch_of(0, 0), batch_of(0, 1)]):
+        if how == "no_sync":
+            with meshard.no_sync(model):
+                model(batch).sum().backward()
+        elif how == "forward":
+            model(batch)
+
+
+def unreduced(how):
+    """Both ranks do it, so that the check of each comes before a collective that differs."""
+    model = meshard.replicate(seeded(net(), 0))
+    with pytest.raises(RuntimeError, match=r"one backward under GradientSync\.FULL for each batch"):
+        train_in_part(model, how)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "forward", "skip"])
+def test_a_batch_that_is_not_reduced_fully_is_refused(run_ranks, how):
+    run_ranks(unreduced, 2, how)

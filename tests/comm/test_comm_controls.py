@@ -225,8 +225,8 @@ def stages():
         shard_blocks(stage, mesh)
     meshard.share_comm_ctx([first, second])
     units = [stage._meshard_unit for stage in (first, second)]
-    comms = {id(unit.lifecycle.comm) for unit in units}
-    comms |= {id(block._meshard_unit.group.comm) for block in [*first.blocks, *second.blocks]}
+    comms = {unit.lifecycle.comm.identity for unit in units}
+    comms |= {block._meshard_unit.group.comm.identity for block in [*first.blocks, *second.blocks]}
     x = torch.ones(1, 6) * (dist.get_rank() + 1)
     second(first(x)).sum().backward()
     return len(comms), {**full_grads(first), **{f"2.{k}": v for k, v in full_grads(second).items()}}

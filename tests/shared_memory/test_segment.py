@@ -1,12 +1,19 @@
 """Free ranges of a segment, and the lifetime of its tensors."""
 
+import errno
+import fcntl
 import gc
 import os
+import resource
+import stat
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshard._shared_memory.channel import open_channel
 from meshard._shared_memory.segment import FirstFit, Segment
 
 
@@ -53,3 +60,51 @@ def test_a_segment_grows_and_what_looks_into_it_stays():
     before.fill_(3.0)
     assert (theirs.view(0, 10, torch.float32) == 3.0).all()
     assert ours.view(0, 0, torch.float32).shape == (0,)
+
+
+def test_nobody_else_opens_a_segment_and_nobody_shrinks_it():
+    segment = Segment.create(1000)
+    size = os.fstat(segment.descriptor).st_size
+    assert stat.S_IMODE(os.fstat(segment.descriptor).st_mode) == 0o600
+    theirs = os.open(f"/proc/{os.getpid()}/fd/{segment.descriptor}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(theirs, size - 1)
+        with pytest.raises(PermissionError):  # nor keep it from growing
+            fcntl.fcntl(theirs, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    finally:
+        os.close(theirs)
+    segment.reserve(2 * size)
+    segment.release_pages(0, size)
+
+
+@pytest.mark.parametrize("call", ["fchmod", "ftruncate"])
+def test_a_segment_that_cannot_be_made_leaves_no_descriptor(monkeypatch, call):
+    before = os.listdir("/proc/self/fd")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        Segment.create(1000)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def grow_past_the_limit():
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    channel = open_channel(dist.group.WORLD)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**25, hard))
+    try:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"ulimit -f.* MESHARD_SHARED_MEMORY=0"):
+                channel.allocate(2**25, torch.float32)
+        # What fits goes on.
+        message = channel.publish(torch.ones(10), ("all_gather", "unit", 1))
+        return channel.receive(message, 1 - dist.get_rank(), 10, torch.float32).tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_a_segment_that_cannot_grow_names_the_way_out(run_ranks):
+    assert run_ranks(grow_past_the_limit, 2) == [[1.0] * 10] * 2

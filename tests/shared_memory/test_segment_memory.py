@@ -8,6 +8,8 @@ import torch.distributed as dist
 from meshard._comm.communicator import StepPhase
 from meshard._shared_memory.channel import open_channel
 
+NAME = ("all_gather", "unit", 1)
+
 
 def held_after(units):
     """Return the bytes of this rank's segment after steps of two sizes.
@@ -17,7 +19,7 @@ def held_after(units):
     """
     met, held = open_channel(dist.group.WORLD), []
     for numel in [1 << 20, 1 << 10, 1 << 10, 1 << 10, 1 << 10, 1 << 10]:
-        message = met.publish(torch.ones(numel))
+        message = met.publish(torch.ones(numel), NAME)
         theirs = met.receive(message, 1 - dist.get_rank(), numel, torch.float32)
         assert (theirs == 1.0).all()  # also where it has been given back in between
         met.acknowledge(message)
@@ -35,7 +37,7 @@ def held_in_parts(in_forward, in_backward):
         for part, numel in ((StepPhase.FORWARD, in_forward), (StepPhase.BACKWARD, in_backward)):
             met.release_cached_memory(keep_for=part)
             held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
-            message = met.publish(torch.ones(numel))
+            message = met.publish(torch.ones(numel), NAME)
             theirs = met.receive(message, 1 - dist.get_rank(), numel, torch.float32)
             assert (theirs == 1.0).all()
             met.acknowledge(message)

@@ -28,6 +28,8 @@ from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
 
+NAME = ("all_gather", "unit", 1)
+
 
 def model_on(mesh, policy, is_shared, monkeypatch):
     """Return a sharded model and how many of its groups share memory, after its first forward."""
@@ -188,7 +190,7 @@ def many_messages():
     other = 1 - dist.get_rank()
     sizes = set()
     for count in range(3 * channel_module._MESSAGES):
-        message = met.publish(torch.full((1000,), float(count + dist.get_rank())))
+        message = met.publish(torch.full((1000,), float(count + dist.get_rank())), NAME)
         if count % 100 == 0:
             heard = met.receive(message, other, 1000, torch.float32)
             assert (heard == count + other).all()
@@ -206,14 +208,14 @@ def test_messages_may_be_more_than_there_are_words_for(run_ranks):
 def one_is_never_heard():
     """Start one message that nobody waits for, and more than there are words for."""
     met = open_channel(dist.group.WORLD)
-    met.publish(torch.ones(10))
+    met.publish(torch.ones(10), NAME)
     for _ in range(channel_module._MESSAGES - 1):
-        met.acknowledge(met.publish(torch.ones(10)))
+        met.acknowledge(met.publish(torch.ones(10), NAME))
     with pytest.raises(RuntimeError, match=r"has not been waited for, and 4096 have been started"):
-        met.publish(torch.ones(10))
+        met.publish(torch.ones(10), NAME)
     met.acknowledge(0)
     dist.barrier()
-    message = met.publish(torch.ones(10))
+    message = met.publish(torch.ones(10), NAME)
     assert (met.receive(message, 1 - dist.get_rank(), 10, torch.float32) == 1.0).all()
 
 
@@ -232,7 +234,7 @@ def one_cannot_reach_the_others(how):
         elif dist.get_rank() == 1 and how == "token":  # a process of that number on another host
             patch.setattr(Segment, "open", lambda process, descriptor: Segment.create(1))
         elif dist.get_rank() == 1 and how == "files":
-            patch.setattr(os, "memfd_create", lambda name: os.open("/none", 0))
+            patch.setattr(os, "memfd_create", lambda *_: os.open("/none", 0))
         elif dist.get_rank() == 1:
             patch.setattr(channel_module, "WHY_UNSUPPORTED", "it is another")
         if how != "env":
@@ -287,7 +289,7 @@ def one_dies():
     met = open_channel(dist.group.WORLD)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    met.publish(torch.ones(10))
+    met.publish(torch.ones(10), NAME)
     met.receive(0, 1, 10, torch.float32)
 
 
@@ -315,8 +317,8 @@ def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
 
 def another_size():
     met = open_channel(dist.group.WORLD)
-    met.publish(torch.ones(10 + dist.get_rank()))
-    with pytest.raises(RuntimeError, match="MESHARD_DEBUG"):
+    met.publish(torch.ones(10 + dist.get_rank()), NAME)
+    with pytest.raises(RuntimeError, match=r"all_gather of unit 'unit' .* same shapes"):
         met.receive(0, 1 - dist.get_rank(), 10 + dist.get_rank(), torch.float32)
 
 

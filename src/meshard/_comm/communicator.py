@@ -47,14 +47,24 @@ class CommStream(enum.Enum):
 # --- what is in flight -----------------------------------------------------------------------
 
 
-class InFlight(Protocol):
-    """A collective that has been started."""
+class Pending(Protocol):
+    """Something that has been started."""
 
     def wait(self) -> None:
-        """Order what the caller does next after the collective. May be called again."""
+        """Order what the caller does next after it. May be called again."""
 
     def poll(self) -> bool:
         """Do what ``wait`` does, if the host need not block for it. Return whether it is done."""
+
+
+class InFlight(Pending, Protocol):
+    """A collective that has been started."""
+
+    def abandon(self) -> None:
+        """Give up the result, after an error: what was sent and received may be freed.
+
+        Raises nothing. Waits only where the backend would use the memory.
+        """
 
 
 class GatherInFlight(Protocol):
@@ -68,6 +78,9 @@ class GatherInFlight(Protocol):
 
     def release(self) -> None:
         """Release the rows, which must not be read any more. Other ranks may wait for this."""
+
+    def abandon(self) -> None:
+        """Do what ``release`` does before there are rows, as ``InFlight.abandon``."""
 
 
 class Gathered(NamedTuple):
@@ -89,6 +102,10 @@ class Gathered(NamedTuple):
         if self.free is not None:
             self.free()
 
+    def abandon(self) -> None:
+        self.pending.abandon()
+        self.release()
+
 
 class RecordedWork(InFlight, Protocol):
     """Local work that has been queued."""
@@ -104,6 +121,8 @@ class Done:
 
     def poll(self) -> bool:
         return True
+
+    def abandon(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -149,12 +168,13 @@ def announce(
     ``payload`` is its larger buffer, or one of ``rows`` rows of that. Under ``MESHARD_DEBUG=1``
     this raises a RuntimeError if the ranks are about to issue different collectives.
     """
-    roots = comm.root_numbers if comm is not None else {} if is_debugging() else None
-    if not observers and roots is None:
+    is_checked = is_debugging() if comm is None else comm.is_checked
+    if not observers and not is_checked:
         return
     numel = rows * payload.numel()
     event = CommEvent(op, label, group.size(), numel * payload.itemsize, payload.dtype)
-    if roots is not None:
+    if is_checked:
+        roots = {} if comm is None else comm.root_numbers
         of_root = f"root {roots[group]}, " if group in roots else ""
         check_fingerprint(f"{op} of unit {label!r} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
@@ -214,8 +234,8 @@ class Communicator:
 
     def __init__(self) -> None:
         self.identity = object()  # for observers; the same where streams and memory are shared
-        # The number of the root by group; None: collectives are not checked.
-        self.root_numbers: dict[dist.ProcessGroup, int] | None = {} if is_debugging() else None
+        self.is_checked = is_debugging()
+        self.root_numbers: dict[dist.ProcessGroup, int] = {}  # the number of the root, by group
         self._custom = _OURS
 
     @property
@@ -233,14 +253,11 @@ class Communicator:
         return variant
 
     def number_root(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Give the root, which communicates in ``groups``, a number if collectives are checked."""
-        if self.root_numbers is not None:
-            self.root_numbers = number_root(groups)
+        """Give the root, which communicates in ``groups``, a number in each."""
+        self.root_numbers = number_root(groups)
 
     def shared_with(self, own: Communicator) -> Communicator:
         """Return this communicator for another root, which keeps the number it has in ``own``."""
-        if own.root_numbers is None:
-            return self
         variant = copy.copy(self)
         variant.root_numbers = own.root_numbers
         return variant
@@ -258,7 +275,7 @@ class Communicator:
     def gather_after(self, event: Any) -> None:
         """Order the next use of the gather stream after ``event`` instead of after the caller."""
 
-    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         """Order the next use of ``comm_stream`` after ``pending`` too."""
         pending.wait()
 
@@ -336,7 +353,7 @@ class Communicator:
         with profiled("all_gather", label):
             custom = self._custom.all_gather
             if custom is None:
-                return self._start_all_gather(output, source, group)
+                return self._start_all_gather(output, source, group, label)
             work = custom(output, source, group, self.waits_block_host)
             return self._in_flight(work, source)
 
@@ -362,7 +379,9 @@ class Communicator:
         with profiled("reduce_scatter", label):
             custom = self._custom.reduce_scatter
             if custom is None:
-                return self._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
+                return self._start_reduce_scatter(
+                    output, source, group, label, keep_signs=keep_signs
+                )
             assert isinstance(source, torch.Tensor)
             received, then = output, None
             if output.dtype != source.dtype:
@@ -379,21 +398,29 @@ class Communicator:
             return DONE
         announce("all_reduce", buffer, group, label, comm=self)
         with profiled("all_reduce", label):
-            return self._start_all_reduce(buffer, group)
+            return self._start_all_reduce(buffer, group, label)
 
     # --- for implementations ---------------------------------------------------------------
 
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         raise NotImplementedError
 
     def _start_reduce_scatter(
-        self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        group: dist.ProcessGroup,
+        label: str,
+        *,
+        keep_signs: bool,
     ) -> InFlight:
         raise NotImplementedError
 
-    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+    def _start_all_reduce(
+        self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> InFlight:
         raise NotImplementedError
 
     def _in_flight(

@@ -97,6 +97,12 @@ class WorkInFlight:
         self.wait()
         return True
 
+    def abandon(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has failed: gloo is done with the memory
+            if self._work is not None:
+                self._work.wait()
+        self._work, self._then, self._keep = None, None, ()
+
 
 class WorkCommunicator(Communicator):
     """Collectives on CPU tensors, as asynchronous works.
@@ -128,12 +134,18 @@ class WorkCommunicator(Communicator):
         return [torch.empty(numel, dtype=dtype, device="cpu")] if group.size() == 1 else None
 
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         return WorkInFlight(start_all_gather_on(group, output, source))
 
     def _start_reduce_scatter(
-        self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        group: dist.ProcessGroup,
+        label: str,
+        *,
+        keep_signs: bool,
     ) -> InFlight:
         assert isinstance(source, torch.Tensor)
         if group.size() == 2:
@@ -142,7 +154,9 @@ class WorkCommunicator(Communicator):
         work = start_all_to_all_on(group, received, source, [])
         return WorkInFlight(work, lambda: sum_rows(output, received, keep_signs=keep_signs))
 
-    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+    def _start_all_reduce(
+        self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> InFlight:
         return WorkInFlight(dist.all_reduce(buffer, group=group, async_op=True))
 
     def _in_flight(

@@ -34,7 +34,7 @@ _QUIET_SECONDS = 0.5  # before looking for errors of other groups; torch logs a 
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
 _GO = "go"
-_REMEDY = (
+REMEDY = (
     "Every rank must run the same units of the same models in the same order, with as many "
     "microbatches, the same GradientSync and the same divide factor; ranks may differ in which "
     "parameters of a unit they use."
@@ -169,7 +169,7 @@ class _Exchange:
                 elif not elsewhere:  # else it may have raised already and begun a new round
                     said = f"{missing}; its last was {last}, {position}"
             lines.append(_line(rank, said))
-        return "\n".join([*lines, _REMEDY]) + elsewhere
+        return "\n".join([*lines, REMEDY]) + elsewhere
 
     def start_new_round(self) -> None:
         _rounds[self._world] = _rounds.get(self._world, 0) + 1

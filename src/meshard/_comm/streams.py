@@ -35,6 +35,7 @@ from meshard._comm.communicator import (
     CommStream,
     Communicator,
     InFlight,
+    Pending,
     RecordedWork,
     Rows,
     StepPhase,
@@ -59,6 +60,9 @@ class _EventInFlight:
     def poll(self) -> bool:
         return False  # ordering streams takes no host time, but proves nothing done
 
+    def abandon(self) -> None:
+        self.wait()
+
     def synchronize(self) -> None:
         self._event.synchronize()
         self._keep = ()
@@ -82,7 +86,7 @@ class StreamCommunicator(Communicator):
         # Containers, because variants of a communicator share them.
         self._streams: dict[CommStream, Any] = {}
         self._gather_after: list[Any] = []  # at most one event
-        self._after: dict[CommStream, list[InFlight]] = {}
+        self._after: dict[CommStream, list[Pending]] = {}
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
@@ -111,7 +115,7 @@ class StreamCommunicator(Communicator):
         """
         self._gather_after[:] = [event]
 
-    def enter_after(self, comm_stream: CommStream, pending: InFlight) -> None:
+    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         self._after.setdefault(comm_stream, []).append(pending)
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -129,13 +133,19 @@ class StreamCommunicator(Communicator):
         return _EventInFlight(self._device_module, event, keep)
 
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         all_gather_single(output, source, group=group)
         return self.record(source)
 
     def _start_reduce_scatter(
-        self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        group: dist.ProcessGroup,
+        label: str,
+        *,
+        keep_signs: bool,
     ) -> InFlight:
         assert isinstance(source, torch.Tensor)
         is_same = output.dtype == source.dtype
@@ -145,7 +155,9 @@ class StreamCommunicator(Communicator):
             output.copy_(received)
         return self.record(source, received)
 
-    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+    def _start_all_reduce(
+        self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> InFlight:
         dist.all_reduce(buffer, group=group)
         return self.record(buffer)
 

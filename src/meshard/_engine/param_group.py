@@ -346,8 +346,7 @@ class ParamGroup:
     def reshard(self, *, keep_post_forward: bool = False) -> None:
         """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
         if self._gather is not None:
-            self._gather.in_flight.wait()
-            self._gather.in_flight.release()
+            self._gather.in_flight.abandon()
             self._gather = None
         self.end_manual_unshard(refuse=False)
         self.install_sharded()

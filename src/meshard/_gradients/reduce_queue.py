@@ -154,7 +154,7 @@ class ReduceQueue:
             self._finish_oldest()
 
     def abandon(self) -> None:
-        """Drop all reductions. Waits for what was started and starts nothing: ranks may differ."""
+        """Give up all reductions. Starts nothing: ranks may differ."""
         while self._queue:
             self._queue.popleft().in_flight.reduction.abandon()
 

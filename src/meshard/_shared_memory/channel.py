@@ -3,8 +3,9 @@
 Every rank has a segment that the others map. It *publishes* a message: writes the data to its
 segment, then the number of the message. The others wait for that number, read the data in place,
 and *acknowledge* the message. Then the memory may be reused. All ranks of a group number their
-collectives alike, so a number identifies a collective. Every word is written by one rank only, so
-there are no locks.
+collectives alike, so a number identifies a collective. With each goes the *name* of what the rank
+does there, which the others compare with theirs. Every word is written by one rank only, so there
+are no locks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import secrets
 import select
 import time
 import weakref
+import zlib
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +27,19 @@ import torch.distributed as dist
 
 from meshard._comm.blocking import exchange_numbers
 from meshard._comm.communicator import Rows, StepPhase
+from meshard._comm.divergence import REMEDY
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, FirstFit, Segment, aligned
 from meshard._torch.private import timeout_of
 
-# Messages that may be in flight at once: the start of a segment has four words for each.
+# Messages that may be in flight at once: the start of a segment has five words for each.
 _MESSAGES = 4096
-_PUBLISHED, _POSITION, _SIZE, _ACKNOWLEDGED = range(4)
-_TOKEN_WORD = 4 * _MESSAGES
-_START = aligned(8 * (_TOKEN_WORD + 1))
+_PUBLISHED, _POSITION, _SIZE, _NAME, _ACKNOWLEDGED = range(5)
+_TOKEN_WORD = 5 * _MESSAGES
+_TEXTS = 8 * (_TOKEN_WORD + 1)  # then the names, each once and with a zero at its end
+_START = aligned(_TEXTS + 2**20)
+
+# Operation, unit, and number of the root.
+Name = tuple[str, str, int]
 
 _EAGER = 200  # polls before the thread sleeps: most messages are there, or come soon
 _NAPS = (5e-5, 5e-4)  # seconds: at first, and when it takes long
@@ -77,11 +84,14 @@ class Channel:
         self.others = [other for other in range(len(segments)) if other != rank]
         self._segments = segments
         self._own = segments[rank]
-        words = [segment.words(0, 4 * _MESSAGES) for segment in segments]
-        self._published, self._position, self._size, self._acknowledged = (
+        words = [segment.words(0, 5 * _MESSAGES) for segment in segments]
+        self._published, self._position, self._size, self._name, self._acknowledged = (
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
-            for kind in (_PUBLISHED, _POSITION, _SIZE, _ACKNOWLEDGED)
+            for kind in (_PUBLISHED, _POSITION, _SIZE, _NAME, _ACKNOWLEDGED)
         )
+        self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
+        self._num_text_bytes = 0  # of this rank
+        self._name_words: dict[Name, int] = {}
         self._patience = patience  # seconds after which a wait gives up
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
@@ -111,7 +121,11 @@ class Channel:
         if num_bytes >= _LARGE and self._unacknowledged:
             self._wait_for_memory(num_bytes)
         begin = self._free.take(num_bytes)
-        self._own.reserve(begin + num_bytes)
+        try:
+            self._own.reserve(begin + num_bytes)
+        except RuntimeError:
+            self._free.give(begin, num_bytes)
+            raise
         self._reach = max(self._reach, begin + num_bytes)
         allocation = _Allocation(begin, num_bytes)
         allocations, freed = self._allocations, self._freed
@@ -178,20 +192,20 @@ class Channel:
 
     # --- messages --------------------------------------------------------------------------
 
-    def publish(self, tensor: torch.Tensor, *, copy: bool = False) -> int:
+    def publish(self, tensor: torch.Tensor, name: Name, *, copy: bool = False) -> int:
         """Publish ``tensor`` to all other ranks; return the number of the message.
 
         Memory from ``allocate`` is read in place: it must not be written to again, and is reused
         only after all have acknowledged. Other memory is copied, and so is any with ``copy``.
         """
-        return self._publish([tensor.view(-1)], copy=copy)
+        return self._publish([tensor.view(-1)], name, copy=copy)
 
-    def publish_rows(self, rows: Rows) -> int:
+    def publish_rows(self, rows: Rows, name: Name) -> int:
         """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
         others = [rows[other] for other in self.others]
-        return self._publish(others, copy=isinstance(rows, torch.Tensor))
+        return self._publish(others, name, copy=isinstance(rows, torch.Tensor))
 
-    def _publish(self, parts: list[torch.Tensor], *, copy: bool) -> int:
+    def _publish(self, parts: list[torch.Tensor], name: Name, *, copy: bool) -> int:
         numel, dtype = parts[0].numel(), parts[0].dtype
         allocation = None if copy else self._allocations.get(parts[0].data_ptr())
         if allocation is None and numel:
@@ -214,8 +228,38 @@ class Channel:
             allocation.message = message
             self._position[self.rank][slot] = allocation.begin
         self._size[self.rank][slot] = len(parts) * numel * dtype.itemsize
+        word = self._name_words.get(name)
+        self._name[self.rank][slot] = self._make_word(name) if word is None else word
         self._published[self.rank][slot] = message + 1  # last: it makes the rest visible
         return message
+
+    def _make_word(self, name: Name) -> int:
+        """Write the text of ``name`` for the other ranks; return where it is, and its checksum."""
+        op, unit, root = name
+        begin, texts = self._num_text_bytes, self._texts[self.rank]
+        text = f"{op} of unit {unit!r} (root {root})".encode()[: len(texts) - 1 - begin]
+        texts[begin : begin + len(text)] = text
+        self._num_text_bytes = min(begin + len(text) + 1, len(texts) - 1)
+        word = self._name_words[name] = begin << 32 | zlib.crc32(repr(name).encode())
+        return word
+
+    def _check_names(self, message: int, other: int) -> None:
+        """Raise unless rank ``other`` does in ``message`` what this rank does."""
+        ranks, slot = sorted((self.rank, other)), message % _MESSAGES
+        if len({self._name[rank][slot] % 2**32 for rank in ranks}) == 1:
+            return  # the same name, whose text is at another place
+        lines = [f"  rank {rank} of the group: {self._text_of(rank, slot)}" for rank in ranks]
+        raise RuntimeError(
+            f"the ranks have issued different collectives (message {message} of the group):\n"
+            + "\n".join(lines)
+            + f"\n{REMEDY} A rank that caught an exception in the middle of a step may have left "
+            "some out. What was issued cannot be taken back: end the job. MESHARD_DEBUG=1 stops at "
+            "the first difference."
+        )
+
+    def _text_of(self, rank: int, slot: int) -> str:
+        text = self._texts[rank][self._name[rank][slot] >> 32 :]
+        return bytes(text).partition(b"\0")[0].decode(errors="replace")
 
     def is_published(self, message: int) -> bool:
         """Whether all other ranks have published ``message``."""
@@ -231,12 +275,15 @@ class Channel:
         """
         self._wait(self._published, message, "join the collective", other)
         slot, num_bytes = message % _MESSAGES, numel * dtype.itemsize
+        if self._name[other][slot] != self._name[self.rank][slot]:
+            self._check_names(message, other)
         count = len(self.others) if is_row else 1
         if self._size[other][slot] != count * num_bytes:
             raise RuntimeError(
-                f"rank {other} of the group sends {self._size[other][slot]} bytes where rank "
-                f"{self.rank} expects {count * num_bytes}: the ranks run different units. "
-                "MESHARD_DEBUG=1 says which."
+                f"{self._text_of(other, slot)}: rank {other} of the group sends "
+                f"{self._size[other][slot]} bytes where rank {self.rank} expects "
+                f"{count * num_bytes}; the unit must have parameters of the same shapes and "
+                "dtypes, and the same policies, on all ranks."
             )
         # A rank does not publish its own row.
         row = self.rank - (self.rank > other) if is_row else 0

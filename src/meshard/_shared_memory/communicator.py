@@ -28,7 +28,7 @@ from meshard._comm.communicator import (
 )
 from meshard._comm.cpu import WorkCommunicator
 from meshard._comm.streams import StreamCommunicator
-from meshard._shared_memory.channel import Channel, open_channel
+from meshard._shared_memory.channel import Channel, Name, open_channel
 from meshard._shared_memory.segment import WHY_UNSUPPORTED
 
 _VARIABLE = "MESHARD_SHARED_MEMORY"
@@ -67,6 +67,9 @@ class _Receiving:
         if self._read is not None:
             self._read = None
             self._channel.acknowledge(self._message)
+
+    def abandon(self) -> None:
+        self.release()  # without a wait: only this rank writes to its memory
 
     def __del__(self) -> None:
         # Dropped unfinished, for example with the model: the other ranks need not wait for this
@@ -111,6 +114,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
             self._channels[group] = channel
         return self._channels[group]
 
+    def _name(self, op: str, label: str, group: dist.ProcessGroup) -> Name:
+        return op, label, self.root_numbers.get(group, 0)
+
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
         """Return the channel of ``group`` for memory of a collective that is still to come.
 
@@ -120,7 +126,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         """
         if self._is_custom:
             return None
-        return self._channel(group) if self.root_numbers is None else self._channels.get(group)
+        return self._channels.get(group) if self.is_checked else self._channel(group)
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         candidates = [group for group in dict.fromkeys(groups) if _is_candidate(group)]
@@ -168,15 +174,17 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super().gather_views(source, group=group, label=label)
         announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
-            return _Views(channel, channel.publish(source), source)
+            name = self._name("all_gather", label, group)
+            return _Views(channel, channel.publish(source, name), source)
 
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         channel = self._channel(group)
         if channel is None:
-            return super()._start_all_gather(output, source, group)
-        message = channel.publish(source)
+            return super()._start_all_gather(output, source, group, label)
+        name = self._name("all_gather", label, group)
+        message = channel.publish(source, name)
 
         def copy() -> None:
             torch.cat(channel.receive_all(message, source), out=output)
@@ -184,12 +192,21 @@ class SharedMemoryCommunicator(WorkCommunicator):
         return _Receiving(channel, message, copy)
 
     def _start_reduce_scatter(
-        self, output: torch.Tensor, source: Rows, group: dist.ProcessGroup, *, keep_signs: bool
+        self,
+        output: torch.Tensor,
+        source: Rows,
+        group: dist.ProcessGroup,
+        label: str,
+        *,
+        keep_signs: bool,
     ) -> InFlight:
         channel = self._channel(group)
         if channel is None:
-            return super()._start_reduce_scatter(output, source, group, keep_signs=keep_signs)
-        message, own = channel.publish_rows(source), source[channel.rank]
+            return super()._start_reduce_scatter(
+                output, source, group, label, keep_signs=keep_signs
+            )
+        name = self._name("reduce_scatter", label, group)
+        message, own = channel.publish_rows(source, name), source[channel.rank]
 
         def add_up() -> None:
             rows = channel.receive_all(message, own, is_row=True)
@@ -200,12 +217,15 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
         return _Receiving(channel, message, add_up)
 
-    def _start_all_reduce(self, buffer: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+    def _start_all_reduce(
+        self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> InFlight:
         channel = self._channel(group) if group.size() == 2 else None
         if channel is None:
-            return super()._start_all_reduce(buffer, group)
+            return super()._start_all_reduce(buffer, group, label)
         # A copy: the sum must not overwrite what the other rank reads.
-        message, other = channel.publish(buffer, copy=True), 1 - channel.rank
+        name = self._name("all_reduce", label, group)
+        message, other = channel.publish(buffer, name, copy=True), 1 - channel.rank
 
         def add() -> None:
             buffer.add_(channel.receive(message, other, buffer.numel(), buffer.dtype))

@@ -2,7 +2,8 @@
 
 A segment is an anonymous file in memory, which other processes open through the process id and the
 descriptor of its owner. It has no name, so a process that dies leaves nothing behind. Only touched
-pages take memory, and the size of ``/dev/shm`` does not limit it.
+pages take memory, and the size of ``/dev/shm`` does not limit it. Only the owner of the process may
+open it, and nobody can shrink it under those who read it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+if sys.platform == "linux":
+    import fcntl
 
 ALIGNMENT = 64  # bytes: a cache line
 _STEP = 2**24  # bytes by which a file grows at least; only what is touched is memory
@@ -41,18 +45,24 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 class Segment:
-    """An anonymous file in memory that several processes map. Closes its ``descriptor``."""
+    """An anonymous file in memory that several processes map. Closes its ``descriptor``.
 
-    def __init__(self, descriptor: int) -> None:
+    ``num_bytes``: it is new and gets this size.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
+        if num_bytes:
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        descriptor = os.memfd_create("meshard")
-        os.ftruncate(descriptor, max(num_bytes, _STEP))
-        return cls(descriptor)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        return cls(os.memfd_create("meshard", flags), max(num_bytes, _STEP))
 
     @classmethod
     def open(cls, process: int, descriptor: int) -> Segment:
@@ -62,13 +72,24 @@ class Segment:
     def reserve(self, num_bytes: int) -> None:
         """Grow to at least ``num_bytes``. Only the process that created it may call this."""
         if num_bytes > len(self._map):
-            os.ftruncate(self.descriptor, max(num_bytes, 2 * len(self._map)))
-            self._reach(num_bytes)
+            self._reach(num_bytes, grow_to=max(num_bytes, 2 * len(self._map)))
 
-    def _reach(self, end: int) -> None:
+    def _reach(self, end: int, *, grow_to: int = 0) -> None:
         """Map what was added since; views of the old map keep that alive."""
-        if end > len(self._map):
+        if end <= len(self._map):
+            return
+        try:
+            if grow_to:
+                os.ftruncate(self.descriptor, grow_to)
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
+        except OSError as error:
+            # Sockets would do, but the other ranks wait for this message where it cannot be.
+            raise RuntimeError(
+                f"shared memory of {end} bytes between ranks could not be "
+                f"{'allocated' if grow_to else 'mapped'} ({error.strerror}): raise the limit of "
+                "this process (`ulimit -f` for the size of files, `ulimit -v` for its memory), or "
+                "send through sockets with MESHARD_SHARED_MEMORY=0."
+            ) from error
 
     def release_pages(self, begin: int, end: int) -> None:
         """Return the whole pages of a range to the OS; they read as zero afterwards."""
@@ -78,7 +99,11 @@ class Segment:
 
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` numbers of 8 bytes, each read and written in one access."""
-        return memoryview(self._map)[offset : offset + 8 * count].cast("q")
+        return self.memory(offset, offset + 8 * count).cast("q")
+
+    def memory(self, begin: int, end: int) -> memoryview:
+        """Return a range as it is now; it stays mapped when the segment grows."""
+        return memoryview(self._map)[begin:end]
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory at ``offset`` as a tensor ``[numel]``."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommStream, InFlight, profiled
+from meshard._comm.communicator import CommStream, Pending, profiled
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit
 from meshard._torch.dtensor import plain_of
@@ -32,7 +32,7 @@ _GRADIENT = attrgetter("grad")
 
 
 class WorkerStep:
-    """A step that a worker thread takes, as an ``InFlight``."""
+    """A step that a worker thread takes, as a ``Pending``."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -53,7 +53,7 @@ class PendingStep:
     """
 
     def __init__(
-        self, stepper: UnitStepper, work: InFlight | None, coefficient: torch.Tensor | None = None
+        self, stepper: UnitStepper, work: Pending | None, coefficient: torch.Tensor | None = None
     ) -> None:
         self._stepper = stepper
         self._work = work
@@ -83,7 +83,7 @@ class PendingStep:
             if work.poll():
                 self._stepper.group.pending_step = None
 
-    def _begun(self) -> InFlight:
+    def _begun(self) -> Pending:
         if self._work is None:
             device = self._stepper.params[0].device.type
             # The next forward may run under other modes than step() did.
@@ -180,7 +180,7 @@ class UnitStepper:
         else:
             self.step(coefficient)
 
-    def run(self, coefficient: torch.Tensor | None = None) -> InFlight:
+    def run(self, coefficient: torch.Tensor | None = None) -> Pending:
         """Step by what was taken, scaled by ``coefficient`` in place; return the end of the step.
 
         **Stream:** the optimizer stream.
