@@ -26,8 +26,8 @@ from meshard._engine.unit import UnitSettings, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.storage import host_location
 from meshard._torch.patches import patch_zero_grad
-from meshard._torch.private import TorchDataParallelMeshDims
-from meshard.fsdp_module import FSDPModule, check_bool
+from meshard._torch.private import TorchDataParallelMeshDims, set_state, state_of
+from meshard.fsdp_module import FSDPModule, StageState, check_bool
 from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
@@ -116,8 +116,14 @@ def fully_shard(
     if device.type != "cpu":
         _move_buffers(modules, device)
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
+    for sharded in modules:
+        set_state(sharded, StageState(units[0]))
     patch_zero_grad(clear_pending)
     return module
+
+
+# As torch's has: its pipeline schedules call ``fully_shard.state(module)``.
+setattr(fully_shard, "state", state_of)  # noqa: B010  # mypy refuses the assignment
 
 
 # --- checks --------------------------------------------------------------------------------
