@@ -275,6 +275,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         groups = _groups(self, recurse=False)
         for group in groups:
             group.check_not_summoned("gathered by unshard()")
+        for unit in _units(self, recurse=False):
+            unit.step.is_wanted_unsharded = True
         handle = UnshardHandle(groups)
         if async_op:
             return handle
@@ -284,7 +286,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in _units(self, recurse=False):
-            unit.step.cut_unshard = False
+            unit.step.is_wanted_unsharded = False
             unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

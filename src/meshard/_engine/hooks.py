@@ -170,7 +170,9 @@ class ModuleHooks(UnitHook):
         if unit.output_dtype is not None:
             result = cast_floats(output, unit.output_dtype)
         if watched is not None:
-            result = detached_from_others(result, args, kwargs)
+            result = detached_from_others(
+                result, (*args, *kwargs.values()), as_view=not unit.step.is_wanted_unsharded
+            )
             watch_outputs(result, watched)
             if watched.call.began_at >= 0:
                 arguments = (*args, *kwargs.values())

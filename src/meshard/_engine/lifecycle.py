@@ -137,10 +137,8 @@ class Lifecycle:
         keeps_shard = keeps_shard and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward)
-        if is_manual:
-            unit.step.cut_unshard = unit.reshards_after_forward
-            if not unit.step.cut_unshard:  # it lasts until reshard(): begin it again
-                group.finish_manual_unshard(group.start_manual_unshard())
+        if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
+            group.finish_manual_unshard(group.start_manual_unshard())
         if group.num_trainable:
             unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
@@ -285,8 +283,8 @@ class Lifecycle:
         if of is not None and self.schedule.runs_before(of, unit.number):
             return
         if unit.step.awaits_gradients:
-            if unit.step.cut_unshard and not unit.step.arrived:
-                _refuse_lost_gradients(unit)
+            if unit.step.is_wanted_unsharded and not unit.step.arrived:
+                _check_finds_parameters(unit)
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
 
@@ -439,13 +437,14 @@ class Lifecycle:
         self._settle_host()
 
 
-def _refuse_lost_gradients(unit: Unit) -> None:
+def _check_finds_parameters(unit: Unit) -> None:
     """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
 
     It looks for the parameters of the graph on the modules, where shards are once a forward has
     ended the schedule's ``unshard()``, and writes no gradient of what it does not find.
     """
-    if unit.settings.sync is GradientSync.NONE and keeps_graph():
+    is_split = unit.settings.sync is GradientSync.NONE and keeps_graph()
+    if is_split and not unit.group.is_manually_unsharded:
         raise RuntimeError(
             f"unit {unit.label!r} would get no gradients from this schedule, which computes those "
             "of parameters apart from those of inputs: the unit was resharded after its forward. "
