@@ -27,8 +27,13 @@ from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import host_location
 from meshard._torch.patches import patch_zero_grad
-from meshard._torch.private import TorchDataParallelMeshDims, register_as_sharded
-from meshard.fsdp_module import FSDPModule
+from meshard._torch.private import (
+    TorchDataParallelMeshDims,
+    register_as_sharded,
+    set_state,
+    state_of,
+)
+from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
 from meshard.policies import (
     DataParallelMeshDims,
@@ -148,9 +153,14 @@ def fully_shard(
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
         register_as_sharded(sharded)
+        set_state(sharded, StageState(units[0]))
     tag_left_out(ignored)
     patch_zero_grad(clear_pending)
     return module
+
+
+# As torch's has: its pipeline schedules call ``fully_shard.state(module)``.
+setattr(fully_shard, "state", state_of)  # noqa: B010  # mypy refuses the assignment
 
 
 # --- checks --------------------------------------------------------------------------------

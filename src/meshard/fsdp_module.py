@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import memory_backend
 from meshard._engine.deepcopy import copy_with_units
-from meshard._engine.hooks import run_in_unit
+from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, require_units, unit_of, units_in, units_of
@@ -283,6 +283,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         groups = _groups(self, recurse=False)
         for group in groups:
             group.check_not_summoned("gathered by unshard()")
+        for unit in _units(self, recurse=False):
+            unit.step.is_wanted_unsharded = True
         handle = UnshardHandle(groups)
         if async_op:
             return handle
@@ -292,6 +294,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in _units(self, recurse=False):
+            unit.step.is_wanted_unsharded = False
             unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -458,6 +461,43 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
         unit.lifecycle.finish_reductions()
         unit.settings.comm = settings
         unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
+
+
+class StageState(UnitHook):
+    """The answers to what ``torch.distributed.pipelining`` asks of a stage, under torch's names.
+
+    Its schedules turn reductions off, and after the last backward they go through the states of
+    all units of the stage and reduce their parameter groups. This one stands for all of them.
+    """
+
+    @property
+    def _state_ctx(self) -> StageState:
+        return self
+
+    @property
+    def all_states(self) -> list[StageState]:
+        """This state: it stands for those of all units."""
+        return [self]
+
+    @property
+    def _fsdp_param_groups(self) -> list[StageState]:  # since torch 2.13
+        return [self]
+
+    @property
+    def _fsdp_param_group(self) -> StageState:
+        return self
+
+    def post_backward(self) -> None:
+        """Reduce all gradients of the stage, as far as its setters say; once."""
+        unit = self._unit()
+        if unit is not None:
+            unit.lifecycle.finish_split_backward()
+
+    def finalize_backward(self) -> None:
+        """Do nothing: ``post_backward`` waits for the reductions."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Do nothing: ``post_backward`` has."""
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

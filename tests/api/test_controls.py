@@ -194,3 +194,22 @@ def test_reductions_may_outlast_a_backward_that_is_not_the_last(run_ranks):
     one, three = run_ranks(skip_waiting, 2, 1)[0], run_ranks(skip_waiting, 2, 3)[0]
     for name, grad in one.items():
         torch.testing.assert_close(three[name], 3 * grad)
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_unshard_lasts_until_a_forward_or_backward_reshards(reshards):
+    model = sharded()
+    block = model.blocks[0]
+    model.set_reshard_after_forward(reshards)
+    model.set_reshard_after_backward(False)
+    block.unshard()
+    unsharded = block.up.weight
+    assert not isinstance(unsharded, DTensor)
+    loss = model(torch.ones(1, 6)).sum()
+    assert (block.up.weight is unsharded) is not reshards
+    loss.backward()
+    assert (block.up.weight is unsharded) is not reshards
+    assert unsharded.grad is None  # it was reduced
+    block.reshard()
+    assert isinstance(block.up.weight, DTensor)
+    assert block.up.weight.grad is not None

@@ -103,13 +103,13 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.group.finish_pending_step()
 
 
-class _UnitHook:
+class UnitHook:
     """A hook of a unit, which it holds weakly."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _UnitHook:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHook:
         """Return a hook of the copied unit, if the unit is being copied: see ``deepcopy``."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
@@ -125,7 +125,7 @@ class _UnitHook:
         )
 
 
-class ModuleHooks(_UnitHook):
+class ModuleHooks(UnitHook):
     """The two hooks of the modules of a unit."""
 
     @skip_dynamo
@@ -177,7 +177,9 @@ class ModuleHooks(_UnitHook):
         if unit.output_dtype is not None:
             result = cast_floats(output, unit.output_dtype)
         if watched is not None:
-            result = detached_from_others(result, args, kwargs)
+            result = detached_from_others(
+                result, (*args, *kwargs.values()), as_view=not unit.step.is_wanted_unsharded
+            )
             watch_outputs(result, watched)
             if watched.call.began_at >= 0:
                 arguments = (*args, *kwargs.values())
@@ -338,7 +340,7 @@ def _adopt_loaded(module: nn.Module, _: Any) -> None:
             unit.group.adopt_edits()
 
 
-class _LoadHook(_UnitHook):
+class _LoadHook(UnitHook):
     """The hook that runs before one module loads its own parameters."""
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:

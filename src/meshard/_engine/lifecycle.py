@@ -30,7 +30,12 @@ from meshard._engine.unit import Unit, alive
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.patches import patch_new_optimizers
-from meshard._torch.private import graph_task_id, queue_backward_callback, skip_dynamo
+from meshard._torch.private import (
+    graph_task_id,
+    keeps_graph,
+    queue_backward_callback,
+    skip_dynamo,
+)
 from meshard.policies import GradientSync
 
 # Numbers of backwards, over all roots: a unit may get another root.
@@ -123,6 +128,7 @@ class Lifecycle:
             return call
         in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
         up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
+        is_manual = in_forward and group.is_manually_unsharded
         if in_forward:
             voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
             group.forget_stale(voids_graphs=voids_graphs)
@@ -131,6 +137,8 @@ class Lifecycle:
         keeps_shard = keeps_shard and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward)
+        if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
+            group.finish_manual_unshard(group.start_manual_unshard())
         if group.num_trainable:
             unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
@@ -275,6 +283,8 @@ class Lifecycle:
         if of is not None and self.schedule.runs_before(of, unit.number):
             return
         if unit.step.awaits_gradients:
+            if unit.step.is_wanted_unsharded and not unit.step.arrived:
+                _check_finds_parameters(unit)
             unit.step.is_ready = True
             self._reduce_if_ready(unit)
 
@@ -338,6 +348,18 @@ class Lifecycle:
         self.phase = self._phase_around
 
     # --- outside of a backward --------------------------------------------------------
+
+    def finish_split_backward(self) -> None:
+        """Take the gradients that a pipeline schedule wrote outside of any backward, and finish.
+
+        Taken where a window is open, which all ranks agree on; they may have written different
+        ones.
+        """
+        self.abort_if_failed()
+        for unit in self.units():
+            if unit.gradients.window.is_open:
+                self._queue.accumulate(unit.gradients, unit.settings)
+        self.finish_backward()
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
         self.abort_if_failed()
@@ -411,3 +433,19 @@ class Lifecycle:
         for _, grads in self._replicated():
             grads.show()
         self._settle_host()
+
+
+def _check_finds_parameters(unit: Unit) -> None:
+    """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
+
+    It looks for the parameters of the graph on the modules, where shards are once a forward has
+    ended the schedule's ``unshard()``, and writes no gradient of what it does not find.
+    """
+    is_split = unit.settings.sync is GradientSync.NONE and keeps_graph()
+    if is_split and not unit.group.is_manually_unsharded:
+        raise RuntimeError(
+            f"unit {unit.label!r} would get no gradients from this schedule, which computes those "
+            "of parameters apart from those of inputs: the unit was resharded after its forward. "
+            "Call fully_shard(..., reshard_after_forward=False) on all units of the stage, or "
+            "set_reshard_after_forward(False)."
+        )

@@ -24,8 +24,10 @@ from torch.optim.optimizer import (
 
 from meshard._comm.first_values import warn_if_different
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
+from meshard._params.storage import with_own_storage
+from meshard._torch.dtensor import local_of, set_local
 from meshard._torch.patches import hold_pending
-from meshard._torch.private import skip_dynamo
+from meshard._torch.private import before_compiling, skip_dynamo
 
 if TYPE_CHECKING:
     from meshard._engine.param_group import ParamGroup
@@ -208,11 +210,25 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     return owners
 
 
+def _before_compiling(_: Any) -> None:
+    """Make gradients such that ``torch.compile`` can make fake ones of them.
+
+    It remakes a DTensor from its local tensor, and refuses one whose own storage offset is another.
+    Ours have none, and are views of the unit's flat gradient: see ``wrap_like``.
+    """
+    for owner in set(_owners.values()):
+        for param in owner.params:
+            gradient = param.sharded.grad
+            if isinstance(gradient, DTensor) and local_of(gradient).storage_offset():
+                set_local(gradient, with_own_storage(local_of(gradient)))
+
+
 @skip_dynamo
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
     owners = _owners_in(optimizer)
+    before_compiling(_before_compiling)
 
     def check() -> None:
         for owner in owners:

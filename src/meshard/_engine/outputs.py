@@ -137,24 +137,42 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(cast, value)
 
 
-def detached_from_others(output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``output`` with a view in place of each tensor that this forward did not compute.
+class _Alias(torch.autograd.Function):
+    """The same memory behind a node of its own. No view: it can be detached in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool) -> Any:
+    """Return ``output`` with an alias in place of each tensor that this forward did not compute.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Its hook would then be on a tensor that has the hook of the other unit, and their backwards
     could not be told apart; ranks of which some skip a layer would run them in different orders.
     Or it returns a leaf, as its own parameter, where the hook would stay for all later backwards.
+
+    The alias is a view, which costs least; but a pipeline schedule that splits a backward detaches
+    the outputs of its stages in place, so it is none in a unit that was unsharded by ``unshard()``.
     """
 
-    def view(tensor: torch.Tensor) -> torch.Tensor:
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
         is_old = tensor.is_leaf or hasattr(tensor, WATCHED)
-        if is_old or any(value is tensor for value in (*args, *kwargs.values())):
-            return tensor.view_as(tensor)
+        if is_old or any(value is tensor for value in inputs):
+            if as_view:
+                return tensor.view_as(tensor)
+            made: torch.Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch's
+            return made
         return tensor
 
-    return map_tensors(view, output)
+    return map_tensors(alias, output)
 
 
 # --- the error about mixed tensors ---------------------------------------------------------

@@ -368,12 +368,17 @@ class ParamGroup:
         install_unsharded(self.params)
 
     def install_sharded(self) -> None:
-        if self.state is ParamState.INSTALLED:
+        """Make modules hold the sharded parameters, unless the user's ``unshard()`` lasts."""
+        if self.state is ParamState.INSTALLED and self.manual_unshard is None:
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
-            self.end_manual_unshard(refuse=False)
 
     # --- unshard() and reshard() by the user ------------------------------------------
+
+    @property
+    def is_manually_unsharded(self) -> bool:
+        """Whether modules hold unsharded parameters because the user called ``unshard()``."""
+        return self.manual_unshard is not None and self.manual_unshard.was_installed
 
     def start_manual_unshard(self) -> ManualUnshard:
         present = self.manual_unshard  # of an unshard() that was not waited for

@@ -62,6 +62,7 @@ class UnitStep:
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     is_retained: bool = False  # a graph may read its unsharded parameters again: see retained
     modules_run: set[int] = field(default_factory=set)  # ids, in this pass: a unit of several
+    is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
 
     def end_backward(self) -> None:
         self.is_in_backward = self.may_run_again = False
@@ -86,6 +87,7 @@ class UnitStep:
         self.end_backward()
         self.modules_run.clear()
         self.in_pass = self.in_call = None
+        self.is_wanted_unsharded = False
 
 
 class Unit:

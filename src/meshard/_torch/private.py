@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -71,6 +72,16 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
 
 # Likewise, but what the function calls may be compiled.
 skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
+
+
+def before_compiling(function: Callable[[Any], None]) -> None:
+    """Call ``function`` from now on before ``torch.compile`` looks at the tensors of a frame.
+
+    To be repeated: ``torch._dynamo.reset()`` forgets it.
+    """
+    handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
+    if handler is not None and function not in handler.start_callbacks:
+        handler.register_start_callback(function)
 
 
 # --- autograd ------------------------------------------------------------------------------
@@ -181,6 +192,15 @@ unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
 # --- profiler, modules, pytree -------------------------------------------------------------
 
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
+# The code of a module's call around its forward, which has the module as ``self``.
+module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
+# Nested containers that are registered with torch, and back.
+tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
+tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
+
+
+# --- torch's fully_shard -------------------------------------------------------------------
+
 # Not _find: the package has a function of the name of this module.
 _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
@@ -192,11 +212,16 @@ def register_as_sharded(module: nn.Module) -> None:
         module.__dict__.setdefault(_registry, {})["fully_shard"] = None
 
 
-# The code of a module's call around its forward, which has the module as ``self``.
-module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
-# Nested containers that are registered with torch, and back.
-tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
-tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
+# torch's own, whatever is patched later. Its pipeline stages call ``fully_shard.state(module)``.
+_fully_shard: Any = torch.distributed.fsdp.fully_shard
+state_of = getattr(_fully_shard, "state", lambda _: None)
+# The key in a module's ``__dict__`` under which that looks.
+_STATES = getattr(_contract, "STATE_KEY", "")
+
+
+def set_state(module: torch.nn.Module, state: object) -> None:
+    """Make ``state_of(module)`` return ``state``."""
+    module.__dict__.setdefault(_STATES, {})[inspect.unwrap(_fully_shard)] = state
 
 
 # --- meshes and placements -----------------------------------------------------------------

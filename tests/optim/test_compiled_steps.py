@@ -1,0 +1,95 @@
+"""Optimizer steps under ``torch.compile``, and optimizers that compile inside their own step."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD, AdamW, Optimizer
+
+import meshard
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_state
+from tests.support.side_by_side import BATCHES
+
+NUM_STEPS = 3
+
+
+class CompilesInside(Optimizer):
+    """Momentum whose arithmetic is compiled, parameter by parameter, as torchao's optimizers do."""
+
+    backend: str
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        update = torch.compile(_update, fullgraph=True, dynamic=False, backend=self.backend)
+        for group in self.param_groups:
+            for param in group["params"]:
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                update(param.detach(), param.grad, momentum, group["lr"])
+
+
+def _update(param, gradient, momentum, lr):
+    momentum.mul_(0.5).add_(gradient)
+    param.sub_(lr * momentum)
+
+
+def train(model, batches, optimizer, step):
+    """Return the parameters; after each step, gradients must be what backward made them."""
+    for number in range(NUM_STEPS):
+        sum(model(batch + number).sum() for batch in batches).backward()
+        before = [(param.grad, param.grad.clone()) for param in model.parameters()]
+        step()
+        for param, (gradient, value) in zip(model.parameters(), before, strict=True):
+            assert param.grad is gradient
+            assert torch.equal(gradient, value)
+        optimizer.zero_grad()
+        if number == 1:
+            torch._dynamo.reset()  # forgets compiled code, and what was to be done before
+    return full_state(model)
+
+
+def compiled_beside_plain(optimizer_class, backend):
+    """Train on two ranks by compiled steps, and in one process by ordinary ones."""
+    warnings.simplefilter("default")  # torch's own, about what it compiles with
+    torch._dynamo.reset()
+    CompilesInside.backend = backend
+    plain = seeded(MlpStack(depth=1))
+    model = copy.deepcopy(plain)
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit).set_gradient_divide_factor(1.0)
+    optimizer = optimizer_class(plain.parameters(), lr=0.01)
+    expected = train(plain, BATCHES, optimizer, optimizer.step)
+    optimizer = optimizer_class(model.parameters(), lr=0.01)
+    step = optimizer.step
+    if optimizer_class is not CompilesInside:
+        step = torch.compile(step, backend=backend)
+    assert_same(train(model, [BATCHES[dist.get_rank()]], optimizer, step), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer_class", [CompilesInside, SGD, AdamW])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_step_is_the_ordinary_step(run_ranks, optimizer_class, backend):
+    run_ranks(compiled_beside_plain, 2, optimizer_class, backend, timeout=240)
+
+
+def test_torch_compile_can_make_fakes_of_gradients():
+    """It does so for each tensor that it reads, once it has called who asked to be called."""
+    try:
+        layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+        optimizer = SGD(layer.parameters(), lr=0.5)
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch._dynamo.callback_handler.run_start_callbacks(None)
+        for param in layer.parameters():
+            assert FakeTensorMode().from_tensor(param).grad.shape == param.shape
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()

@@ -1,0 +1,232 @@
+"""Schedules of torch.distributed.pipelining over stages that ``fully_shard`` has sharded.
+
+Two stages, or four in two pairs, on two ranks each. The oracle is the plain model in one process on
+the whole batch.
+
+Zero-bubble schedules and DualPipeV split a backward: first the gradients of a stage's inputs, later
+those of the parameters, which they write into ``.grad`` themselves, outside of any backward.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import meshard
+from tests.support.parity import assert_same, full_grads
+
+DIM = 6
+NUM_MICROBATCHES = 4
+NUM_STEPS = 2
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+SPLIT = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
+
+
+class Part(nn.Module):
+    """What one stage computes: two blocks, which are units, and maybe a parameter of its own.
+
+    Without one it returns what a unit inside it has returned.
+    """
+
+    def __init__(self, *, has_scale: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, DIM + 1), nn.Tanh(), nn.Linear(DIM + 1, DIM))
+            for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.ones(DIM)) if has_scale else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is not None:
+            x = x * self.scale
+        x = x + self.blocks[0](x)
+        return self.blocks[1](x)
+
+
+def parts(count: int) -> list[Part]:
+    torch.manual_seed(0)
+    return [Part(has_scale=index != 1) for index in range(count)]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shape = (2, 2 * NUM_MICROBATCHES, DIM)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def stages_of(name: str, rank: int) -> list[int]:
+    if name in SINGLE:
+        return [rank]
+    return [rank, 3 - rank] if name in V_SHAPED else [rank, rank + 2]
+
+
+@dataclass
+class Step:
+    """What one rank has after one step."""
+
+    loss: float | None  # of the whole batch; only where the last stage is
+    grads: dict[str, torch.Tensor | None]  # of this rank's stages, whole
+    reduced: list[str]  # the units that our library has reduced
+
+
+def in_pipeline(name: str, is_peer: bool, reshard: bool | None) -> list[Step]:
+    """Train by one schedule: a function for four ranks."""
+    fully_shard = torch_fsdp.fully_shard if is_peer else meshard.fully_shard
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"], mesh["dp"]
+    indices = stages_of(name, pp.get_local_rank())
+    modules = parts(2 if name in SINGLE else 4)
+    own = {index: modules[index] for index in indices}
+    for part in own.values():
+        for unit in (*part.blocks, part):
+            fully_shard(unit, mesh=dp, reshard_after_forward=reshard)
+    stages = [
+        PipelineStage(part, index, len(modules), torch.device("cpu"), group=pp.get_group())
+        for index, part in own.items()
+    ]
+    schedule = getattr(schedules, name)(
+        stages[0] if name in SINGLE else stages, NUM_MICROBATCHES, nn.functional.mse_loss
+    )
+    optimizer = torch.optim.SGD([p for part in own.values() for p in part.parameters()], lr=0.1)
+    steps = []
+    for number in range(NUM_STEPS):
+        inputs, targets = (each[dp.get_local_rank()] for each in batch(number))
+        loss, losses = None, []
+        with meshard.CommLedger() as ledger:
+            if len(modules) - 1 in own:
+                first = [inputs] if 0 in own else []
+                schedule.step(*first, target=targets, losses=losses)
+                loss = torch.stack(losses).mean()
+                dist.all_reduce(loss, group=dp.get_group())
+            else:
+                schedule.step(*([inputs] if 0 in own else []))
+        grads = {
+            f"{index}.{key}": grad
+            for index, part in own.items()
+            for key, grad in full_grads(part).items()
+        }
+        mean = None if loss is None else loss.item() / dp.size()
+        reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
+        steps.append(Step(mean, grads, reduced))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def in_one_process(num_stages: int) -> list[Step]:
+    model = nn.Sequential(*parts(num_stages))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for number in range(NUM_STEPS):
+        inputs, targets = (each.flatten(0, 1) for each in batch(number))
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        steps.append(Step(loss.item(), full_grads(model), []))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def assert_right(of_ranks: list[list[Step]], name: str) -> None:
+    """Compare losses, of which two ranks have one, and gradients, of which every rank has some."""
+    expected = in_one_process(2 if name in SINGLE else 4)
+    seen, num_losses = set(), 0
+    for steps in of_ranks:
+        for found, right in zip(steps, expected, strict=True):
+            if found.loss is not None:
+                num_losses += 1
+                assert_same(found.loss, right.loss, what="loss")
+            assert_same(found.grads, {key: right.grads[key] for key in found.grads})
+            seen |= set(found.grads)
+    assert seen == set(expected[0].grads)
+    assert num_losses == 2 * NUM_STEPS
+
+
+@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", *SINGLE, *LOOPED, "ScheduleDualPipeV"])
+@pytest.mark.default_rows(1)
+def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
+    of_ranks = run_ranks(in_pipeline, 4, name, False, False)
+    assert_right(of_ranks, name)
+    for steps in of_ranks:  # the first also finds out the shapes of what stages send
+        stages = {key.split(".")[0] for key in steps[1].grads}
+        once = ["blocks.1", "blocks.0"] * len(stages) + ["(root)"] * len(stages - {"1"})
+        assert sorted(steps[1].reduced) == sorted(once)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SINGLE, *LOOPED[:2]])
+def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks, name):
+    assert_right(run_ranks(in_pipeline, 4, name, False, None), name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
+def test_the_peer_gives_the_same(run_ranks, name):
+    assert_right(run_ranks(in_pipeline, 4, name, True, False), name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_peer_loses_gradients_in_silence_if_it_reshards_after_forward(run_ranks, name):
+    of_ranks = run_ranks(in_pipeline, 4, name, True, None)
+    with pytest.raises(AssertionError):
+        assert_right(of_ranks, name)
+
+
+def in_a_split_backward(reshard: bool | None) -> tuple[str, bool]:
+    """Do on one stage what a schedule does; return the error and whether gradients are right."""
+    plain, part = parts(1)[0], parts(1)[0]
+    for unit in (*part.blocks, part):
+        meshard.fully_shard(unit, reshard_after_forward=reshard)
+    sharded = [module for module in part.modules() if isinstance(module, meshard.FSDPModule)]
+    inputs = torch.randn(2, DIM, requires_grad=True)
+    plain(inputs).sum().backward()
+    for handle in [module.unshard(async_op=True) for module in sharded]:
+        handle.wait()
+    loss = part(inputs).sum()
+    part.set_is_last_backward(False)
+    part.set_reshard_after_backward(False)
+    part.set_requires_gradient_sync(False)
+    try:
+        _, groups = stage_backward_input([loss], None, [inputs], part.parameters())
+    except RuntimeError as error:
+        part.reset_iter_state()
+        return str(error.__cause__), False
+    stage_backward_weight(part.parameters(), groups)
+    part.set_is_last_backward(True)
+    part.set_reshard_after_backward(True)
+    part.set_requires_gradient_sync(True)
+    for state in meshard.fully_shard.state(part)._state_ctx.all_states:
+        for group in (state._fsdp_param_group, *state._fsdp_param_groups):
+            group.post_backward()
+        state._root_post_backward_final_callback()
+    assert_same(full_grads(part), full_grads(plain))
+    return "", True
+
+
+def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(run_ranks):
+    assert run_ranks(in_a_split_backward, 1, False) == [("", True)]
+    for reshard in (True, None):
+        text, _ = run_ranks(in_a_split_backward, 1, reshard)[0]
+        assert "unit 'blocks.1' would get no gradients from this schedule" in text
+        assert "reshard_after_forward=False" in text
+
+
+def test_torchs_own_name_finds_the_state_too():
+    """Its stages have imported ``fully_shard`` before anybody could replace it."""
+    layer = meshard.fully_shard(nn.Linear(2, 2))
+    try:
+        state = torch_fsdp.fully_shard.state(layer)
+        assert state is not None
+        assert state is meshard.fully_shard.state(layer)
+        assert torch_fsdp.fully_shard.state(nn.Linear(2, 2)) is None
+    finally:
+        dist.destroy_process_group()
