@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 def _find(path: str) -> Any:
@@ -105,10 +107,9 @@ accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda _: False)
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
-_suspend_transforms = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+_suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 # Transforms whose backward, if there is one, is that of the loss: after the forward, outside of it.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,16 +122,24 @@ def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def suspend_transforms() -> AbstractContextManager[Any]:
-    """Return a context outside of ``torch.vmap`` and ``torch.func.jvp``, where tensors have memory.
+def without_transforms(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call ``function`` outside of ``torch.vmap`` and ``torch.func.jvp``, with tensors in memory.
 
-    It changes nothing inside another transform.
+    Inside another transform it is only called.
     """
     transforms = _transforms()
     if not transforms or any(str(each.key()) not in _FORWARD_ONLY for each in transforms):
-        return _NO_CONTEXT
-    suspended: AbstractContextManager[Any] = _suspend_transforms()
-    return suspended
+        return function(*args, **kwargs)
+    with _suspend_transforms():
+        return function(*args, **kwargs)
+
+
+def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the forward derivatives of ``tensors``, of those that have one."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return []
+    duals = map(forward_ad.unpack_dual, tensors)
+    return [dual.tangent for dual in duals if dual.tangent is not None]
 
 
 # Grows with every edit of a tensor in place.
