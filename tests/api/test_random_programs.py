@@ -1,7 +1,7 @@
 """Random programs of users beside one process, bit for bit: see ``tests.support.programs``."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 from tests.mutants import mutants
 from tests.support.programs import Layout, Microbatch, Program, Window, play, programs
@@ -9,7 +9,6 @@ from tests.support.threads import ThreadRankError, run_threads
 
 TIMEOUT = 200
 few = settings(max_examples=4)
-many = settings(max_examples=200)
 on_processes = settings(
     max_examples=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -28,13 +27,20 @@ def test_some_programs(program):
 
 
 @pytest.mark.full
-@many
-@given(programs())
-def test_many_programs(program):
-    run(program)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", range(4))
+def test_many_programs(number):
+    @seed(number)
+    @settings(max_examples=50)
+    @given(programs())
+    def run_each(program):
+        run(program)
+
+    run_each()
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @on_processes
 @given(program=programs())
 def test_programs_on_processes(run_ranks, program):
@@ -42,6 +48,7 @@ def test_programs_on_processes(run_ranks, program):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(0)
 @night
 @given(program=programs())
 def test_programs_of_a_night(run_ranks, program):

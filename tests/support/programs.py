@@ -495,12 +495,13 @@ class Player:
             self.renew_optimizer(state)
 
     def do_shard_again(self, layout: Layout) -> None:
-        """Go on with another mesh and other units, without momentum."""
+        """Go on with another mesh and other units, without gradients and momentum."""
         options = StateDictOptions(full_state_dict=True)
         state = get_model_state_dict(self.model, options=options)
         self.model = self.shard(layout)
         set_model_state_dict(self.model, state, options=options)
         self.optimizer = self.make_optimizer()
+        self.plain_optimizer.zero_grad()
         self.plain_optimizer.state.clear()
 
     # --- comparison ----------------------------------------------------------------------
