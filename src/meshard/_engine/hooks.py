@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -46,7 +45,8 @@ from meshard._torch.private import (
     outside_of_transforms,
     skip_dynamo,
     skip_dynamo_once,
-    suspend_modes,
+    tangents_of,
+    without_modes,
 )
 
 
@@ -144,8 +144,7 @@ class ModuleHooks(UnitHook):
             # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
             # Exception, but not after other exceptions.
             unit.lifecycle.abort()
-        with suspend_modes():
-            call = unit.lifecycle.pre_forward(unit)
+        call = without_modes(unit.lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
             collects = may_collect((*args, *kwargs.values()))
@@ -237,8 +236,7 @@ def end_forward(
     # Before post_forward, which reshards a unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
-    with suspend_modes():
-        call = unit.lifecycle.post_forward(unit, module, failed=failed)
+    call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
     return Watched(weakref.ref(unit), of, call) if records and call is not None else None
 
 
@@ -270,8 +268,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
     """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
     hook = partial(_output_hook, watched)
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-    tangents = [tangent for each in found if (tangent := unpack_dual(each).tangent) is not None]
-    for each in (*found, *tangents):
+    for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 
 def _find(path: str) -> Any:
@@ -116,16 +118,15 @@ accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda _: False)
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
-_suspend_transforms = _find("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+_suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
 # Transforms whose backward, if there is one, is that of the loss: after the forward, outside of it.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
-_suspend_dispatch = _or_error("torch.utils._python_dispatch._disable_current_modes")
+_suspend_modes = _or_error("torch.utils._python_dispatch._disable_current_modes")
 _names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 _found = [_find(f"torch.utils.checkpoint.{name}") for name in _names]
 _SELECTIVE = tuple(mode for mode in _found if mode is not None)
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,21 +144,29 @@ def is_in_transform() -> bool:
     return bool(_transforms())
 
 
-def suspend_modes() -> AbstractContextManager[Any]:
-    """Return a context outside of what must not see operations of the engine.
+def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call ``function`` outside of what must not see operations of the engine.
 
     That is ``torch.vmap`` and ``torch.func.jvp``, outside of which tensors have memory, and
     selective checkpoints, which count operations and expect the same ones when they recompute.
-    Inside another transform it changes nothing.
+    Inside another transform it is only called.
     """
     if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
-        without_modes: AbstractContextManager[Any] = _suspend_dispatch()
-        return without_modes
+        with _suspend_modes():
+            return function(*args, **kwargs)
     transforms = _transforms()
     if not transforms or any(str(each.key()) not in _FORWARD_ONLY for each in transforms):
-        return _NO_CONTEXT
-    suspended: AbstractContextManager[Any] = _suspend_transforms()
-    return suspended
+        return function(*args, **kwargs)
+    with _suspend_transforms():
+        return function(*args, **kwargs)
+
+
+def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the forward derivatives of ``tensors``, of those that have one."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return []
+    duals = map(forward_ad.unpack_dual, tensors)
+    return [dual.tangent for dual in duals if dual.tangent is not None]
 
 
 # Grows with every edit of a tensor in place.
