@@ -48,7 +48,8 @@ class ParamState(enum.IntEnum):  # hashed as an int, which is fast
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    ParamState.UNSHARDED: (ParamState.INSTALLED, ParamState.SHARDED),
+    # To itself: an interrupt came between the move and the end of finish_unshard.
+    ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
 }
@@ -126,7 +127,8 @@ class ParamGroup:
         self.num_trainable = 0
         self.num_steps = 0  # steps of optimizers: foreach kernels on DTensors raise no version
         self.saves_memory = False  # it was resharded between forward and backward of this step
-        self.has_failed = False  # the last backward raised, and nothing was cleaned up since
+        # Of the whole root: not empty after a backward that raised, until that is cleaned up.
+        self.failures: list[object] = []
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
@@ -208,7 +210,7 @@ class ParamGroup:
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        if self.has_failed:
+        if self.failures:
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
                 "some units only; run the whole window again (the next forward drops them, as "
@@ -224,8 +226,17 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if self.storage.host_copies is not None and self.pending_step is None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for gradients that are copied to host memory, and put them into ``.grad``."""
+        if self.storage.host_copies is None or self.pending_step is not None:  # that waits itself
+            return
+        try:
             self.gradients.settle()
+        except BaseException:
+            self.failures.append("cut off")  # some gradients are lost
+            raise
 
     def finish_copies(self) -> None:
         """Wait for copies between host memory and the device, if shards live in host memory."""
@@ -308,10 +319,10 @@ class ParamGroup:
             first = post_forward_group.rank() * count
             rows = torch.stack([*gathered[first : first + count]])
             self._post_forward_shard = PostForwardShard(rows, post_forward_group)
-        gather.in_flight.release()
-        self._gather = None
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
+        self._gather = None
+        gather.in_flight.release()  # last: what was released must not be read again
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
         """Reshard if the unsharded copy is older than the shards; see ``end_manual_unshard``."""
@@ -325,9 +336,10 @@ class ParamGroup:
     def reshard(self, *, keep_post_forward: bool = False) -> None:
         """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
         if self._gather is not None:
-            self._gather.in_flight.wait()
-            self._gather.in_flight.release()
+            in_flight = self._gather.in_flight
+            in_flight.wait()  # first: it may write to the memory that is freed below
             self._gather = None
+            in_flight.release()
         self.end_manual_unshard(refuse=False)
         self.install_sharded()
         if keep_post_forward:
