@@ -235,6 +235,7 @@ class Watched(NamedTuple):
     unit: weakref.ref[Unit]
     of: ForwardPass
     call: ForwardCall
+    num_rebuilds: int  # of the parameters that it computed with
 
 
 def end_forward(
@@ -249,7 +250,9 @@ def end_forward(
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
     call = unit.lifecycle.post_forward(unit, module, failed=failed)
-    return Watched(weakref.ref(unit), of, call) if records and call is not None else None
+    if not records or call is None:
+        return None
+    return Watched(weakref.ref(unit), of, call, unit.group.num_rebuilds)
 
 
 @skip_dynamo
@@ -257,6 +260,7 @@ def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | Non
     unit = watched.unit()
     if unit is None:
         return None
+    unit.group.check_not_rebuilt(watched.num_rebuilds)
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 

@@ -126,6 +126,7 @@ class ParamGroup:
         self.gradients = gradients
         self.num_trainable = 0
         self.num_steps = 0  # steps of optimizers: foreach kernels on DTensors raise no version
+        self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.saves_memory = False  # it was resharded between forward and backward of this step
         # Of the whole root: not empty after a backward that raised, until that is cleaned up.
         self.failures: list[object] = []
@@ -187,8 +188,18 @@ class ParamGroup:
         if self.storage.take_replacements():
             self.reshard()
             self.storage.rebuild()
+            self.num_rebuilds += 1
             self._begin_watching()
         return self.version
+
+    def check_not_rebuilt(self, since: int) -> None:
+        """Raise if a backward would need unsharded parameters that do not exist any more."""
+        if self.num_rebuilds != since:
+            raise RuntimeError(
+                f"parameters of unit {self.label!r} were cast, moved or replaced between its "
+                "forward and this backward, which needs those of the forward; run the backward "
+                "before module.to(...), or the forward again after it."
+            )
 
     @property
     def version(self) -> int:
