@@ -66,8 +66,9 @@ def test_an_interrupt_while_a_failed_backward_is_recorded_comes_out_of_the_next_
         for unit in (*model.layers, model):
             meshard.fully_shard(unit)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = model(torch.ones(1, 3))
-        model.layers[0].register_full_backward_hook(fail)
+        hook = model.layers[0].register_full_backward_pre_hook(fail)
+        loss = model(torch.ones(1, 3, requires_grad=True))
+        hook.remove()
         lifecycle = type(model._meshard_unit.lifecycle)
 
         def interrupt(_):
@@ -77,7 +78,7 @@ def test_an_interrupt_while_a_failed_backward_is_recorded_comes_out_of_the_next_
             patched.setattr(lifecycle, "record_failure", interrupt)
             with pytest.raises(ZeroDivisionError):
                 loss.backward()
-        with pytest.raises(RuntimeError, match="the last backward through unit '.*' raised"):
+        with pytest.raises(RuntimeError, match="the last backward through unit"):
             optimizer.step()
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(1, 3))
@@ -93,6 +94,12 @@ def test_an_unshard_that_was_interrupted_is_finished_by_the_next_one(monkeypatch
         weight = layer.weight.full_tensor().clone()
         storage = layer._meshard_unit.group.storage
 
+        def gather_and_free():
+            layer.unshard()
+            assert torch.equal(layer.weight, weight)
+            layer.reshard()
+            assert isinstance(layer.weight, DTensor)
+
         def interrupt(*_):
             raise KeyboardInterrupt
 
@@ -100,9 +107,5 @@ def test_an_unshard_that_was_interrupted_is_finished_by_the_next_one(monkeypatch
             with monkeypatch.context() as patched:
                 patched.setattr(storage, name, interrupt)
                 with pytest.raises(KeyboardInterrupt):
-                    layer.unshard()
-                    layer.reshard()
-            layer.unshard()
-            assert torch.equal(layer.weight, weight)
-            layer.reshard()
-            assert isinstance(layer.weight, DTensor)
+                    gather_and_free()
+            gather_and_free()

@@ -38,9 +38,7 @@ def test_a_backward_whose_parameters_are_gone_is_refused_and_named(change):
         model = sharded()
         loss = model(X).square().mean()
         change(model)
-        with pytest.raises(
-            RuntimeError, match="'.*' were cast, moved or replaced between its forward"
-        ):
+        with pytest.raises(RuntimeError, match="were cast, moved or replaced between its"):
             loss.backward()
         model.float()
         plain = seeded(MlpStack())
