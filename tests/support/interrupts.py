@@ -155,6 +155,7 @@ class Session:
         elif afterwards == "step":
             with _refusal("unit"):
                 self.optimizer.step()
+                self.model.reset_iter_state()  # modules may hold unsharded parameters, in bfloat16
                 if not self._has_values(self.initial, self.stepped, self.twice):
                     yield "the optimizer stepped with a part of the gradients"
             self.optimizer.zero_grad()
