@@ -191,6 +191,7 @@ class Buckets:
             group.storage.unhook()
         self._fill(order)
         for unit in self.units:
+            unit.group.failures = unit.lifecycle.failures
             unit.group.storage.label = unit.label
             unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 

@@ -10,8 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
+from meshard._engine.schedule import ForwardPass
 from tests.support.cases import CASES
+from tests.support.fake import fake_group
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.sharding import shard_blocks
 
 
 def train_and_delete(case_name, **kwargs):
@@ -172,3 +177,21 @@ def gradients_die_with_zero_grad():
 
 def test_cleared_gradients_are_not_kept_for_later(run_ranks):
     run_ranks(gradients_die_with_zero_grad, 2)
+
+
+def test_forwards_without_a_backward_leave_nothing_behind():
+    with fake_group(1):
+        model = shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (1,)))
+        batch = torch.ones(2, 6)
+        model(batch).sum().backward()
+        for _ in range(20):  # a rollout, whose outputs are dropped
+            model(batch)
+        gc.collect()
+        assert sum(type(each) is ForwardPass for each in gc.get_objects()) <= 2
+        model.zero_grad()
+        first, second = model(batch).sum(), model(batch).sum()
+        second.backward()
+        first.backward()
+        plain = seeded(MlpStack())
+        (2 * plain(batch).sum()).backward()
+        assert_same(full_grads(model), full_grads(plain))

@@ -229,3 +229,15 @@ def test_memory_of_a_gradient_that_the_user_holds_is_never_emptied():
         model.zero_grad()
         model(BATCHES[1]).square().mean().backward()
         assert [bytes(storage) for storage in held] == before
+
+
+def test_zero_grad_clears_a_gradient_that_was_set_by_hand_after_unshard():
+    with fake_group(1):
+        model, plain = both()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.blocks[0].unshard()
+        weight = model.blocks[0].up.weight
+        weight.grad = torch.full_like(weight, 100.0)
+        optimizer.zero_grad()
+        assert weight.grad is None
+        check_alone(model, plain)

@@ -292,3 +292,26 @@ def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
 def test_a_policy_is_checked_where_it_is_made():
     with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
         CPUOffloadPolicy(pin_memory="yes")
+
+
+def evaluate_inside(mesh_shape, dtype):
+    case, seen = CASES["mlp_stack"], []
+    for evaluates in (False, True):
+        model = make(case, init_device_mesh("cpu", mesh_shape), dtype, offload_policy=HOST)
+        for number in range(3):
+            model.set_is_last_backward(number == 2)
+            batch = case.batch(number, dist.get_rank()).to(dtype)
+            model(batch).square().mean().backward()
+            if evaluates:
+                with torch.inference_mode():
+                    model(batch)
+        for param in model.parameters():
+            assert not param.grad.is_inference() and not param.grad.to_local().is_inference()
+        meshard.clip_grad_norm_(model, 0.5)
+        seen.append(own_grads(model))
+    assert_same(*seen, bitwise=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_evaluation_in_inference_mode_between_microbatches_changes_no_gradient(dtype):
+    run_threads(evaluate_inside, 2, (2,), dtype)

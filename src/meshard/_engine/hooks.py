@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from meshard._engine.lifecycle import Lifecycle, OtherThreadError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -34,7 +36,7 @@ from meshard._engine.outputs import (
     may_collect,
     tensors_in,
 )
-from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import Unit, alive, own_class, units_in, units_of, with_siblings
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
@@ -98,9 +100,19 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     left of that step is dropped.
     """
     for unit in units_of(module):
-        unit.lifecycle.abort_if_failed()
+        _abort_if_interrupted(unit.lifecycle)
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
+
+
+def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
+    """Clean up a backward that raised, or a forward of which no thread runs a call any more."""
+    lifecycle.abort_if_failed()
+    if lifecycle.phase is Phase.FORWARD:
+        modules = [module for unit, _ in lifecycle.running[:1] for module in alive(unit.modules)]
+        frames = sys._current_frames().values()
+        if not any(_num_calls_of(module, frame) for module in modules for frame in frames):
+            lifecycle.abort()
 
 
 class UnitHook:
@@ -139,12 +151,20 @@ class ModuleHooks(UnitHook):
         if group.is_summoned:
             group.summoned_by.check_may_run(group)
             return None
-        running = unit.lifecycle.running
-        if running and running[0][0] is unit and not _is_inside_itself(module):
-            # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
-            # Exception, but not after other exceptions.
-            unit.lifecycle.abort()
-        call = without_modes(unit.lifecycle.pre_forward, unit)
+        lifecycle = unit.lifecycle
+        if lifecycle.phase is not Phase.IDLE:
+            running = lifecycle.running
+            if lifecycle.phase is Phase.BACKWARD:
+                lifecycle.abort_if_failed()
+                if lifecycle.phase is Phase.BACKWARD:
+                    lifecycle.check_recomputes(unit)
+            elif not running or (running[0][0] is unit and not _is_inside_itself(module)):
+                if _runs_elsewhere(module):
+                    raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
+                # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
+                # Exception, but not after other exceptions.
+                lifecycle.abort()
+        call = without_modes(lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
             collects = may_collect((*args, *kwargs.values()))
@@ -164,7 +184,7 @@ class ModuleHooks(UnitHook):
         failed = output is None and has_raised(module)
         if failed:
             explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
-        if unit.group.is_summoned:
+        if unit.group.is_summoned or (failed and _is_of_other_thread(unit)):
             return None
         if failed:
             # torch would report a second error, of a gather that fails too, as a warning.
@@ -223,6 +243,7 @@ class Watched(NamedTuple):
     unit: weakref.ref[Unit]
     of: ForwardPass
     call: ForwardCall
+    num_rebuilds: int  # of the parameters that it computed with
 
 
 def end_forward(
@@ -237,7 +258,9 @@ def end_forward(
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
     call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
-    return Watched(weakref.ref(unit), of, call) if records and call is not None else None
+    if not records or call is None:
+        return None
+    return Watched(weakref.ref(unit), of, call, unit.group.num_rebuilds)
 
 
 @skip_dynamo
@@ -247,6 +270,7 @@ def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | Non
         return None
     if isinstance(gradient, DTensor):
         _check_is_of_dtensor(unit)
+    unit.group.check_not_rebuilt(watched.num_rebuilds)
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 
@@ -312,10 +336,27 @@ def _is_call_of(module: nn.Module, frame: FrameType) -> bool:
     return frame.f_code is ModuleHooks.run.__code__ and frame.f_locals.get("module") is module
 
 
+def _num_calls_of(module: nn.Module, frame: FrameType) -> int:
+    """Return how many calls of ``module`` are running in the thread of ``frame``."""
+    return sum(_is_call_of(module, each) for each, _ in traceback.walk_stack(frame))
+
+
 def _is_inside_itself(module: nn.Module) -> bool:
     """Whether the present call of ``module`` was made inside another call of it."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-    return sum(_is_call_of(module, frame) for frame in frames) > 1
+    return _num_calls_of(module, sys._getframe()) > 1
+
+
+def _runs_elsewhere(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is running in another thread."""
+    own = threading.get_ident()
+    frames = sys._current_frames().items()
+    return any(_num_calls_of(module, frame) for thread, frame in frames if thread != own)
+
+
+def _is_of_other_thread(unit: Unit) -> bool:
+    """Whether the exception that is being handled has refused a second thread in this root."""
+    error = sys.exc_info()[1]
+    return isinstance(error, OtherThreadError) and error.lifecycle is unit.lifecycle
 
 
 def register_load_hooks(unit: Unit) -> None:

@@ -14,10 +14,13 @@ belong to the device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,32 +45,38 @@ from meshard.policies import GradientSync
 _backward_ids = itertools.count()
 
 
-class EndOfBackward:
-    """The callback at the end of a backward. It also notices a backward that failed.
+class OtherThreadError(RuntimeError):
+    """A second thread has come into a step; the step of the first goes on."""
 
-    Autograd destroys its callbacks without calling them when a backward raises.
-    """
+    def __init__(self, lifecycle: Lifecycle, what: str) -> None:
+        self.lifecycle = lifecycle
+        super().__init__(
+            f"{what} while another thread runs a forward or backward of the same model, whose "
+            "parameters are gathered and freed in between; let one thread at a time run it "
+            "(threading.Lock), or give each thread a copy.deepcopy of the model."
+        )
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = weakref.ref(lifecycle)
-        self._was_called = False
 
-    @skip_dynamo
-    def __call__(self) -> None:
-        self._was_called = True
-        lifecycle = self._lifecycle()
-        if lifecycle is None:
-            return
-        try:
-            lifecycle.finish_backward()
-        except BaseException:
-            lifecycle.record_failure()  # otherwise what follows would be taken for a recomputation
-            raise
+@skip_dynamo
+def _end_backward(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
+    lifecycle = lifecycle_ref()
+    if lifecycle is None:
+        return
+    try:
+        lifecycle.finish_backward()
+    except BaseException:
+        lifecycle.record_failure()
+        raise
 
-    def __del__(self) -> None:
-        lifecycle = self._lifecycle()
-        if lifecycle is not None and not self._was_called:
-            lifecycle.record_failure()
+
+def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
+    lifecycle = lifecycle_ref()
+    if lifecycle is None:
+        return
+    try:
+        lifecycle.record_failure()
+    except BaseException as error:
+        lifecycle.interrupt = error  # Python ignores it here
 
 
 class Lifecycle:
@@ -76,7 +85,11 @@ class Lifecycle:
     def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.phase = Phase.IDLE
         self.is_last_backward = True
-        self.has_failed = False  # a backward raised, and nothing was cleaned up since
+        # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
+        # off, cleared after it; shared with the parameter groups.
+        self.failures: list[object] = []
+        self.interrupt: BaseException | None = None  # that abort is still to raise
+        self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
         self.comm = comm
@@ -87,6 +100,7 @@ class Lifecycle:
         self._num_backwards = 0
         self._backward_id = next(_backward_ids)
         self._graph_task = -1  # the autograd run in which the present backward began
+        self._thread = 0  # likewise, its thread
         self._has_nested = False  # another autograd run began inside it
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
@@ -94,6 +108,7 @@ class Lifecycle:
             unit.number = number
             unit.lifecycle = self
             unit.group.storage.label = unit.label
+            unit.group.failures = self.failures
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -115,10 +130,10 @@ class Lifecycle:
         """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
         self.abort_if_failed()
         if self.phase is Phase.IDLE:
+            self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
             self._queue.begin_forward()
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
-            self.phase = Phase.FORWARD
         call = None
         if self.phase is Phase.FORWARD:
             call = self.schedule.enter(unit.number)
@@ -149,6 +164,7 @@ class Lifecycle:
         group = unit.group
         if self.phase is Phase.BACKWARD:
             # A recomputation; checkpointing may stop one by an exception.
+            self.check_recomputes(unit)
             if not unit.step.is_in_backward:
                 group.install_sharded()
             return self.schedule.present.last_call.get(unit.number)
@@ -169,14 +185,19 @@ class Lifecycle:
             self._end_forward(failed=failed)
         return call
 
+    def check_recomputes(self, unit: Unit) -> None:
+        """Raise unless the backward that runs is that of this thread: it computes forward again."""
+        if graph_task_id() < 0:
+            raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
+
     def _runs(self, unit: Unit) -> bool:
         return bool(self.running) and any(other is unit for other, _ in self.running)
 
     def _end_forward(self, *, failed: bool) -> None:
-        self.phase = Phase.IDLE
         if failed:
             self.abort()
             return
+        self.phase = Phase.IDLE
         self._prefetcher.drop_unused()
         if not torch.is_grad_enabled():
             self._settle_host()  # after an evaluation the user may edit shards
@@ -198,17 +219,36 @@ class Lifecycle:
         """Begin a backward, unless it has begun; ``early`` is a gradient that is there already."""
         self.abort_if_failed()
         if self.phase is Phase.BACKWARD:
+            if graph_task_id() != self._graph_task:
+                self._check_nested()
             return
+        self.failures.append("begun")  # until its end is sure to be noticed
         self._phase_around, self.phase = self.phase, Phase.BACKWARD
+        self._thread = threading.get_ident()
         self._num_backwards += 1
         self._backward_id = next(_backward_ids)
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
         patch_new_optimizers()
-        queue_backward_callback(EndOfBackward(self))
+        # Autograd drops its callbacks without calling them when a backward raises. That is recorded
+        # by a method of C, which no interrupt can cut off; only then modules get shards again.
+        end, me = functools.partial(_end_backward, weakref.ref(self)), weakref.ref(self)
+        queue_backward_callback(end)
         for unit, grads in self._replicated():
             grads.hide(early[1] if early is not None and early[0] is unit else None)
         self.retained.begin_backward()
+        self._ends = [
+            weakref.ref(end, functools.partial(_backward_raised, me)),
+            weakref.ref(end, self.failures.append),
+        ]
+        self.failures.clear()  # last: this frame holds ``end``, also in a traceback
+
+    def _check_nested(self) -> None:
+        """Record another autograd run inside the backward, as that of a reentrant checkpoint."""
+        # On a device all backwards share autograd's thread.
+        if threading.get_ident() != self._thread and self.comm.waits_block_host:
+            raise OtherThreadError(self, "a backward ran")
+        self._has_nested = True
 
     def pre_backward(
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
@@ -247,13 +287,13 @@ class Lifecycle:
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
-        if self.phase is not Phase.BACKWARD or self.has_failed:
+        if self.phase is not Phase.BACKWARD or self.failures:
             self._begin_backward((unit, index))
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
         if graph_task_id() != self._graph_task:
-            self._has_nested = True
+            self._check_nested()
         if step.has_all(unit.group.num_trainable):
             # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
             self._on_complete_gradients(unit)
@@ -335,7 +375,7 @@ class Lifecycle:
         for unit in reversed(units):
             if unit.settings.sync is GradientSync.FULL:
                 # It may have got nothing today, and hold gradients of earlier microbatches.
-                self.flush(unit, ends_window=self.is_last_backward)
+                self._flush(unit, ends_window=self.is_last_backward)
         if self.is_last_backward:
             self._queue.finish_all()
             for unit in reversed(units):
@@ -346,6 +386,7 @@ class Lifecycle:
         for _, grads in self._replicated():
             grads.show()
         self.phase = self._phase_around
+        self._ends = []  # last: until here the backward counts as failed if it does not go on
 
     # --- outside of a backward --------------------------------------------------------
 
@@ -363,6 +404,10 @@ class Lifecycle:
 
     def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
         self.abort_if_failed()
+        with self._recorded_failure():
+            self._flush(unit, ends_window=ends_window)
+
+    def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         self._queue.finish_partials_of(unit.gradients)
         if unit.gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
@@ -370,14 +415,14 @@ class Lifecycle:
 
     def finish_reductions(self) -> None:
         self.abort_if_failed()
-        self._queue.finish_all()
-        self._settle_host()
+        with self._recorded_failure():
+            self._queue.finish_all()
+            self._settle_host()
 
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory, and publish their gradients."""
         for group in self.groups():
-            if group.storage.host_copies and group.pending_step is None:  # that waits by itself
-                group.gradients.settle()
+            group.settle()
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
         for unit in self.units():
@@ -386,14 +431,22 @@ class Lifecycle:
 
     # --- failures ---------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _recorded_failure(self) -> Iterator[None]:
+        """Record if reductions outside of a backward were cut off: some gradients are lost."""
+        try:
+            yield
+        except BaseException:
+            self.failures.append("cut off")
+            raise
+
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
-        self.has_failed = True  # the next step begins with abort()
+        self.failures.append("raised")  # first; the next step begins with abort()
         self._prefetcher.forget()
         self.running.clear()
         for group in self.groups():
             group.install_sharded()
-            group.has_failed = True
 
     def check_between_steps(self, unit: Unit, caller: str) -> None:
         """Raise if a module runs, forward or backward. Cleans up a step that failed."""
@@ -406,7 +459,7 @@ class Lifecycle:
             )
 
     def abort_if_failed(self) -> None:
-        if self.has_failed:
+        if self.failures:
             self.abort()
 
     def abort(self) -> None:
@@ -415,24 +468,29 @@ class Lifecycle:
         Gradients of an interrupted window are dropped, because its microbatches are not all there.
         Gradients of a window that had ended stay, unless a backward failed.
         """
-        is_void = self.has_failed or not self._queue.is_idle
-        self.has_failed = False
-        self.phase = self._phase_around = Phase.IDLE
-        self.running.clear()
+        is_void = bool(self.failures) or not self._queue.is_idle
+        is_void = is_void or any(group.gradients.window.is_open for group in self.groups())
+        if is_void:
+            self.failures.append("aborted")  # until the end: this may be interrupted too
+        self._ends = []
         self._prefetcher.forget()
         self.schedule.forget()
         self.retained.release()
-        is_void = is_void or any(group.gradients.window.is_open for group in self.groups())
         self._queue.abandon()
         for unit in self.units():
             unit.step.reset()
         for group in self.groups():
             group.reshard()
-            group.has_failed = False
             group.gradients.abandon(is_void=is_void)
         for _, grads in self._replicated():
             grads.show()
         self._settle_host()
+        self.running.clear()
+        self.phase = self._phase_around = Phase.IDLE
+        self.failures.clear()
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
 
 def _check_finds_parameters(unit: Unit) -> None:

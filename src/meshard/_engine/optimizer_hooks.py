@@ -236,6 +236,7 @@ def _before_step(
 
     check()
     for owner in owners:
+        owner.forget_version()  # it may be interrupted, and then _after_step is not called
         owner.make_room()
     # torch passes the optimizer itself as the first argument.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

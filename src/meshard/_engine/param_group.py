@@ -51,7 +51,8 @@ class ParamState(enum.IntEnum):  # hashed as an int, which is fast
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    ParamState.UNSHARDED: (ParamState.INSTALLED, ParamState.SHARDED),
+    # To itself: an interrupt came between the move and the end of finish_unshard.
+    ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
 }
@@ -126,8 +127,10 @@ class ParamGroup:
         self.gradients = gradients
         self.num_trainable = 0
         self.num_steps = 0  # steps of optimizers: foreach kernels on DTensors raise no version
+        self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.saves_memory = False  # it was resharded between forward and backward of this step
-        self.has_failed = False  # the last backward raised, and nothing was cleaned up since
+        # Of the whole root: not empty after a backward that raised, until that is cleaned up.
+        self.failures: list[object] = []
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self.first_values: FirstValues | None = None  # until ranks have compared them
         self.pending_step: AwaitedStep | None = None  # until the next gather
@@ -187,8 +190,18 @@ class ParamGroup:
         if self.storage.take_replacements():
             self.reshard()
             self.storage.rebuild()
+            self.num_rebuilds += 1
             self._begin_watching()
         return self.version
+
+    def check_not_rebuilt(self, since: int) -> None:
+        """Raise if a backward would need unsharded parameters that do not exist any more."""
+        if self.num_rebuilds != since:
+            raise RuntimeError(
+                f"parameters of unit {self.label!r} were cast, moved or replaced between its "
+                "forward and this backward, which needs those of the forward; run the backward "
+                "before module.to(...), or the forward again after it."
+            )
 
     @property
     def version(self) -> int:
@@ -225,7 +238,7 @@ class ParamGroup:
         return [plain_of(param.sharded) for param in self.params]
 
     def check_may_step(self) -> None:
-        if self.has_failed:
+        if self.failures:
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
                 "some units only; run the whole window again (the next forward drops them, as "
@@ -241,8 +254,17 @@ class ParamGroup:
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
                 "drop them with zero_grad()."
             )
-        if self.storage.host_copies is not None and self.pending_step is None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for gradients that are copied to host memory, and put them into ``.grad``."""
+        if self.storage.host_copies is None or self.pending_step is not None:  # that waits itself
+            return
+        try:
             self.gradients.settle()
+        except BaseException:
+            self.failures.append("cut off")  # some gradients are lost
+            raise
 
     def finish_copies(self) -> None:
         """Wait for copies between host memory and the device, if shards live in host memory."""
@@ -329,10 +351,10 @@ class ParamGroup:
             first = post_forward_group.rank() * count
             rows = torch.stack([*gathered[first : first + count]])
             self._post_forward_shard = PostForwardShard(rows, post_forward_group)
-        gather.in_flight.release()
-        self._gather = None
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
+        self._gather = None
+        gather.in_flight.release()  # last: what was released must not be read again
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
         """Reshard if the unsharded copy is older than the shards; see ``end_manual_unshard``."""
@@ -346,6 +368,7 @@ class ParamGroup:
     def reshard(self, *, keep_post_forward: bool = False) -> None:
         """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
         if self._gather is not None:
+            # First: it may write to the memory that is freed below.
             self._gather.in_flight.abandon()
             self._gather = None
         self.end_manual_unshard(refuse=False)

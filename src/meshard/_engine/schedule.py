@@ -47,6 +47,9 @@ class ForwardPass:
     first_entries: list[tuple[int, int]] = field(default_factory=list)  # unit, ticks
     units: set[int] = field(default_factory=set)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
+    # Units of the passes before this one whose backward may come, and the number of their window.
+    earlier: frozenset[int] = frozenset()
+    window: int = -1
     ticks: int = 0
     num_open: int = 0  # the first entries whose backward is not over, in the backward open_in
     open_in: int = -1
@@ -58,7 +61,8 @@ class StepSchedule:
     def __init__(self) -> None:
         self._previous: list[int] = []
         self._position = -1  # of the last entry, in the previous pass
-        self._passes: list[ForwardPass] = []  # passes whose backward may come, oldest first
+        self._last: ForwardPass | None = None  # the last pass whose backward may come
+        self._window = 0  # grows when passes are forgotten
         self.current = ForwardPass()
         self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
 
@@ -68,10 +72,15 @@ class StepSchedule:
         self.current = ForwardPass()
         self._position = -1
         if with_graph:
-            self._passes.append(self.current)
+            # Units and not passes: of many forwards there may be no backward, as in rollouts.
+            if self._last is not None:
+                self.current.earlier = self._last.earlier.union(self._last.units)
+            self.current.window = self._window
+            self._last = self.current
 
     def end_backward(self) -> None:
-        self._passes.clear()
+        self._last = None
+        self._window += 1
         self.in_backward = None
 
     def forget(self) -> None:
@@ -150,15 +159,8 @@ class StepSchedule:
         Then the unit is reduced in the backward of that earlier pass. A rank that used the unit in
         the later pass only has all gradients earlier, but all ranks must reduce at the same time.
         """
-        if len(self._passes) < 2:
-            return False
-        until = self._passes[-1] if of is None else of
-        for each in self._passes:
-            if each is until:
-                return False
-            if unit in each.units:
-                return True
-        return False
+        of = of or self._last
+        return of is not None and unit in of.earlier and of.window == self._window
 
 
 class Prefetcher:

@@ -130,6 +130,9 @@ class GradientAccumulator:
             self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
+        if self._has_arrivals:
+            for index in gone:  # set by hand, after unshard()
+                self.storage.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshard._comm.communicator import RecordedWork
 from meshard._comm.gradient_buffer import FlatGradients
 from meshard._comm.host_copies import HostCopies
-from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import UnitParams
 
@@ -57,7 +57,8 @@ class HostGrads:
         self._host_copies.wait()
         if self._arriving is not None:
             arrived, self._arriving = self._arriving, None
-            self._in_host_memory.publish(arrived)
+            with unrecorded():  # an evaluation settles too, maybe under inference_mode
+                self._in_host_memory.publish(arrived)
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
         """Wait for copies in flight, and drop those of some parameters."""

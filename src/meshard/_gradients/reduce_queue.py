@@ -8,20 +8,16 @@ same on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceSettings, TensorHook
+from meshard._gradients.sharded_grads import unrecorded
 from meshard._params.unit_params import UnitParams
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 class _Queued(NamedTuple):
@@ -29,11 +25,6 @@ class _Queued(NamedTuple):
     in_flight: ReductionInFlight
     after: list[TensorHook]  # those registered when the reduction started
     on_reduced: Callable[[], None] | None  # called when the gradient of the window is published
-
-
-def _unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Return ``torch.no_grad()``, which costs a dozen calls, only where autograd records."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
 class ReduceQueue:
@@ -70,7 +61,7 @@ class ReduceQueue:
 
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
         """Accumulate the arrived gradients without a collective."""
-        with _unrecorded():
+        with unrecorded():
             gradients.accumulate([hook.arrived for hook in settings.reduce_hooks if hook.arrived])
 
     def start(
@@ -101,7 +92,7 @@ class ReduceQueue:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
             # and the memory that they free is needed now.
             self._advance()
-        with _unrecorded():
+        with unrecorded():
             in_flight = gradients.start_reduce(
                 settings, over_replicas=over_replicas, divide_factor=divide_factor
             )
@@ -131,7 +122,7 @@ class ReduceQueue:
 
     def _finish_oldest(self) -> None:
         gradients, in_flight, after, on_reduced = self._queue.popleft()
-        with _unrecorded():
+        with unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
         self._leaving.wait()  # it keeps the device's memory until compute has waited
         self._leaving = leaving or DONE

@@ -11,6 +11,7 @@ Autograd never sees a sharded parameter, so hooks that users register on one
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -74,6 +75,25 @@ def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in a narrower dtype, to ``wide``."""
     # By value, because torch's foreach kernels on DTensors raise no version counter.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
+
+
+@contextlib.contextmanager
+def _outside_of_inference() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """Return a context that autograd does not record, in which ordinary tensors are made.
+
+    Nothing where that is so already: ``torch.no_grad()`` costs a dozen calls.
+    """
+    if torch.is_grad_enabled():
+        return torch.no_grad()
+    return _outside_of_inference() if torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
 def _nothing() -> None:

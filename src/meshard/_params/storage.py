@@ -134,12 +134,12 @@ class UnshardedMemoryPool:
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
-            self._has_memory = True
+            self._has_memory = True  # last, and False first: an interrupt may come in between
 
     def free(self) -> None:
         """Free the memory."""
         if self._has_memory:
+            self._has_memory = False
             for storage, _ in self._storages:
                 # Resize, do not replace: autograd may have saved views of this storage.
                 storage.resize_(0)
-            self._has_memory = False

@@ -111,6 +111,17 @@ class UnitParams(abc.ABC):
         """Raise a RuntimeError if shards are on the meta device, or not where they are gathered."""
 
 
+def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors are the same memory, seen alike."""
+    return (
+        is_plain(one)
+        and is_plain(other)
+        and one.data_ptr() == other.data_ptr()
+        and (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+        and one.stride() == other.stride()
+    )
+
+
 class ShardedUnitParams(UnitParams):
     """Parameters that are DTensors while sharded: what the two kinds of them share."""
 
@@ -150,8 +161,12 @@ class ShardedUnitParams(UnitParams):
                         tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
                 param.sharded = new
                 replaced = True
-            elif local_of(param.sharded) is not own:
-                replaced = True
+            elif (local := local_of(param.sharded)) is not own:
+                if _is_alias(local, own):  # module.float() of what is float32 already
+                    set_local(param.sharded, own)
+                    tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+                else:
+                    replaced = True
         return replaced
 
     def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:

@@ -1,0 +1,123 @@
+"""Ctrl-C at any line of a step: afterwards numbers are right, or an error says what is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import meshard
+from tests.support.fake import fake_group
+from tests.support.interrupts import KINDS
+
+_ROOT = Path(__file__).parents[2]
+
+
+def interrupt(kind, first, stride):
+    """Interrupt every ``stride``-th line of a step, in a process that may crash."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.interrupts"]
+    done = subprocess.run(
+        [*command, kind, str(first), str(stride)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    last = lines[-1] if lines else "nothing was tried"
+    assert not wrong, "\n".join(wrong)
+    assert done.returncode == 0, f"ended by {done.returncode} at: {last}\n{done.stderr[-2000:]}"
+    assert int(last.split()[0]) > 0
+
+
+def test_an_interrupt_in_a_step_leaves_no_wrong_number():
+    interrupt("sharded", 3, 23)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_any_line_leaves_no_wrong_number(kind):
+    first = KINDS.index(kind)  # the one kind at every line, the others at every third
+    interrupt(kind, *((0, 1) if first == 0 else (first % 3, 3)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.sum()
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def test_an_interrupt_while_a_failed_backward_is_recorded_comes_out_of_the_next_step(monkeypatch):
+    with fake_group(1):
+        model = Net()
+        for unit in (*model.layers, model):
+            meshard.fully_shard(unit)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook = model.layers[0].register_full_backward_pre_hook(fail)
+        loss = model(torch.ones(1, 3, requires_grad=True))
+        hook.remove()
+        lifecycle = type(model._meshard_unit.lifecycle)
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(lifecycle, "record_failure", interrupt)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        with pytest.raises(RuntimeError, match="the last backward through unit"):
+            optimizer.step()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 3))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        optimizer.step()  # which finds no gradients
+        with torch.no_grad():
+            model(torch.ones(1, 3))
+
+
+class Interrupted:
+    """A storage whose next ``resize_`` is the last thing before an interrupt."""
+
+    def __init__(self, storage):
+        self._storage = storage
+
+    def resize_(self, num_bytes):
+        self._storage.resize_(num_bytes)
+        raise KeyboardInterrupt
+
+
+def test_memory_whose_allocation_or_release_was_interrupted_is_allocated_again():
+    with fake_group(1):
+        layer = meshard.fully_shard(nn.Linear(3, 3))
+        weight = layer.weight.full_tensor().clone()
+        pool = layer._meshard_unit.group.storage.unsharded
+        storages = list(pool._storages)
+
+        def gather_and_free():
+            layer.unshard()
+            assert pool._storages[0][0].nbytes() and torch.equal(layer.weight, weight)
+            layer.reshard()
+            assert isinstance(layer.weight, DTensor) and not pool._storages[0][0].nbytes()
+
+        for act in (layer.unshard, layer.reshard):
+            if act == layer.reshard:
+                layer.unshard()
+            pool._storages = [(Interrupted(storage), size) for storage, size in storages]
+            with pytest.raises(KeyboardInterrupt):
+                act()
+            pool._storages = storages
+            gather_and_free()
