@@ -275,6 +275,19 @@ def test_the_training_example_trains_and_reports(tmp_path):
 
 
 @pytest.mark.full
+def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
+    report, common = tmp_path / "report.json", [*SMALL_GPT, "--steps", "4", "--save", "checkpoint"]
+    run_example("train_gpt.py", tmp_path, *common, "--stop-at", "2")
+    resumed = ["--resume", "checkpoint", "--ranks", "1", "--json", str(report)]
+    run_example("train_gpt.py", tmp_path, *common, *resumed)
+    values = json.loads(report.read_text())
+    assert [step for step, _ in values["train"]] == [3, 4]
+    run_example("train_gpt.py", tmp_path, *SMALL_GPT, "--steps", "4", "--json", str(report))
+    at_once = json.loads(report.read_text())
+    assert values["held_out_loss"] == pytest.approx(at_once["held_out_loss"], rel=1e-5)
+
+
+@pytest.mark.full
 def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     printed = run_example("replicate.py", tmp_path, *TINY)
     rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
