@@ -8,10 +8,11 @@ NaN. A reduce hook replaces their gradients by zeros and averages over the ranks
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 import torch
 import torch.distributed as dist
+from command_line import count, make_parser, parse
 from launch import launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,10 +90,9 @@ def run(args: Namespace, device: torch.device) -> None:
 
 def main() -> None:
     """Read the command line and start the ranks."""
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4, help="processes, without torchrun")
-    parser.add_argument("--steps", type=int, default=4)
-    launch(run, parser.parse_args())
+    parser = make_parser(__doc__.split("\n")[0], ranks=4)
+    parser.add_argument("--steps", type=count, default=4)
+    launch(run, parse(parser))
 
 
 if __name__ == "__main__":

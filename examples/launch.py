@@ -21,6 +21,12 @@ def torchrun_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else None
 
 
+def device_type(local_ranks: int) -> str:
+    """Return where ranks compute: on GPUs if this machine has one for each, else on the CPU."""
+    has_enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    return "cuda" if has_enough else "cpu"
+
+
 def launch(train: Train, args: Namespace) -> None:
     """Run ``train(args, device)`` on every rank and return when all are done.
 
@@ -45,7 +51,7 @@ def _run_spawned(local_rank: int, train: Train, args: Namespace, port: int) -> N
 
 def _run_rank(train: Train, args: Namespace, *, store: dist.Store | None, local_rank: int) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks:
+    if device_type(local_ranks) == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:

@@ -5,13 +5,19 @@ python examples/overlap_optimizer.py
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
+
+# torch.profiler would report its start and its end, and memory that is older than it.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
+from command_line import count, make_parser, new_file, parse
 from launch import launch
 from matplotlib.figure import Figure
 from torch import nn
@@ -65,7 +71,7 @@ class GradientMeter:
 def build(args: Namespace, device: torch.device) -> nn.Module:
     """Return a model of equal units, the same on every rank."""
     torch.manual_seed(0)
-    layers = [nn.Linear(args.width, args.width, bias=False) for _ in range(args.units)]
+    layers = [nn.Linear(args.width, args.width, bias=False) for _ in range(args.depth)]
     model = nn.Sequential(*layers).to(device)
     for layer in model:
         fully_shard(layer)
@@ -155,20 +161,19 @@ def run(args: Namespace, device: torch.device) -> None:
     weights = [found["weight"] for found in results.values()]
     is_same = torch.equal(weights[0], weights[1])  # type: ignore[arg-type]
     print(f"\nsame weights, bit for bit: {'yes' if is_same else 'NO'}")
-    plot(results, args.out)
-    print(f"live gradients over one step: {args.out}")
+    plot(results, args.plot)
+    print(f"live gradients over one step: {args.plot}")
 
 
 def main() -> None:
     """Read the command line and start the ranks."""
-    parser = ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--units", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("gradients.png"))
-    args = parser.parse_args()
-    launch(run, args)
+    parser = make_parser(__doc__.split("\n")[0], ranks=2)
+    add = parser.add_argument
+    add("--depth", type=count, default=12, help="layers of the model, each a unit")
+    add("--width", type=count, default=1024, help="of the model")
+    add("--steps", type=count, default=3, help="of which the last is watched")
+    add("--plot", type=new_file, default=Path("gradients.png"), help="draw the gradients here")
+    launch(run, parse(parser))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ torchrun --nproc-per-node 8 examples/replicate.py
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from byte_gpt import GPT, GPTConfig, loss_per_window
 from byte_text import Corpus
+from command_line import count, make_parser, new_file, old_file, parse
 from launch import launch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshard import clip_grad_norm_, microbatches, replicate
 
-CONFIG = GPTConfig(width=128, depth=2, heads=4)
+CONFIG = GPTConfig(width=128, depth=2, heads=4, context=64)
 MIB = 2**20
 
 
@@ -111,19 +112,24 @@ def run(args: Namespace, device: torch.device) -> None:
     shown = sorted({*range(0, args.steps, max(1, args.steps // 5)), args.steps - 1})
     for step in shown:
         print(f"{step:4}  {curves['replicate'][step]:10.4f} {curves['DDP'][step]:10.4f}")
-    plot(curves, args.figure)
-    print(f"\ndrawn: {args.figure}")
+    plot(curves, args.plot)
+    print(f"\nlosses: {args.plot}")
 
 
 def main() -> None:
     """Read the command line and start the ranks."""
-    parser = ArgumentParser(description="Train with a copy on every rank, as DDP does.")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, without torchrun")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--microbatches", type=int, default=2, help="per step")
-    parser.add_argument("--data", type=Path, help="a text; default: Python's language reference")
-    parser.add_argument("--figure", type=Path, default=Path("replicate.png"))
-    launch(run, parser.parse_args())
+    parser = make_parser("Train with a copy on every rank, as DDP does.", ranks=2)
+    add = parser.add_argument
+    add("--steps", type=count, default=60)
+    add("--microbatches", type=count, default=2, help="backward passes per step")
+    add("--data", type=old_file, help="any text file; None: Python's own language reference")
+    add("--plot", type=new_file, default=Path("replicate.png"), help="draw the losses here")
+    args = parse(parser)
+    try:
+        Corpus.load(args.data, CONFIG.context)
+    except ValueError as error:
+        parser.error(str(error))
+    launch(run, args)
 
 
 if __name__ == "__main__":

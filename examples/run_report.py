@@ -16,17 +16,13 @@ TRAIN_COLOUR, HELD_OUT_COLOUR = "#4c72b0", "#c44e52"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The numbers of a run, as ``--json`` writes them."""
+    """The numbers of a run."""
 
     held_out_loss: float  # nats per byte
     tokens_per_s: float  # of all ranks together, while training
     bytes_per_step: int  # that one rank sends in one step
     peak_bytes_per_rank: int  # of the rank that used most
     steps: int
-
-    def write(self, path: Path) -> None:
-        """Write the numbers as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 @dataclass(slots=True)
@@ -61,9 +57,15 @@ class History:
         figure.savefig(path, dpi=150)
 
 
-def _smoothed(values: tuple[float, ...], span: int = 20) -> list[float]:
-    """Return the mean of each value and those up to ``span - 1`` before it."""
-    windows = (values[max(0, end - span) : end] for end in range(1, len(values) + 1))
+def write_json(path: Path, summary: Summary, history: History) -> None:
+    """Write the numbers, and the losses under ``train`` and ``held_out``, as JSON."""
+    path.write_text(json.dumps(asdict(summary) | asdict(history), indent=2) + "\n")
+
+
+def _smoothed(values: tuple[float, ...], most: int = 20) -> list[float]:
+    """Return the mean of the last values at each: of a tenth of those so far, at most ``most``."""
+    ends = range(1, len(values) + 1)
+    windows = (values[end - min(most, 1 + end // 10) : end] for end in ends)
     return [sum(window) / len(window) for window in windows]
 
 

@@ -6,22 +6,21 @@ them elsewhere. Look for "sharding": those lines are all that one rank would not
 
 from __future__ import annotations
 
-import argparse
 import math
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
+import checkpoint
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from byte_gpt import GPT, GPTConfig, generate, loss_per_window
 from byte_text import Corpus
-from launch import launch, torchrun_ranks
-from run_report import History, Summary, peak_bytes
+from command_line import count, make_parser, new_file, new_folder, old_file, parse
+from launch import device_type, launch
+from run_report import History, Summary, peak_bytes, write_json
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
@@ -46,7 +45,7 @@ def train(args: Namespace, device: torch.device) -> None:
     # Clipping and this eps keep rounding errors from growing: without them two runs that add in
     # another order, as with another number of threads or ranks, part ways within 50 steps.
     optimizer = AdamW(model.parameters(), betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, fused=True)
-    first_step = load(args.resume, model, optimizer) if args.resume else 0
+    first_step = checkpoint.load(args.resume, model, optimizer) if args.resume else 0
     last_step = min(args.steps, args.stop_at or args.steps)
 
     ledger = CommLedger()  # stays empty if there is no step left
@@ -70,12 +69,12 @@ def train(args: Namespace, device: torch.device) -> None:
         progress.set_postfix(
             {"loss": f"{loss:.3f}", "tokens/s": f"{tokens_per_s:.0f}", "memory/rank": memory}
         )
-        if (step + 1) % args.eval_every == 0 and step + 1 < last_step:
+        if is_evaluated(step + 1, args.eval_every) and step + 1 < last_step:
             history.held_out.append((step + 1, held_out_loss(model, held_out)))
 
     history.held_out.append((last_step, held_out_loss(model, held_out)))
     if args.save:
-        save(args.save, model, optimizer, last_step)
+        checkpoint.save(args.save, model, optimizer, last_step)
     summary = Summary(
         held_out_loss=history.held_out[-1][1],
         tokens_per_s=len(history.train) * args.batch * args.context / max(train_seconds, 1e-9),
@@ -84,7 +83,7 @@ def train(args: Namespace, device: torch.device) -> None:
         steps=last_step,
     )
     model.set_reshard_after_forward(False)  # sharding: gather once for the whole sample
-    sample = generate(model, b"The ", args.sample, temperature=0.7, seed=args.seed)
+    sample = generate(model, b"The ", args.sample, temperature=0.6, seed=args.seed)
     if dist.get_rank() == 0:
         report(args, summary, history, ledger, sample)
 
@@ -143,6 +142,11 @@ def held_out_loss(model: GPT, windows: Tensor, batch: int = 16) -> float:
     return over_ranks(total, dist.ReduceOp.SUM, windows.device) / len(windows)
 
 
+def is_evaluated(step: int, every: int) -> bool:
+    """Return whether the held-out loss is due: more often at first, where it falls fastest."""
+    return step % every == 0 or step in (every // 8, every // 4, every // 2)
+
+
 def over_ranks(value: float, op: dist.ReduceOp.RedOpType, device: torch.device) -> float:
     """Return the sum, or whatever ``op`` is, of ``value`` over all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
@@ -161,29 +165,12 @@ def set_learning_rate(optimizer: Optimizer, step: int, args: Namespace) -> None:
         group["lr"] = args.lr * factor
 
 
-def save(folder: Path, model: GPT, optimizer: Optimizer, step: int) -> None:
-    """Save a checkpoint: every rank writes what it holds."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-    dcp.save(state, checkpoint_id=folder)
-
-
-def load(folder: Path, model: GPT, optimizer: Optimizer) -> int:
-    """Load a checkpoint, saved on any number of ranks, and return its step."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return state["step"]
-
-
 def report(
     args: Namespace, summary: Summary, history: History, ledger: CommLedger, sample: str
 ) -> None:
-    """Print and write what the run has found."""
-    history.plot(args.plot, f"A byte-level GPT on {args.ranks} rank(s), {args.replicas} replica(s)")
+    """Print and write what the run has found; the picture last, for it can fail."""
     if args.json:
-        summary.write(args.json)
+        write_json(args.json, summary, history)
     sent = ", ".join(
         f"{count} {op} of {ledger.bytes[op] / 2**20:.1f} MiB in all"
         for op, count in ledger.counts.items()
@@ -192,8 +179,9 @@ def report(
     print(f"speed           {summary.tokens_per_s:.0f} tokens/s")
     print(f"memory          {summary.peak_bytes_per_rank / 2**20:.0f} MiB at most on a rank")
     print(f"sent per step   {summary.bytes_per_step / 2**20:.1f} MiB by each rank ({sent or '-'})")
-    print(f"loss curve      {args.plot}")
     print(f"sample          {sample!r}")
+    history.plot(args.plot, f"A GPT over bytes: {args.title}")
+    print(f"loss curve      {args.plot}")
 
 
 def config_of(args: Namespace) -> GPTConfig:
@@ -202,42 +190,57 @@ def config_of(args: Namespace) -> GPTConfig:
 
 
 def parse_arguments() -> Namespace:
-    """Read the command line, and refuse what cannot be divided."""
+    """Read the command line, refuse what cannot work, and say what is about to run."""
     shape = GPTConfig()
-    parser = argparse.ArgumentParser(
-        description="Train a GPT on bytes.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = make_parser("Train a GPT on bytes.", ranks=2)
     add = parser.add_argument
-    add("--ranks", type=int, default=2, help="processes to start; torchrun's count under torchrun")
-    add("--replicas", type=int, default=1, help="groups of ranks that hold the whole model (HSDP)")
-    add("--microbatches", type=int, default=1, help="backward passes per step")
-    add("--batch", type=int, default=8, help="windows per step, of all ranks and microbatches")
-    add("--steps", type=int, default=380, help="steps of the whole run, for the learning rate too")
-    add("--stop-at", type=int, help="end after this step, as if interrupted")
+    add("--replicas", type=count, default=1, help="groups of ranks with the whole model (HSDP)")
+    add("--microbatches", type=count, default=1, help="backward passes per step")
+    add("--batch", type=count, default=16, help="windows per step, of all ranks and microbatches")
+    add("--steps", type=count, default=700, help="of the whole run, for the learning rate too")
+    add("--stop-at", type=count, help="end after this step, as if interrupted")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic")
-    add("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
+    add("--save", type=new_folder, metavar="DIR", help="write a checkpoint at the end")
     add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint")
-    add("--data", type=Path, help="any text file; None: Python's own language reference")
-    add("--json", type=Path, help="write the numbers of the run here")
-    add("--plot", type=Path, default=Path("loss.png"), help="draw the losses here")
-    add("--sample", type=int, default=160, help="bytes of text to generate at the end")
-    add("--eval-every", type=int, default=130, help="steps between looks at held-out text")
-    add("--lr", type=float, default=7e-4, help="highest learning rate")
-    add("--warmup", type=int, default=60, help="steps until the learning rate is highest")
-    add("--width", type=int, default=shape.width, help="of the model")
-    add("--depth", type=int, default=shape.depth, help="blocks of the model")
-    add("--heads", type=int, default=shape.heads, help="attention heads of a block")
-    add("--context", type=int, default=shape.context, help="bytes that the model looks back")
+    add("--data", type=old_file, help="any text file; None: Python's own language reference")
+    add("--json", type=new_file, help="write the numbers of the run here")
+    add("--plot", type=new_file, default=Path("loss.png"), help="draw the losses here")
+    add("--sample", type=count, default=300, help="bytes of text to generate at the end")
+    add("--eval-every", type=count, default=70, help="steps between looks at held-out text")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--warmup", type=count, default=40, help="steps until the learning rate is highest")
+    add("--width", type=count, default=shape.width, help="of the model")
+    add("--depth", type=count, default=shape.depth, help="blocks of the model")
+    add("--heads", type=count, default=shape.heads, help="attention heads of a block")
+    add("--context", type=count, default=shape.context, help="bytes that the model looks back")
     add("--seed", type=int, default=0, help="of the model, the data order and the sample")
-    args = parser.parse_args()
-    args.ranks = torchrun_ranks() or args.ranks
-    if args.ranks % args.replicas:
-        parser.error(f"--ranks {args.ranks} cannot be divided over --replicas {args.replicas}")
+    args = parse(parser)
     if args.batch % (args.ranks * args.microbatches):
         parts = f"{args.ranks} ranks times {args.microbatches} microbatches"
         parser.error(f"--batch {args.batch} cannot be divided over {parts}")
+    try:
+        corpus = Corpus.load(args.data, args.context)
+        with torch.device("meta"):  # shapes, without memory
+            model = GPT(config_of(args))
+    except ValueError as error:
+        parser.error(str(error))
+    if args.resume and (reason := checkpoint.mismatch(args.resume, model)):
+        parser.error(f"--resume: {reason}")
+    millions = sum(param.numel() for param in model.parameters()) / 1e6
+    layout = f"{args.ranks} {device_type(args.ranks).upper()} ranks"
+    if args.replicas > 1:
+        layout += f" in {args.replicas} replicas"
+    args.title = f"{layout}, {millions:.1f} million parameters"
+    if os.environ.get("RANK", "0") == "0":
+        text = f"{len(corpus.train) / 1e6:.2f} million bytes of text"
+        print(f"{args.title}, {text}, {args.steps} steps", flush=True)
     return args
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read the command line and start the ranks."""
     launch(train, parse_arguments())
+
+
+if __name__ == "__main__":
+    main()

@@ -53,8 +53,8 @@ class Configuration:
         """Return the model, the same on every rank."""
         torch.manual_seed(0)
         heads = self.width // 64
-        config = GPTConfig(width=self.width, depth=self.depth, heads=heads, context=self.context)
-        return GPT(config)
+        shape = {"width": self.width, "depth": self.depth, "context": self.context}
+        return GPT(GPTConfig(**shape, heads=heads, shifts_tokens=False))  # a plain transformer
 
     def make_batch(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of a rank, and what follows each."""

@@ -1,18 +1,25 @@
-"""Examples: they run, and report what they promise."""
+"""Examples, and the quick start of README: they run alone, and report what they promise."""
 
+import importlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from meshard import CommLedger, fully_shard
+from tests.house.pages import blocks
 from tests.house.sources import ROOT
 
-pytestmark = pytest.mark.full
-
 EXAMPLES = ROOT / "examples"
+DRAWING = ("train_gpt", "hsdp_microbatches", "overlap_optimizer", "replicate", "sharding_map")
 # The smallest run; `--json` names the file for the report, the figure goes to the folder we are in.
 TINY = ["--steps", "3"]
 SMALL_GPT = ["--width", "40", "--depth", "2", "--sample", "20"]
@@ -21,11 +28,12 @@ REPORT_KEYS = {"bytes_per_step", "held_out_loss", "peak_bytes_per_rank", "steps"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def run_example(name, folder, *args):
+def run_script(folder, *command):
+    """Run Python in ``folder``; return what it printed and what it complained of."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args],
+        [sys.executable, *map(str, command)],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -34,12 +42,231 @@ def run_example(name, folder, *args):
         check=False,
     )
     assert not done.returncode, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout, done.stderr
 
 
+def run_example(name, folder, *args):
+    return run_script(folder, EXAMPLES / name, *args)[0]
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """``example(name)``: the module of an example, whose ranks cannot be started."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def import_example(name):
+        module = importlib.import_module(name)
+        if hasattr(module, "launch"):
+            monkeypatch.setattr(module, "launch", lambda *_: pytest.fail("ranks were started"))
+        return module
+
+    return import_example
+
+
+# --- README's quick start ------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("number", [0, 1], ids=["fsdp", "hsdp"])
+def test_each_block_of_readme_runs_alone_and_ranks_draw_different_data(tmp_path, number, num_ranks):
+    block = blocks(ROOT / "README.md")[number]
+    script = tmp_path / "script.py"
+    draw = "import sys\nsys.stdout.write(f'draws {torch.rand(()).item()}\\n')\n"
+    script.write_text(f"{block.code}\n{draw}")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    is_plain = num_ranks == 1 and number == 0  # the first one needs no torchrun
+    printed, _ = run_script(tmp_path, *([] if is_plain else torchrun), script)
+    assert len(set(re.findall(r"draws (\S+)", printed))) == num_ranks, printed
+    losses = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", printed)]
+    assert len(losses) == 3 and losses[-1] < losses[0], printed
+
+
+# --- what is wrong with a command line is said before ranks are started --------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "reason"),
+    [
+        *[(name, "--plot nowhere/x.png", "there is no folder nowhere") for name in DRAWING],
+        *[(name, "--ranks 0", "0 is not a whole number") for name in (*DRAWING, "drop_ranks")],
+        ("train_gpt", "--steps few", "few is not a whole number"),
+        ("train_gpt", "--json nowhere/x.json", "there is no folder nowhere"),
+        ("train_gpt", "--save nowhere/x", "there is no folder nowhere"),
+        ("train_gpt", "--resume nowhere", "there is no checkpoint in nowhere"),
+        ("train_gpt", "--data nowhere.txt", "nowhere.txt is not a file"),
+        ("train_gpt", "--data short.txt", "a text of 9 bytes is too short"),
+        ("train_gpt", "--heads 3", "width 128 is not divisible by 3 heads"),
+        ("train_gpt", "--batch 3", "cannot be divided over 2 ranks"),
+        ("train_gpt", "--replicas 3", "2 ranks cannot be divided over --replicas 3"),
+        ("hsdp_microbatches", "--replicas 3", "4 ranks cannot be divided over --replicas 3"),
+        ("sharding_map", "--replicas 3", "4 ranks cannot be divided over --replicas 3"),
+        ("replicate", "--data short.txt", "a text of 9 bytes is too short"),
+    ],
+)
+def test_a_wrong_command_line_ends_in_one_line(
+    example, monkeypatch, capsys, tmp_path, name, flags, reason
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("too short")
+    module = example(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags.split()])
+    with pytest.raises(SystemExit) as raised:
+        module.main()
+    usage, error = capsys.readouterr().err.splitlines()
+    assert raised.value.code == 2
+    assert usage.startswith("usage:")
+    assert reason in error
+
+
+@pytest.mark.parametrize("name", [*DRAWING, "drop_ranks"])
+def test_an_example_heeds_the_number_of_ranks_of_torchrun(example, monkeypatch, tmp_path, name):
+    started = []
+    module = example(name)
+    monkeypatch.setattr(module, "launch", lambda _, args: started.append(args))
+    for variable, value in {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "6", "RANK": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    flags = ["--batch", "12"] if name == "train_gpt" else []
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+    monkeypatch.chdir(tmp_path)
+    module.main()
+    assert [args.ranks for args in started] == [6]
+
+
+def test_the_numbers_of_a_run_are_there_if_its_picture_fails(
+    example, monkeypatch, capsys, tmp_path
+):
+    train_gpt, run_report = example("train_gpt"), example("run_report")
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(run_report.History, "plot", fail)
+    summary = run_report.Summary(
+        held_out_loss=1.5, tokens_per_s=1, bytes_per_step=1, peak_bytes_per_rank=1, steps=1
+    )
+    args = Namespace(json=tmp_path / "numbers.json", plot=tmp_path / "loss.png", title="")
+    with pytest.raises(OSError, match="no space left"):
+        train_gpt.report(args, summary, run_report.History(), CommLedger(), "a sample")
+    printed = capsys.readouterr().out
+    assert "1.5000" in printed and "a sample" in printed
+    assert json.loads(args.json.read_text())["held_out_loss"] == 1.5
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Raised where the process dies: nothing after it is done."""
+
+
+def saved(value):
+    """Return a sharded layer and its optimizer, both full of ``value``, as a save needs them."""
+    layer = nn.Linear(4, 8)
+    for param in layer.parameters():
+        nn.init.constant_(param, value)
+    fully_shard(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=float(value), momentum=0.9)
+    return layer, optimizer
+
+
+def loaded(checkpoint, folder):
+    """Load into another model; return the step, and every value that the weights have."""
+    layer, optimizer = saved(0)
+    step = checkpoint.load(folder, layer, optimizer)
+    return step, {value for p in layer.parameters() for value in p.full_tensor().flatten().tolist()}
+
+
+def save_and_die_on_one_rank(folder):
+    sys.path.insert(0, str(EXAMPLES))
+    checkpoint = importlib.import_module("checkpoint")
+    checkpoint.save(folder, *saved(1), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:  # before it opens its file
+
+            def fail(*_):
+                raise OSError("killed")
+
+            patch.setattr(dcp.FileSystemWriter, "write_data", fail)
+        with pytest.raises(dcp.api.CheckpointException):
+            checkpoint.save(folder, *saved(2), 2)
+    torch.distributed.barrier()
+    after_the_kill = loaded(checkpoint, folder)
+    torch.distributed.barrier()
+    checkpoint.save(folder, *saved(3), 3)
+    return after_the_kill, loaded(checkpoint, folder)
+
+
+def test_a_save_that_dies_on_one_rank_leaves_the_checkpoint_before_it(run_ranks, tmp_path):
+    for found in run_ranks(save_and_die_on_one_rank, 2, tmp_path):
+        assert found == ((1, {1.0}), (3, {3.0}))
+
+
+def save_and_die_at_every_file_operation(folder):
+    sys.path.insert(0, str(EXAMPLES))
+    checkpoint = importlib.import_module("checkpoint")
+    found = []
+    for number in range(4):  # of the operations: rename, rename, remove; the last is past them
+        own = folder / str(number)
+        checkpoint.save(own, *saved(1), 1)
+        countdown = iter([*[None] * number, Killed])
+
+        def die(original, countdown=countdown):
+            def operation(*args):
+                if args[0].is_dir() and next(countdown, None) is Killed:
+                    raise Killed
+                return original(*args)
+
+            return operation
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint.Path, "rename", die(checkpoint.Path.rename))
+            patch.setattr(checkpoint.shutil, "rmtree", die(checkpoint.shutil.rmtree))
+            try:
+                checkpoint.save(own, *saved(2), 2)
+                is_killed = False
+            except Killed:
+                is_killed = True
+        found.append((is_killed, loaded(checkpoint, own)))
+        checkpoint.save(own, *saved(3), 3)
+        found.append((False, loaded(checkpoint, own)))
+        found.append((False, sorted(path.name for path in own.iterdir())))
+    return found
+
+
+def test_a_save_that_dies_while_it_renames_leaves_one_checkpoint_or_the_other(run_ranks, tmp_path):
+    (found,) = run_ranks(save_and_die_at_every_file_operation, 1, tmp_path)
+    old, new = (1, {1.0}), (2, {2.0})
+    assert found[::3] == [(True, old), (True, old), (True, new), (False, new)]
+    assert found[1::3] == [(False, (3, {3.0}))] * 4
+    assert found[2::3] == [(False, ["latest"])] * 4
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_its_first_parameter(
+    run_ranks, example, tmp_path
+):
+    checkpoint = example("checkpoint")
+    run_ranks(save_one, 1, tmp_path)
+    assert checkpoint.mismatch(tmp_path, nn.Linear(4, 8)) is None
+    reason = checkpoint.mismatch(tmp_path, nn.Linear(5, 8))
+    assert reason == f"model.weight is [8, 4] in {tmp_path}, and [8, 5] in this model"
+    reason = checkpoint.mismatch(tmp_path, nn.Linear(4, 8, bias=False))
+    assert reason == f"model.bias is [8] in {tmp_path}, and not in this model"
+
+
+def save_one(folder):
+    sys.path.insert(0, str(EXAMPLES))
+    importlib.import_module("checkpoint").save(folder, *saved(1), 1)
+
+
+# --- the examples run ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
 def test_the_training_example_trains_and_reports(tmp_path):
     report = tmp_path / "report.json"
-    run_example("train_gpt.py", tmp_path, *TINY, *SMALL_GPT, "--json", str(report))
+    printed = run_example("train_gpt.py", tmp_path, *TINY, *SMALL_GPT, "--json", str(report))
+    assert printed.startswith("2 CPU ranks, 0.1 million parameters, 0.33 million bytes of text")
     values = json.loads(report.read_text())
     assert set(values) >= REPORT_KEYS
     assert all(math.isfinite(values[key]) for key in ("held_out_loss", "tokens_per_s"))
@@ -47,6 +274,20 @@ def test_the_training_example_trains_and_reports(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
+@pytest.mark.full
+def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
+    report, common = tmp_path / "report.json", [*SMALL_GPT, "--steps", "4", "--save", "checkpoint"]
+    run_example("train_gpt.py", tmp_path, *common, "--stop-at", "2")
+    resumed = ["--resume", "checkpoint", "--ranks", "1", "--json", str(report)]
+    run_example("train_gpt.py", tmp_path, *common, *resumed)
+    values = json.loads(report.read_text())
+    assert [step for step, _ in values["train"]] == [3, 4]
+    run_example("train_gpt.py", tmp_path, *SMALL_GPT, "--steps", "4", "--json", str(report))
+    at_once = json.loads(report.read_text())
+    assert values["held_out_loss"] == pytest.approx(at_once["held_out_loss"], rel=1e-5)
+
+
+@pytest.mark.full
 def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     printed = run_example("replicate.py", tmp_path, *TINY)
     rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
@@ -55,21 +296,37 @@ def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     assert (tmp_path / "replicate.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
+@pytest.mark.full
 def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path):
     printed = run_example("drop_ranks.py", tmp_path).splitlines()
     assert [line.split()[4] for line in printed] == ["4", "4", "2", "4"]
     assert all(line.endswith("True") for line in printed)
 
 
+@pytest.mark.full
 def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
-    printed = run_example("hsdp_microbatches.py", tmp_path).strip()
+    printed, _, drawn = run_example("hsdp_microbatches.py", tmp_path).strip().rpartition("\n\n")
+    assert drawn.endswith("sync_modes.png")
+    assert (tmp_path / "sync_modes.png").read_bytes().startswith(PNG_SIGNATURE)
     page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
     assert f"```text\n{printed}\n```" in page, printed
 
 
+@pytest.mark.full
 def test_the_overlapped_optimizer_saves_gradients_and_draws_them(tmp_path):
-    printed = run_example("overlap_optimizer.py", tmp_path, "--units", "4", "--width", "256")
+    script, small = EXAMPLES / "overlap_optimizer.py", ("--depth", "4", "--width", "256")
+    printed, complaints = run_script(tmp_path, script, *small)
+    assert not complaints  # of the profiler, say
     assert "same weights, bit for bit: yes" in printed
     overlapped = next(line for line in printed.splitlines() if "overlapped" in line)
     assert overlapped.split()[1:5] == ["0.1", "MiB", "0.0", "MiB"]  # of one unit; of none
     assert (tmp_path / "gradients.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.full
+def test_the_map_shows_what_each_rank_holds(tmp_path):
+    printed = run_example("sharding_map.py", tmp_path)
+    held = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()[1:5]]
+    assert [row[:3] for row in held] == [[str(r), str(r // 2), str(r % 2)] for r in range(4)]
+    assert [row[-1] for row in held] == ["rows 0 to 3", "rows 4 to 6"] * 2  # of seven
+    assert (tmp_path / "sharding_map.png").read_bytes().startswith(PNG_SIGNATURE)
