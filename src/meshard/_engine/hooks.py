@@ -14,13 +14,16 @@ import contextlib
 import functools
 import sys
 import traceback
+import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -71,6 +74,7 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
+            module.register_state_dict_post_hook(_after_state_dict)
 
 
 @functools.cache
@@ -99,6 +103,38 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         unit.lifecycle.abort_if_failed()
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
+
+
+class _ShardsOnly:
+    """A mark in the metadata of a state dict, by which it warns when rank 0 pickles it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardsOnly:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as something empty, which ``torch.load`` and readers without meshard know."""
+        if dist.is_initialized() and dist.get_rank() == 0:
+            warnings.warn(
+                "rank 0 pickles a sharded state_dict (torch.save?), which holds its own shards "
+                f"only, and not those of the other {dist.get_world_size() - 1} ranks. For one file "
+                "with whole tensors call get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict on all ranks, with "
+                "StateDictOptions(full_state_dict=True, cpu_offload=True); to write all shards, "
+                "torch.distributed.checkpoint.save. If each rank writes a file of its own, "
+                "ignore this.",
+                stacklevel=2,
+            )
+        return OrderedDict, ()
+
+
+_SHARDS_ONLY = _ShardsOnly()  # one object, which pickle meets once
+
+
+def _after_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    if any(unit.params and unit.group.spec.mesh_info.shard_count > 1 for unit in units_of(module)):
+        metadata["shards_only"] = _SHARDS_ONLY
 
 
 class _UnitHook:
