@@ -39,7 +39,7 @@ def sum_of_samples(tensors: list[torch.Tensor]) -> torch.Tensor:
         every = max(1, bits.numel() // _SAMPLES)
         samples.setdefault((bits.device, bits.dtype), []).append(bits[::every])
     sums = [torch.cat(each).sum() for each in samples.values()]
-    return sum((each.to(sums[0].device) for each in sums[1:]), sums[0] if sums else torch.tensor(0))
+    return sum((each.to(sums[0].device) for each in sums[1:]), sums[0])
 
 
 def warn_if_different(units: Iterable[tuple[FirstValues, list[torch.Tensor]]]) -> None:

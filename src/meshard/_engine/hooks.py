@@ -38,7 +38,7 @@ from meshard._engine.outputs import (
     tensors_in,
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass
-from meshard._engine.unit import Unit, alive, own_class, units_in, units_of, with_siblings
+from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
@@ -273,37 +273,26 @@ def end_forward(
 
 
 @skip_dynamo
-def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | None:
+def _output_hook(watched: Watched, is_dtensor: bool, gradient: torch.Tensor) -> torch.Tensor | None:
     unit = watched.unit()
     if unit is None:
         return None
-    if isinstance(gradient, DTensor):
-        _check_is_of_dtensor(unit)
-    return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
-
-
-def _check_is_of_dtensor(unit: Unit) -> None:
-    """Refuse a DTensor as the gradient of an ordinary output: torch would say it far from here."""
-    modules = alive(unit.modules)
-    inside = [unit for module in modules for unit in units_in(module)]
-    params = [param for each in inside for param in each.params]
-    if all(isinstance(p, ShardedParam) and p.dtensor_placement is None for p in params):
-        raise RuntimeError(
-            f"backward reached the output of unit {unit.label!r} with a gradient that is a "
-            "DTensor, though the unit computes with ordinary tensors. Was a penalty on sharded "
-            "weights added to the loss as a DTensor? Add its full_tensor(): "
-            "loss + weight.square().sum().full_tensor()."
+    if isinstance(gradient, DTensor) and not is_dtensor:
+        raise RuntimeError(  # torch would say it later, of some operator of the unit's backward
+            f"backward reached the output of unit {unit.label!r}, an ordinary tensor, with a "
+            "gradient that is a DTensor. Was a penalty on sharded weights added to the loss as a "
+            "DTensor? Add its full_tensor(): loss + weight.square().sum().full_tensor()."
         )
+    return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 
 def watch_outputs(output: Any, watched: Watched) -> None:
     """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
-    hook = partial(_output_hook, watched)
     for found in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
         tensor = outside_of_vmap(found)
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
-            tensor.register_hook(hook)
+            tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
             # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
             base = base_of(tensor)
@@ -316,7 +305,7 @@ def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tupl
     unit, gradient = watched.unit(), gradients[index]
     if unit is None or watched.call.begun_in == unit.lifecycle.backward_number or gradient is None:
         return None
-    used = _output_hook(watched, gradient)
+    used = _output_hook(watched, True, gradient)
     return None if used is None else (*gradients[:index], used, *gradients[index + 1 :])
 
 

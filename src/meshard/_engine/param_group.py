@@ -213,7 +213,9 @@ class ParamGroup:
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
         """Record what the shards were cut from, unless it comes later or no other rank has any."""
         mesh_info = self.spec.mesh_info
-        have_values = all(is_plain(tensor) and not tensor.is_meta for tensor in unsharded)
+        have_values = bool(unsharded) and all(
+            is_plain(tensor) and not tensor.is_meta for tensor in unsharded
+        )
         if mesh_info.mesh.size() > 1 and have_values:
             sums = sum_of_samples(unsharded), sum_of_samples(self._shards())
             self.first_values = FirstValues(mesh_info, *sums)
