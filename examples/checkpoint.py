@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -51,7 +52,7 @@ def find(folder: Path) -> Path | None:
 def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Load the checkpoint in ``folder``, saved on any number of ranks, and return its step."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=find(folder))
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return state["step"]

@@ -86,6 +86,7 @@ def fully_shard_units(
     if isinstance(model, TorchFSDPModule):
         return _unit_names(model)
     ignored = as_set(fully_shard_kwargs.get("ignored_params"))
+    fully_shard_kwargs["ignored_params"] = ignored  # an iterator can be read once
     planned: Planned = {
         module: []
         for module in reversed(holders)  # inner units first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -37,13 +38,31 @@ def _mark_backward(_: Tensor) -> None:
     queue_backward_callback(do_nothing)
 
 
-def _check_device(device: object) -> None:
+# Of torch's arguments: what they must be between.
+_LIMITS = {
+    "init_scale": (0.0, math.inf),
+    "growth_factor": (1.0, math.inf),
+    "backoff_factor": (0.0, 1.0),
+    "growth_interval": (0, math.inf),
+}
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Raise unless these are arguments of ``torch.amp.GradScaler``, which takes anything."""
+    device = given["device"]
     try:
-        if isinstance(device, str) and torch.device(device):
-            return
+        is_device = isinstance(device, str) and bool(torch.device(device))
     except RuntimeError:
-        pass
-    raise ValueError(f'device must be the name of one, such as "cuda" or "cpu", got {device!r}.')
+        is_device = False
+    if not is_device:
+        raise ValueError(f'device must be one by name, such as "cuda" or "cpu", got {device!r}.')
+    for name, (lowest, highest) in _LIMITS.items():
+        value = given[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not lowest < value < highest:
+            raise ValueError(f"{name} must be between {lowest} and {highest}, got {value!r}.")
+    check_int("growth_interval", given["growth_interval"])
+    check_bool("enabled", given["enabled"])
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -64,36 +83,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        process_group: dist.ProcessGroup | None = None,
+        self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
     ) -> None:
-        _check_device(device)
-        for name, value, lowest, highest in (
-            ("init_scale", init_scale, 0.0, math.inf),
-            ("growth_factor", growth_factor, 1.0, math.inf),
-            ("backoff_factor", backoff_factor, 0.0, 1.0),
-        ):
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not lowest < value < highest:
-                raise ValueError(
-                    f"{name} must be a number between {lowest} and {highest}, got {value!r}."
-                )
-        check_int("growth_interval", growth_interval)
-        if growth_interval < 1:
-            raise ValueError(f"growth_interval must be at least 1, got {growth_interval}.")
-        check_bool("enabled", enabled)
+        bound = inspect.signature(torch.amp.GradScaler).bind(*args, **kwargs)
+        bound.apply_defaults()
+        _check_arguments(bound.arguments)
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, got {process_group!r}.")
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        super().__init__(*args, **kwargs)
         self._process_group = process_group
 
     def scale(self, outputs: Any) -> Any:

@@ -160,7 +160,9 @@ def made(name):
     else:
         called = getattr(meshard, owner)
         called = getattr(called, method) if method else called
-    parameters = inspect.signature(called).parameters.values()
+    parameters = [*inspect.signature(called).parameters.values()]
+    if owner == "ShardedGradScaler":  # it passes them on
+        parameters += inspect.signature(torch.amp.GradScaler).parameters.values()
     return called, [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 

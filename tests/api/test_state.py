@@ -2,13 +2,19 @@
 
 import copy
 import io
+import pickle
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -151,12 +157,20 @@ def test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters(run_r
     run_ranks(edit_behind_the_whole_copy, 2)
 
 
+def save_on_every_rank(state, file):
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "rank 0 pickles a sharded state_dict"
+        )  # each saves its own
+        torch.save(state, file)
+
+
 def save_with_torch():
     case = CASES["transformer"]
     model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
     state = model.state_dict()
     file = io.BytesIO()
-    torch.save(state, file)
+    save_on_every_rank(state, file)
     sharded_bytes = sum(value.to_local().nbytes for value in state.values())
     assert file.tell() < 2 * sharded_bytes + 50_000  # not the whole buffer with every parameter
     file.seek(0)
@@ -170,6 +184,39 @@ def test_a_state_dict_is_pickled_and_copied(run_ranks):
     run_ranks(save_with_torch, 2)
 
 
+def saved_by(what, mesh_shape=(2,)):
+    """Return what this rank is warned about when it saves, and what another process loads."""
+    model = CASES["mlp_stack"].build()
+    for unit in CASES["mlp_stack"].units(model):
+        meshard.fully_shard(unit, init_device_mesh("cpu", mesh_shape))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options) if what == "full" else model.state_dict()
+    if what == "copied":
+        state = copy.deepcopy(state)
+    file = io.BytesIO()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        copy.deepcopy(state)
+        pickle.dumps(model.state_dict()["blocks.0.up.weight"])
+        torch.save({"model": state}, file)
+    file.seek(0)
+    if what != "full":
+        model.load_state_dict(torch.load(file)["model"])
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("what", ["sharded", "copied", "full"])
+def test_rank_0_is_warned_that_it_saves_its_shards_only(run_ranks, what):
+    first, second = run_ranks(saved_by, 2, what)
+    assert second == [] and len(first) == (what != "full")
+    for text in first:
+        assert "not those of the other 1 ranks" in text and "full_state_dict=True" in text
+
+
+def test_replicas_of_whole_parameters_are_saved_without_a_warning(run_ranks):
+    assert run_ranks(saved_by, 2, "sharded", (2, 1)) == [[], []]
+
+
 def save_beside_other_groups():
     """What a mesh has got for neighbours, or for reductions, is not part of what is saved."""
     case = CASES["mlp_stack"]
@@ -181,7 +228,7 @@ def save_beside_other_groups():
     case.loss(model(case.batch(0, 0))).backward()
     state = model.state_dict()
     file = io.BytesIO()
-    torch.save(state, file)
+    save_on_every_rank(state, file)
     assert b"meshard" not in file.getvalue().replace(b"_meshard_tag", b"")
     file.seek(0)
     for loaded in (torch.load(file), copy.deepcopy(state)):

@@ -65,7 +65,7 @@ def test_a_checkpoint_is_refused_while_gradients_of_any_unit_of_a_module_are_pen
 
 
 def stepped_inside():
-    model = meshard.fully_shard(nn.Linear(4, 4))
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
     optimizer = meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     with (

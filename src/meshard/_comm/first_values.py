@@ -16,7 +16,6 @@ import torch
 
 from meshard._comm.blocking import gather_from_all
 from meshard._mesh.mesh_info import MeshInfo, device_of
-from meshard._torch.dtensor import plain_tensors_in
 
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLES = 16  # elements of each parameter, which is a few microseconds
@@ -34,11 +33,13 @@ class FirstValues:
 @torch.no_grad()
 def sum_of_samples(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor."""
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)
-    for plain in (plain for tensor in tensors for plain in plain_tensors_in(tensor.detach())):
-        samples = plain.reshape(-1)[:: max(1, plain.numel() // _SAMPLES)].contiguous()
-        total += samples.view(INT_OF_SIZE[plain.itemsize]).sum().to(total.device)
-    return total
+    samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        bits = tensor.reshape(-1).view(INT_OF_SIZE[tensor.itemsize])
+        every = max(1, bits.numel() // _SAMPLES)
+        samples.setdefault((bits.device, bits.dtype), []).append(bits[::every])
+    sums = [torch.cat(each).sum() for each in samples.values()]
+    return sum((each.to(sums[0].device) for each in sums[1:]), sums[0])
 
 
 def warn_if_different(units: Iterable[tuple[FirstValues, list[torch.Tensor]]]) -> None:

@@ -15,13 +15,16 @@ import functools
 import sys
 import threading
 import traceback
+import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -37,7 +40,7 @@ from meshard._engine.outputs import (
     tensors_in,
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
-from meshard._engine.unit import Unit, alive, own_class, units_in, units_of, with_siblings
+from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
@@ -75,6 +78,7 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
+            module.register_state_dict_post_hook(_after_state_dict)
 
 
 @functools.cache
@@ -113,6 +117,38 @@ def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
         frames = sys._current_frames().values()
         if not any(_num_calls_of(module, frame) for module in modules for frame in frames):
             lifecycle.abort()
+
+
+class _ShardsOnly:
+    """A mark in the metadata of a state dict, by which it warns when rank 0 pickles it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardsOnly:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as something empty, which ``torch.load`` and readers without meshard know."""
+        if dist.is_initialized() and dist.get_rank() == 0:
+            warnings.warn(
+                "rank 0 pickles a sharded state_dict (torch.save?), which holds its own shards "
+                f"only, and not those of the other {dist.get_world_size() - 1} ranks. For one file "
+                "with whole tensors call get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict on all ranks, with "
+                "StateDictOptions(full_state_dict=True, cpu_offload=True); to write all shards, "
+                "torch.distributed.checkpoint.save. If each rank writes a file of its own, "
+                "ignore this.",
+                stacklevel=2,
+            )
+        return OrderedDict, ()
+
+
+_SHARDS_ONLY = _ShardsOnly()  # one object, which pickle meets once
+
+
+def _after_state_dict(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    if any(unit.params and unit.group.spec.mesh_info.shard_count > 1 for unit in units_of(module)):
+        metadata["shards_only"] = _SHARDS_ONLY
 
 
 class UnitHook:
@@ -264,39 +300,28 @@ def end_forward(
 
 
 @skip_dynamo
-def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | None:
+def _output_hook(watched: Watched, is_dtensor: bool, gradient: torch.Tensor) -> torch.Tensor | None:
     unit = watched.unit()
     if unit is None:
         return None
-    if isinstance(gradient, DTensor):
-        _check_is_of_dtensor(unit)
+    if isinstance(gradient, DTensor) and not is_dtensor:
+        raise RuntimeError(  # torch would say it later, of some operator of the unit's backward
+            f"backward reached the output of unit {unit.label!r}, an ordinary tensor, with a "
+            "gradient that is a DTensor. Was a penalty on sharded weights added to the loss as a "
+            "DTensor? Add its full_tensor(): loss + weight.square().sum().full_tensor()."
+        )
     unit.group.check_not_rebuilt(watched.num_rebuilds)
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 
-def _check_is_of_dtensor(unit: Unit) -> None:
-    """Refuse a DTensor as the gradient of an ordinary output: torch would say it far from here."""
-    modules = alive(unit.modules)
-    inside = [unit for module in modules for unit in units_in(module)]
-    params = [param for each in inside for param in each.params]
-    if all(isinstance(p, ShardedParam) and p.dtensor_placement is None for p in params):
-        raise RuntimeError(
-            f"backward reached the output of unit {unit.label!r} with a gradient that is a "
-            "DTensor, though the unit computes with ordinary tensors. Was a penalty on sharded "
-            "weights added to the loss as a DTensor? Add its full_tensor(): "
-            "loss + weight.square().sum().full_tensor()."
-        )
-
-
 def watch_outputs(output: Any, watched: Watched) -> None:
     """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
-    hook = partial(_output_hook, watched)
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
-            tensor.register_hook(hook)
+            tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
             # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
             base = base_of(tensor)
@@ -309,7 +334,7 @@ def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tupl
     unit, gradient = watched.unit(), gradients[index]
     if unit is None or watched.call.begun_in == unit.lifecycle.backward_number or gradient is None:
         return None
-    used = _output_hook(watched, gradient)
+    used = _output_hook(watched, True, gradient)
     return None if used is None else (*gradients[:index], used, *gradients[index + 1 :])
 
 

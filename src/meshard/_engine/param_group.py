@@ -24,7 +24,7 @@ from meshard._params.sharded_param import (
     take_flags,
 )
 from meshard._params.unit_params import UnitParams
-from meshard._torch.dtensor import plain_of
+from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.patches import release_pending
 from meshard._torch.private import is_in_transform
 
@@ -225,7 +225,10 @@ class ParamGroup:
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
         """Record what the shards were cut from, unless it comes later or no other rank has any."""
         mesh_info = self.spec.mesh_info
-        if mesh_info.mesh.size() > 1 and not any(tensor.is_meta for tensor in unsharded):
+        have_values = bool(unsharded) and all(
+            is_plain(tensor) and not tensor.is_meta for tensor in unsharded
+        )
+        if mesh_info.mesh.size() > 1 and have_values:
             sums = sum_of_samples(unsharded), sum_of_samples(self._shards())
             self.first_values = FirstValues(mesh_info, *sums)
 

@@ -196,19 +196,22 @@ def units_of(module: nn.Module) -> list[Unit]:
     return with_siblings(unit) if (unit := unit_of(module)) is not None else []
 
 
-def units_in(module: nn.Module) -> Iterator[Unit]:
-    """Iterate over the units of ``module`` and of everything inside it, each once."""
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected an nn.Module, got {type(module).__name__}.")
+
+
+def units_in(module: nn.Module) -> Iterator[Unit]:
+    """Iterate over the units of ``module`` and of everything inside it, each once."""
+    _check_module(module)
     yield from dict.fromkeys(unit for inner in module.modules() for unit in units_of(inner))
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return the units of ``module``, and with ``recurse`` those inside; at least one."""
     check_bool("recurse", recurse)
-    units = list(units_in(module))
-    if not recurse:
-        units = units_of(module)
+    _check_module(module)
+    units = list(units_in(module)) if recurse else units_of(module)
     if not units:
         raise ValueError(
             f"there is no unit in this {type(module).__name__}; apply fully_shard or replicate "

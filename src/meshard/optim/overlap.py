@@ -19,7 +19,6 @@ from meshard._engine.optimizer_hooks import (
     find_overlapped,
     overlapped_optimizers,
     owner_of,
-    owners_of,
 )
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
@@ -255,7 +254,7 @@ class OverlappedOptimizer(Optimizer):
         )
         if not is_planned:
             self._plan()
-        compare_first_values(owners_of(self._planned))
+        compare_first_values(stepper.group for stepper in self._steppers.values())
         return list(self._steppers.values())
 
     def _params(self) -> list[torch.Tensor]:
