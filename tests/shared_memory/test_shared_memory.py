@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshard
 from meshard._comm.cpu import WorkCommunicator
@@ -245,6 +245,20 @@ def one_cannot_reach_the_others(how):
     plain = seeded(MlpStack())
     plain(torch.ones(2, 6)).sum().backward()
     assert_same(full_grads(model), full_grads(plain))
+
+
+def share_by_backend(backend):
+    group = dist.new_group([0, 1], backend=backend)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = meshard.fully_shard(seeded(MlpStack()), mesh)
+    model(torch.ones(2, 6)).sum().backward()
+    assert "shared memory: on" in str(meshard.describe(model))
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_groups_of_gloo_share_however_they_were_named(run_ranks, backend):
+    run_ranks(share_by_backend, 2, backend)
 
 
 @pytest.mark.default_rows(2)

@@ -30,6 +30,7 @@ from meshard._comm.cpu import WorkCommunicator
 from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.channel import Channel, Name, open_channel
 from meshard._shared_memory.segment import WHY_UNSUPPORTED
+from meshard._torch.private import backend_name
 
 _VARIABLE = "MESHARD_SHARED_MEMORY"
 
@@ -90,7 +91,8 @@ class _Views(_Receiving):
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
-    return group.size() > 1 and dist.get_backend(group) == "gloo"
+    # Not dist.get_backend: "undefined" for a group that was made without the name of a backend.
+    return group.size() > 1 and backend_name(group, torch.device("cpu")) == "gloo"
 
 
 class SharedMemoryCommunicator(WorkCommunicator):

@@ -260,6 +260,14 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of that; empty if ``group`` has nothing for ``device``."""
+    try:
+        return str(backend_of(group, device).name())
+    except RuntimeError:
+        return ""
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long the collectives of ``group`` on ``device`` wait for a rank."""
     options = None
