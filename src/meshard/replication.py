@@ -37,7 +37,7 @@ from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import GroupSpec
 from meshard._torch.patches import patch_zero_grad
-from meshard._torch.private import skip_dynamo, without_transforms
+from meshard._torch.private import skip_dynamo, without_modes
 from meshard.accumulation import no_sync
 from meshard.api import (
     as_policy,
@@ -175,9 +175,9 @@ class Buckets:
         # The same on all ranks, because all run the same forwards and backwards.
         is_late = not self._is_final and self.units[0].lifecycle.backward_number >= 2
         if is_late and not any(map(_is_in_use, self.units)):
-            without_transforms(self._rebuild)
+            without_modes(self._rebuild)
         if self._sends_buffers:
-            without_transforms(self._send_buffers, module)
+            without_modes(self._send_buffers, module)
 
     def _rebuild(self) -> None:
         """Rebuild the buckets in the order in which gradients arrived on the first rank."""
