@@ -260,7 +260,8 @@ def _output_hook(watched: Watched, gradient: torch.Tensor) -> torch.Tensor | Non
     unit = watched.unit()
     if unit is None:
         return None
-    unit.group.check_not_rebuilt(watched.num_rebuilds)
+    if watched.num_rebuilds != unit.group.num_rebuilds:
+        unit.group.refuse_backward_after_rebuild()
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 
