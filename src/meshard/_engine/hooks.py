@@ -310,7 +310,8 @@ def _output_hook(watched: Watched, is_dtensor: bool, gradient: torch.Tensor) -> 
             "gradient that is a DTensor. Was a penalty on sharded weights added to the loss as a "
             "DTensor? Add its full_tensor(): loss + weight.square().sum().full_tensor()."
         )
-    unit.group.check_not_rebuilt(watched.num_rebuilds)
+    if watched.num_rebuilds != unit.group.num_rebuilds:
+        unit.group.refuse_backward_after_rebuild()
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 

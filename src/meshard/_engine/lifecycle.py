@@ -422,7 +422,8 @@ class Lifecycle:
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory, and publish their gradients."""
         for group in self.groups():
-            group.settle()
+            if group.storage.host_copies is not None:
+                group.settle()
 
     def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
         for unit in self.units():

@@ -194,14 +194,13 @@ class ParamGroup:
             self._begin_watching()
         return self.version
 
-    def check_not_rebuilt(self, since: int) -> None:
-        """Raise if a backward would need unsharded parameters that do not exist any more."""
-        if self.num_rebuilds != since:
-            raise RuntimeError(
-                f"parameters of unit {self.label!r} were cast, moved or replaced between its "
-                "forward and this backward, which needs those of the forward; run the backward "
-                "before module.to(...), or the forward again after it."
-            )
+    def refuse_backward_after_rebuild(self) -> None:
+        """Raise: a backward would need unsharded parameters that do not exist any more."""
+        raise RuntimeError(
+            f"parameters of unit {self.label!r} were cast, moved or replaced between its forward "
+            "and this backward, which needs those of the forward; run the backward before "
+            "module.to(...), or the forward again after it."
+        )
 
     @property
     def version(self) -> int:
