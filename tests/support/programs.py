@@ -190,12 +190,18 @@ class _StopBackward(torch.autograd.Function):
 
 
 class Inner(nn.Module):
+    """Two layers beside a residual path.
+
+    Each path rounds its gradient: their sum is then exact, in bfloat16 too, in whatever order
+    autograd adds.
+    """
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ternary(x + self.down(ternary(self.up(x))))
+        return ternary(x + self.down(ternary(self.up(ternary(x)))))
 
 
 class Block(nn.Module):
@@ -216,7 +222,7 @@ class Block(nn.Module):
         else:
             x = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
         for expert, is_used in zip(self.experts, used, strict=True):
-            x = ternary(x + expert(x)) if is_used else x
+            x = ternary(x + expert(ternary(x))) if is_used else x
         return (x if side is None else ternary(x + side)), x
 
 
