@@ -160,7 +160,7 @@ def warn_about_strays(
         f"{len(strays)} trainable parameters beside those of fully_shard are in no unit, the first "
         f"is {named}: each rank trains them by its own gradients, so ranks drift apart, and norms "
         "of gradients differ. Apply fully_shard to the module around them too, usually the root "
-        "(print(meshard.describe(model)) lists them). If you reduce their gradients yourself, say "
+        "(print(meshard.describe(model)) lists them). If something else reduces their gradients, say "
         "so by ignored_params.",
         stacklevel=3,
     )
