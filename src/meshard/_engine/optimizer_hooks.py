@@ -160,8 +160,8 @@ def warn_about_strays(
         f"{len(strays)} trainable parameters beside those of fully_shard are in no unit, the first "
         f"is {named}: each rank trains them by its own gradients, so ranks drift apart, and norms "
         "of gradients differ. Apply fully_shard to the module around them too, usually the root "
-        "(print(meshard.describe(model)) lists them). If something else reduces their gradients, say "
-        "so by ignored_params.",
+        "(print(meshard.describe(model)) lists them). If something else reduces their gradients, "
+        "say so by ignored_params.",
         stacklevel=3,
     )
 
