@@ -36,7 +36,7 @@ def interrupt(kind, first, stride):
 
 
 def test_an_interrupt_in_a_step_leaves_no_wrong_number():
-    interrupt("sharded", 3, 23)
+    interrupt("sharded", 3, 61)
 
 
 @pytest.mark.full

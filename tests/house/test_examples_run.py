@@ -197,6 +197,7 @@ def save_and_die_on_one_rank(folder):
     return after_the_kill, loaded(checkpoint, folder)
 
 
+@pytest.mark.full
 def test_a_save_that_dies_on_one_rank_leaves_the_checkpoint_before_it(run_ranks, tmp_path):
     for found in run_ranks(save_and_die_on_one_rank, 2, tmp_path):
         assert found == ((1, {1.0}), (3, {3.0}))

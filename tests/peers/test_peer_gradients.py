@@ -251,6 +251,7 @@ def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 4, row), peer, ours)
 
 
+@pytest.mark.full
 def test_every_order_of_the_boolean_setters_means_what_it_means_to_the_peer(run_ranks):
     for peer, ours in run_ranks(run_both, 4, setters_of_gradient_sync):
         assert len(peer) == 64

@@ -478,8 +478,9 @@ ROWS = [
 
 
 def test_we_are_right(run_ranks):
-    found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
-    assert found == [[ours for _, _, ours in ROWS]] * 2
+    some = ROWS[:4]  # the second tier has all of them, beside the peer
+    found = run_ranks(run_ours, 2, [row for row, _, _ in some])
+    assert found == [[ours for _, _, ours in some]] * 2
 
 
 @pytest.mark.full
