@@ -193,6 +193,9 @@ def saved_by(what, mesh_shape=(2,)):
     state = get_model_state_dict(model, options=options) if what == "full" else model.state_dict()
     if what == "copied":
         state = copy.deepcopy(state)
+    if what == "made full":
+        for name, value in state.items():
+            state[name] = value.full_tensor()
     file = io.BytesIO()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -200,15 +203,15 @@ def saved_by(what, mesh_shape=(2,)):
         pickle.dumps(model.state_dict()["blocks.0.up.weight"])
         torch.save({"model": state}, file)
     file.seek(0)
-    if what != "full":
+    if "full" not in what:
         model.load_state_dict(torch.load(file)["model"])
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("what", ["sharded", "copied", "full"])
+@pytest.mark.parametrize("what", ["sharded", "copied", "full", "made full"])
 def test_rank_0_is_warned_that_it_saves_its_shards_only(run_ranks, what):
     first, second = run_ranks(saved_by, 2, what)
-    assert second == [] and len(first) == (what != "full")
+    assert second == [] and len(first) == ("full" not in what)
     for text in first:
         assert "not those of the other 1 ranks" in text and "full_state_dict=True" in text
 

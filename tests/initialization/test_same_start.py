@@ -1,7 +1,5 @@
 """Ranks that bring different values: stitched together, broadcast, or refused."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -210,67 +208,3 @@ def synced_in_debug():
 def test_sync_init_passes_the_check_and_meta_models_too(run_ranks, debug):
     for state in run_ranks(synced_in_debug, 2):
         assert_same(state, full_state(build(seed=1)), bitwise=True)
-
-
-# --- without it: at the first step --------------------------------------------------------------
-
-
-def started(mesh_shape, how):
-    """Return the warnings of two steps, and the collectives of each."""
-    rank = dist.get_rank()
-    model = seeded(MlpStack(), seed=rank if how != "alike" else 1)
-    if how == "one rank loads":
-        model = seeded(model, seed=1)
-        if rank == 1:
-            model.blocks[1].load_state_dict(seeded(MlpStack(), seed=4).blocks[1].state_dict())
-    mesh = init_device_mesh("cpu", mesh_shape)
-    with CommLedger() as ledger:
-        for unit in (*model.blocks, model):
-            fully_shard(unit, mesh)
-        if how == "loaded after":
-            model.load_state_dict(seeded(MlpStack()).state_dict())
-        build, kwargs = torch.optim.SGD, {"lr": 0.1}
-        optimizer = (
-            meshard.overlap_optimizer(model, build, **kwargs)
-            if how == "overlapped"
-            else build(model.parameters(), **kwargs)
-        )
-    assert ledger.counts == {}
-    counts, told = [], []
-    for _ in range(2):
-        with CommLedger() as ledger, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model(torch.ones(2, 6)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        counts.append([event for event in ledger.events if event.unit == "(same start)"])
-        told += [str(each.message) for each in caught]
-    return told, counts
-
-
-@pytest.mark.parametrize("how", ["alike", "differ", "loaded after", "one rank loads", "overlapped"])
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_the_first_step_compares_what_ranks_brought(run_ranks, mesh_shape, how):
-    num_ranks = 4 if mesh_shape == (2, 2) else 2
-    others = {"one rank loads": "1", "alike": "", "loaded after": ""}
-    others = others.get(how, ", ".join(map(str, range(1, num_ranks))))
-    for told, (first, second) in run_ranks(started, num_ranks, mesh_shape, how):
-        assert len(told) == bool(others)
-        for text in told:
-            assert f"rank(s) {others} differ from rank 0" in text
-            assert "fully_shard_units(..., sync_init=True)" in text
-        # Two numbers, once.
-        assert [event.op for event in first] == ["all_gather"] * len(mesh_shape)
-        assert first[0].payload_bytes == 2 * 16 and second == []
-
-
-def on_one_rank():
-    with CommLedger() as ledger:
-        model = fully_shard(MlpStack())
-        model(torch.ones(2, 6)).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return ledger.counts
-
-
-def test_one_rank_has_nothing_to_compare(run_ranks):
-    assert run_ranks(on_one_rank, 1) == [{}]

@@ -12,7 +12,6 @@ from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
-from meshard._engine.unit import units_in
 from meshard._params.storage import MemoryLocation
 from tests.support.covering import covering
 from tests.support.fake import fake_group
@@ -40,8 +39,6 @@ class Run:
         for block in self.model[1:4]:
             meshard.fully_shard(block, mesh, offload_policy=CHECK, **kwargs)
         meshard.fully_shard(self.model, mesh, offload_policy=CHECK, **kwargs)
-        for unit in units_in(self.model):
-            unit.group.take_first_values()  # ranks compare them once: the host reads numbers
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
     def window(self, schedule, *, is_last=True):

@@ -120,14 +120,21 @@ def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
 
 
 class _ShardsOnly:
-    """A mark in the metadata of a state dict, by which it warns when rank 0 pickles it."""
+    """A mark in the metadata of a state dict, by which it warns when rank 0 pickles its shards."""
+
+    def __init__(self, state_dict: OrderedDict[str, Any]) -> None:
+        self._state_dict = weakref.ref(state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ShardsOnly:
-        return self
+        state_dict = self._state_dict()
+        return self if state_dict is None else _ShardsOnly(memo.get(id(state_dict), state_dict))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as something empty, which ``torch.load`` and readers without meshard know."""
-        if dist.is_initialized() and dist.get_rank() == 0:
+        state_dict = self._state_dict() or OrderedDict[str, Any]()
+        # The user may have made them whole, or destroyed the process group.
+        has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
+        if has_shards and dist.is_initialized() and dist.get_rank() == 0:
             warnings.warn(
                 "rank 0 pickles a sharded state_dict (torch.save?), which holds its own shards "
                 f"only, and not those of the other {dist.get_world_size() - 1} ranks. For one file "
@@ -141,14 +148,14 @@ class _ShardsOnly:
         return OrderedDict, ()
 
 
-_SHARDS_ONLY = _ShardsOnly()  # one object, which pickle meets once
-
-
 def _after_state_dict(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    if any(unit.params and unit.group.spec.mesh_info.shard_count > 1 for unit in units_of(module)):
-        metadata["shards_only"] = _SHARDS_ONLY
+    groups = [
+        group for unit in units_of(module) if unit.is_root for group in unit.lifecycle.groups()
+    ]
+    if any(group.params and group.spec.mesh_info.shard_count > 1 for group in groups):
+        metadata["shards_only"] = _ShardsOnly(state_dict)
 
 
 class UnitHook:

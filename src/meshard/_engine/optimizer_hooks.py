@@ -22,12 +22,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from meshard._comm.first_values import warn_if_different
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, set_local
 from meshard._torch.patches import hold_pending
-from meshard._torch.private import before_compiling, skip_dynamo
+from meshard._torch.private import accumulation_hooks_of, before_compiling, skip_dynamo
 
 if TYPE_CHECKING:
     from meshard._engine.param_group import ParamGroup
@@ -147,9 +146,13 @@ def warn_about_strays(
     strays = [
         param
         for param in params
-        if not isinstance(param, DTensor) and param.grad is not None and id(param) not in _owners
+        if not isinstance(param, DTensor)
+        and param.grad is not None
+        and id(param) not in _owners
+        and tag_of(param)[0] is None
+        and not accumulation_hooks_of(param)  # which may reduce it
+        and param.grad.any()  # torch makes the state of an optimizer by a step of zeros
     ]
-    strays = [param for param in strays if tag_of(param)[0] is None]
     if not strays:
         return
     first = names.get(id(strays[0]))
@@ -157,21 +160,13 @@ def warn_about_strays(
     for param in strays:
         tag_tensor(param, TensorTag.LEFT_OUT, names.get(id(param), ""))
     warnings.warn(
-        f"{len(strays)} trainable parameters beside those of fully_shard are in no unit, the first "
-        f"is {named}: each rank trains them by its own gradients, so ranks drift apart, and norms "
-        "of gradients differ. Apply fully_shard to the module around them too, usually the root "
-        "(print(meshard.describe(model)) lists them). If something else reduces their gradients, "
-        "say so by ignored_params.",
+        f"trainable parameters beside those of fully_shard are in no unit ({len(strays)}, the "
+        f"first is {named}): unless something else reduces their gradients, as DDP does, each rank "
+        "trains them by its own, ranks drift apart, and norms of gradients differ. Apply "
+        "fully_shard to the module around them too, usually the root (print(meshard.describe(model)"
+        ") lists them); if they are reduced, say so by ignored_params.",
         stacklevel=3,
     )
-
-
-def compare_first_values(owners: Iterable[ParamGroup]) -> None:
-    """Warn if ranks brought different values to units that are about to be stepped first.
-
-    **Collective:** all ranks, the first time; see ``warn_if_different``.
-    """
-    warn_if_different(filter(None, [owner.take_first_values() for owner in owners]))
 
 
 _NEVER_TRAINED = {
@@ -205,7 +200,6 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
     warn_about_strays(params, owners, names)
-    compare_first_values(owners)
     _stepped_by[optimizer] = shape, [weakref.ref(each) for each in owners]
     return owners
 

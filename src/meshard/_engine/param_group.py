@@ -13,7 +13,6 @@ from torch.autograd.graph import increment_version
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
 from meshard._comm.divergence import explain_failure
-from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -24,7 +23,7 @@ from meshard._params.sharded_param import (
     take_flags,
 )
 from meshard._params.unit_params import UnitParams
-from meshard._torch.dtensor import is_plain, plain_of
+from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
 from meshard._torch.private import is_in_transform
 
@@ -132,7 +131,6 @@ class ParamGroup:
         # Of the whole root: not empty after a backward that raised, until that is cleaned up.
         self.failures: list[object] = []
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
-        self.first_values: FirstValues | None = None  # until ranks have compared them
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # while SUMMONED
@@ -220,24 +218,6 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     # --- optimizer steps --------------------------------------------------------------
-
-    def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record what the shards were cut from, unless it comes later or no other rank has any."""
-        mesh_info = self.spec.mesh_info
-        have_values = bool(unsharded) and all(
-            is_plain(tensor) and not tensor.is_meta for tensor in unsharded
-        )
-        if mesh_info.mesh.size() > 1 and have_values:
-            sums = sum_of_samples(unsharded), sum_of_samples(self._shards())
-            self.first_values = FirstValues(mesh_info, *sums)
-
-    def take_first_values(self) -> tuple[FirstValues, list[torch.Tensor]] | None:
-        """Return what was recorded, with the present shards; None if that was taken already."""
-        first, self.first_values = self.first_values, None
-        return None if first is None else (first, self._shards())
-
-    def _shards(self) -> list[torch.Tensor]:
-        return [plain_of(param.sharded) for param in self.params]
 
     def check_may_step(self) -> None:
         if self.failures:

@@ -230,7 +230,8 @@ _STATES = getattr(_contract, "STATE_KEY", "")
 
 def set_state(module: torch.nn.Module, state: object) -> None:
     """Make ``state_of(module)`` return ``state``."""
-    module.__dict__.setdefault(_STATES, {})[inspect.unwrap(_fully_shard)] = state
+    if _STATES:
+        module.__dict__.setdefault(_STATES, {})[inspect.unwrap(_fully_shard)] = state
 
 
 # --- meshes and placements -----------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshard._engine.optimizer_hooks import (
-    compare_first_values,
     find_overlapped,
     overlapped_optimizers,
     owner_of,
@@ -254,7 +253,6 @@ class OverlappedOptimizer(Optimizer):
         )
         if not is_planned:
             self._plan()
-        compare_first_values(stepper.group for stepper in self._steppers.values())
         return list(self._steppers.values())
 
     def _params(self) -> list[torch.Tensor]:
