@@ -193,11 +193,11 @@ def no_flush_at_the_end_of_backward(patch: Patch) -> None:
     finish = Lifecycle.finish_backward
 
     def finish_without(self: Any) -> None:
-        self.flush = lambda unit, **_: None
+        self._flush = lambda unit, **_: None
         try:
             finish(self)
         finally:
-            del self.flush
+            del self._flush
 
     patch.setattr(Lifecycle, "finish_backward", finish_without)
 
