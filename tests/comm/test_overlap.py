@@ -11,6 +11,7 @@ from tests.support.delays import (
 )
 
 
+@pytest.mark.full
 def test_gathers_that_take_20_ms_hide_behind_20_ms_of_compute(run_ranks):
     for plain, delayed in run_ranks(step_times, 2, DelayedCommunicator, (2,)):
         assert plain >= 2 * BLOCKS * COMPUTE

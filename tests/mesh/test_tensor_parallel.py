@@ -54,7 +54,7 @@ def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
         assert_same_run(run, expected)
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("placement_fn", [None, last_dim])
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):

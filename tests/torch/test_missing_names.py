@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 # Names for which there is a slower way.
 WITH_FALLBACK = [
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
@@ -75,6 +77,7 @@ print("trained")
 """
 
 
+@pytest.mark.full
 def test_import_needs_none_of_them_and_errors_name_what_is_missing():
     script = textwrap.dedent(SCRIPT).format(with_fallback=WITH_FALLBACK, with_error=WITH_ERROR)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
