@@ -112,6 +112,7 @@ def toggle_while_adding(count):
     return full_grads(model)
 
 
+@pytest.mark.full
 def test_sums_stay_wide_when_parameters_are_frozen_and_thawed():
     for grads in run_threads(toggle_while_adding, 2, 600):
         # added up in bfloat16, ones stop at 256

@@ -186,6 +186,7 @@ def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
             assert "Before that, among other ranks: the ranks are about to issue" in message
 
 
+@pytest.mark.full
 def test_replicas_that_reduce_to_different_depths(run_ranks):
     for rank, (message, _) in enumerate(run_ranks(diverge, 4, other_sync, SECONDS)):
         first = rank % 2

@@ -212,6 +212,7 @@ def count_graphs():
     return found
 
 
+@pytest.mark.full
 def test_units_are_borders_of_graphs_in_a_compiled_root(run_ranks):
     for ours, peers in run_ranks(count_graphs, 2):
         # One before, between and after the units, and one that both units share.

@@ -95,6 +95,7 @@ def train_on_neighbours():
     return run
 
 
+@pytest.mark.full
 def test_neighbours_are_those_of_the_same_part():
     """Each part of tensor parallelism has neighbours of its own."""
     expected = train_plain(build(), whole_batches(2, 4), SGD, loss_fn=loss_of)
@@ -208,6 +209,7 @@ def train_in_bfloat16():
     return run
 
 
+@pytest.mark.full
 def test_mixed_precision_computes_in_the_narrow_dtype_and_keeps_the_wide_one():
     expected = train_plain(build(), whole_batches(3, 2), SGD, loss_fn=loss_of)
     for run in run_threads(train_in_bfloat16, 4):

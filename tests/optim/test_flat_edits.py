@@ -1,5 +1,6 @@
 """Flat optimizers: edits by users between two steps."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -178,6 +179,7 @@ def edited(edits, options):
             assert not all(same), f"{edit.__name__} changes nothing, so it shows nothing"
 
 
+@pytest.mark.full
 def test_edits_between_backward_and_step(run_ranks):
     run_ranks(edited, 2, EDITS, {"lr": 0.01})
 

@@ -123,6 +123,7 @@ def saved_elsewhere(folder):
     assert_same(resumed, ordinary, bitwise=True)
 
 
+@pytest.mark.full
 def test_resumed_on_another_mesh(run_ranks, tmp_path):
     run_ranks(saved, 2, str(tmp_path), (2,), True, (0, 3))
     run_ranks(saved_elsewhere, 4, str(tmp_path))

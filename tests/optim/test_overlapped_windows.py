@@ -1,5 +1,7 @@
 """Optimizers in backward: one step of a unit per window."""
 
+import pytest
+
 import meshard
 from meshard import GradientSync, overlap_optimizer
 from tests.support.optimizers import (
@@ -51,6 +53,7 @@ def rests_at_last():
         train_both(lambda: make((2,), model=Rests()), ADAMW, OPTIONS, schedule=schedule)
 
 
+@pytest.mark.full
 def test_a_unit_that_rests_in_the_last_microbatch(run_ranks):
     run_ranks(rests_at_last, 2)
 
