@@ -307,11 +307,13 @@ def end_forward(
 
 
 @skip_dynamo
-def _output_hook(watched: Watched, is_dtensor: bool, gradient: torch.Tensor) -> torch.Tensor | None:
+def _output_hook(
+    watched: Watched, may_be_dtensor: bool, gradient: torch.Tensor
+) -> torch.Tensor | None:
     unit = watched.unit()
     if unit is None:
         return None
-    if isinstance(gradient, DTensor) and not is_dtensor:
+    if isinstance(gradient, DTensor) and not may_be_dtensor:
         raise RuntimeError(  # torch would say it later, of some operator of the unit's backward
             f"backward reached the output of unit {unit.label!r}, an ordinary tensor, with a "
             "gradient that is a DTensor. Was a penalty on sharded weights added to the loss as a "

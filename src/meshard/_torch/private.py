@@ -124,9 +124,11 @@ _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
 _suspend_modes = _or_error("torch.utils._python_dispatch._disable_current_modes")
-_names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-_found = [_find(f"torch.utils.checkpoint.{name}") for name in _names]
-_SELECTIVE = tuple(mode for mode in _found if mode is not None)
+_SELECTIVE = tuple(  # the modes of a forward and of its recomputation, as far as torch has them
+    mode
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if (mode := _find(f"torch.utils.checkpoint.{name}")) is not None
+)
 
 
 def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
