@@ -247,7 +247,7 @@ class ReducePlan(NamedTuple):
     """How one reduction goes, decided before it starts."""
 
     wire_dtype: torch.dtype  # in which gradients are sent
-    accumulate_dtype: torch.dtype  # of the sums, the partial and the result
+    accumulate_dtype: torch.dtype  # of sums over microbatches, the partial and the result
     shard_group: dist.ProcessGroup  # ranks that each own a row of the buffer
     replicate_group: dist.ProcessGroup | None  # ranks that own the same row; None: no all-reduce
     replicate_count: int  # replicas of the mesh, also where this reduction stops before them
@@ -272,8 +272,8 @@ class Reduced(NamedTuple):
 class Reduction:
     """A reduction in flight, one stage per ``advance``.
 
-    ``buffer`` is ``[shard_count, shard_numel]`` in the wire dtype, or wider if
-    ``is_narrowed_late``, or the rows of ``Communicator.allocate_rows``. It is consumed.
+    ``buffer`` is ``[shard_count, shard_numel]``, or the rows of ``Communicator.allocate_rows``. It
+    is cast to the wire dtype before it is sent, and consumed.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the

@@ -345,7 +345,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """Bound how many units may have unsharded gradients in flight at once.
 
         The unit that is being filled counts: with 1, it waits until the one before it is reduced.
-        The default is 3, of which 2 are in use unless replicas are reduced over as well.
+        The default is 3, of which CPU ranks use 2 unless they reduce over replicas as well.
         """
         check_int("max_input_buffers", max_input_buffers)
         if max_input_buffers < 1:

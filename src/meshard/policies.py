@@ -73,7 +73,11 @@ class GradientSync(enum.Enum):
     """No collective: unsharded gradients are added up on each rank."""
 
     REDUCE_SCATTER = "reduce_scatter"
-    """Reduce inside the shard group only. On a 1D mesh this is the same as ``FULL``."""
+    """Reduce inside the shard group only.
+
+    On a 1D mesh of shards that is all, and ``.grad`` is set; only ``FULL`` ends the window, after
+    which ``overlap_optimizer`` steps.
+    """
 
     FULL = "full"
     """Reduce inside the shard group and across the replicas; ``.grad`` is set."""

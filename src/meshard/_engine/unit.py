@@ -113,7 +113,8 @@ class Unit:
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # tells siblings apart
         # Called once per window, after the last reduction of the window, in the same order on all
-        # ranks. The gradient is in .grad; in host memory only after ``GradientAccumulator.settle``.
+        # ranks. The gradient is in .grad, or ``GradientAccumulator.settle`` puts it there (in host
+        # memory, and under replicate).
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward in which they were called
         self.group: ParamGroup  # may be without parameters: then it communicates nothing

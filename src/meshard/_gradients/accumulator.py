@@ -69,7 +69,7 @@ class ReductionInFlight(NamedTuple):
 
     reduction: Reduction
     layout: GradientLayout
-    is_full: bool  # its result is published in .grad, not added to the partial
+    publishes: bool  # its result goes to .grad, not to the partial
 
 
 class GradientAccumulator:
@@ -270,8 +270,8 @@ class GradientAccumulator:
         self._unreduced = self._partial = None
         reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
         self.num_in_flight += 1
-        is_full = over_replicas or mesh_info.replicate_group is None
-        return ReductionInFlight(reduction, layout, is_full)
+        publishes = over_replicas or mesh_info.replicate_group is None
+        return ReductionInFlight(reduction, layout, publishes)
 
     def _pack(
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
@@ -317,7 +317,7 @@ class GradientAccumulator:
         Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.is_full and self.storage.host_copies is None:  # else not in .grad yet
+        if in_flight.publishes and self.storage.host_copies is None:  # else not in .grad yet
             self._release_if_settled()
         try:
             reduced = in_flight.reduction.finish()
@@ -334,7 +334,7 @@ class GradientAccumulator:
                 self._release_if_settled()
                 return None
             result = kept
-        if not in_flight.is_full:
+        if not in_flight.publishes:
             # Also when no rank of this shard group had a gradient: another replica may have one.
             self._partial = result
             return None

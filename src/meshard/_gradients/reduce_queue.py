@@ -70,7 +70,7 @@ class ReduceQueue:
         settings: ReduceSettings,
         *,
         over_replicas: bool,
-        on_reduced: Callable[[], None] | None,  # called once .grad is set; None: the window goes on
+        on_reduced: Callable[[], None] | None,  # called once published; None: the window goes on
     ) -> None:
         """Start reducing what a unit has accumulated, and advance the other reductions.
 
@@ -136,7 +136,7 @@ class ReduceQueue:
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
         """Finish all reductions up to the last one of a unit that stops before the replicas."""
-        while any(of is gradients and not in_flight.is_full for of, in_flight, *_ in self._queue):
+        while any(of is gradients and not in_flight.publishes for of, in_flight, *_ in self._queue):
             self._finish_oldest()
 
     def finish_all(self) -> None:

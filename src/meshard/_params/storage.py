@@ -108,8 +108,8 @@ _ALIGNMENT = 64  # bytes: a cache line
 class UnshardedMemoryPool:
     """One allocation per dtype for all unsharded parameters of a unit.
 
-    The tensors live as long as the unit. Freeing the memory resizes their storage to zero, so that
-    every view that autograd has saved is valid again once the storage is filled.
+    The tensors live until the parameters are rebuilt. Freeing the memory resizes their storage to
+    zero, so that every view that autograd has saved is valid again once the storage is filled.
     Writes go through views that do not share a version counter with the parameters: to autograd,
     filling them again is no in-place change of a saved tensor. ``layout`` has the dtypes of the
     unsharded parameters.

@@ -1,8 +1,9 @@
 """The optimizer step of one unit: take the gradients, step, record the end.
 
 On a device the step is queued on the optimizer stream, beside the backward of other units. Units in
-host memory are stepped by a worker thread as soon as their own gradients have arrived. A deferred
-step, which is clipped by the norm of all gradients, follows when the unit is gathered next.
+host memory are stepped by a worker thread as soon as their own gradients have arrived, unless
+their step needs those of others too. A deferred step, which is clipped by the norm of all
+gradients, follows when the unit is gathered next.
 """
 
 from __future__ import annotations
