@@ -238,6 +238,10 @@ class CommLedger:
         self.events: list[CommEvent] = []
         self._recorded: set[object] | None = None  # communicators, and groups without one
         if module is not None:
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"CommLedger takes the module to record, or nothing, got {module!r}."
+                )
             groups = [unit.group for unit in units_in(module) if unit.params]
             self._recorded = {group.comm.identity for group in groups}
             for group in groups:

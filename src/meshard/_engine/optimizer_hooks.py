@@ -175,7 +175,8 @@ _NEVER_TRAINED = {
     TensorTag.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
     "assign=True); build the optimizer afterwards",
     TensorTag.UNSHARDED: "as the unsharded copy that exists inside forward, or after unshard; "
-    "build the optimizer outside of forward, and after reshard",
+    "build the optimizer outside of forward and after reshard(), or after reset_iter_state() if a "
+    "step was interrupted",
 }
 
 
