@@ -39,8 +39,13 @@ def test_an_interrupt_in_a_step_leaves_no_wrong_number():
     interrupt("sharded", 3, 61)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.full if number < 3 else pytest.mark.exhaustive)
+        for number, kind in enumerate(KINDS)
+    ],
+)
 def test_an_interrupt_at_any_line_leaves_no_wrong_number(kind):
     first = KINDS.index(kind)  # the one kind at every line, the others at every third
     interrupt(kind, *((0, 1) if first == 0 else (first % 3, 3)))

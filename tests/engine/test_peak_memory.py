@@ -14,7 +14,6 @@ from meshard import fully_shard
 from meshard._comm import cpu
 from tests.benchmarks.memory import resident
 from tests.benchmarks.rounds import on_ranks
-from tests.support.covering import covering
 from tests.support.memory_formula import Sizes, peaks
 from tests.support.parity import assert_same, full_grads, full_state
 
@@ -147,12 +146,15 @@ def formula(width, units, reshards, ranks):
     return peaks(sizes)
 
 
-@pytest.mark.full
-@covering(
-    "width, units, ranks, reshards",
+@pytest.mark.parametrize(
+    ("width", "units", "ranks", "reshards"),
     [
-        (*size, reshards)
-        for size in [(768, 8, 2), (1024, 4, 2), (1024, 4, 4)]
+        pytest.param(*size, reshards, marks=tier)
+        for size, tier in [
+            ((768, 8, 2), pytest.mark.full),
+            ((1024, 4, 2), pytest.mark.exhaustive),
+            ((1024, 4, 4), pytest.mark.exhaustive),
+        ]
         for reshards in (True, False)
     ],
 )

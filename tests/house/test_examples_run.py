@@ -66,9 +66,17 @@ def example(monkeypatch):
 # --- README's quick start ------------------------------------------------------------------------
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("number", [0, 1], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    ("number", "num_ranks"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.exhaustive),
+        pytest.param(0, 2, marks=pytest.mark.full),
+        pytest.param(0, 4, marks=pytest.mark.exhaustive),
+        pytest.param(1, 1, marks=pytest.mark.full),
+        pytest.param(1, 2, marks=pytest.mark.exhaustive),
+        pytest.param(1, 4, marks=pytest.mark.full),
+    ],
+)
 def test_each_block_of_readme_runs_alone_and_ranks_draw_different_data(tmp_path, number, num_ranks):
     block = blocks(ROOT / "README.md")[number]
     script = tmp_path / "script.py"

@@ -55,8 +55,15 @@ def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("placement_fn", [None, last_dim])
-@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+@pytest.mark.parametrize(
+    ("plan", "placement_fn"),
+    [
+        ("tensor", None),
+        ("sequence", last_dim),
+        pytest.param("tensor", last_dim, marks=pytest.mark.exhaustive),
+        pytest.param("sequence", None, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):
     expected = train_plain(build(), whole_batches(3, 4), SGD, loss_fn=loss_of)
     runs = run_threads(train_cut, 8, "hsdp", plan, 3, SGD, shard_placement_fn=placement_fn)

@@ -73,9 +73,17 @@ def compiled_beside_plain(optimizer_class, backend):
     torch._dynamo.reset()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("optimizer_class", [CompilesInside, SGD, AdamW])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "optimizer_class"),
+    [
+        pytest.param("aot_eager", CompilesInside, marks=pytest.mark.full),
+        pytest.param("aot_eager", AdamW, marks=pytest.mark.full),
+        pytest.param("inductor", SGD, marks=pytest.mark.full),
+        pytest.param("aot_eager", SGD, marks=pytest.mark.exhaustive),
+        pytest.param("inductor", AdamW, marks=pytest.mark.exhaustive),
+        pytest.param("inductor", CompilesInside, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_compiled_step_is_the_ordinary_step(run_ranks, optimizer_class, backend):
     run_ranks(compiled_beside_plain, 2, optimizer_class, backend, timeout=240)
 
