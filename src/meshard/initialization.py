@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast, gather_from_all
+from meshard._comm.first_values import INT_OF_SIZE, ranks_of
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
@@ -311,7 +312,6 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
 # a model that no rank ever had, and replicas would differ for good.
 
 _CHUNK = 1 << 20  # elements: a checksum needs no more memory than this many int64
-_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -355,10 +355,7 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
     outlines = _of_all_ranks(outline, mesh_info)
-    grid = mesh_info.mesh.mesh
-    if mesh_info.shard_axis is not None:
-        grid = grid.movedim(mesh_info.shard_axis, -1)  # the order of _of_all_ranks
-    ranks = grid.flatten().tolist()
+    ranks = ranks_of(mesh_info)
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
         raise RuntimeError(
@@ -399,7 +396,7 @@ def _checksum(param: torch.Tensor) -> int:
     for plain in plain_tensors_in(plain_of(param).detach()):
         if plain.is_meta:
             continue
-        bits = plain.contiguous().view(-1).view(_INT_OF_SIZE[plain.itemsize])
+        bits = plain.contiguous().view(-1).view(INT_OF_SIZE[plain.itemsize])
         for number, chunk in enumerate(bits.split(_CHUNK)):
             weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
             weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: no bit is multiplied away

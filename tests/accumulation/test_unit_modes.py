@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger
-from tests.support.models import Tables
+from tests.support.models import Tables, seeded
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -100,7 +100,7 @@ class Stages(nn.Module):
 
 
 def flush_in_order():
-    model = Stages()
+    model = seeded(Stages())
     mesh = init_device_mesh("cpu", (2, 2))
     for layer in model.layers:
         meshard.fully_shard(layer, mesh)
@@ -135,7 +135,7 @@ class Optional(nn.Module):
 
 def end_without_any_unit(mode, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
-    model = Optional()
+    model = seeded(Optional())
     meshard.fully_shard(model.child, mesh)
     meshard.fully_shard(model, mesh)
     model.set_gradient_sync(MODES[mode])

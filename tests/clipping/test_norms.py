@@ -113,7 +113,7 @@ def test_norms_of_any_shapes_equal_those_of_whole_gradients(
 
 def norm_of_float64_with_empty_shards():
     mesh = init_device_mesh("cpu", (4,))
-    layer = meshard.fully_shard(nn.Linear(3, 1, bias=False).double(), mesh)
+    layer = meshard.fully_shard(seeded(nn.Linear(3, 1, bias=False).double()), mesh)
     layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     return meshard.clip_grad_norm_(layer, 100.0)
 

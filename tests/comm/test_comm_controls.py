@@ -167,7 +167,7 @@ def test_gradients_travel_on_a_group_of_their_own(run_ranks):
 
 def back_to_one_group():
     mesh = init_device_mesh("cpu", (2,))
-    model = meshard.fully_shard(MlpStack(), mesh)
+    model = meshard.fully_shard(seeded(MlpStack()), mesh)
     scatter = separate(model)
     model.set_separate_reduce_scatter_group(False)
     model(torch.ones(1, 6)).sum().backward()
@@ -206,7 +206,7 @@ def test_inputs_of_reductions_are_no_more_than_allowed():
 
 
 def ask_for_memory_of_gloo():
-    model = meshard.fully_shard(MlpStack(), init_device_mesh("cpu", (2,)))
+    model = meshard.fully_shard(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
     with pytest.raises(RuntimeError, match=r"the backend 'gloo' cannot allocate memory on cpu"):
         model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_allocate_memory_from_process_group_for_comm(False)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync, WireCompression
-from tests.support.models import Ones
+from tests.support.models import Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.threads import run_threads
 
@@ -168,7 +168,7 @@ def test_a_reduction_keeps_the_hooks_with_which_it_began():
 
 
 def hook_on_a_root_without_parameters():
-    model, calls = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    model, calls = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []
     mesh = init_device_mesh("cpu", (2, 2))
     for unit in model:
         meshard.fully_shard(unit, mesh)

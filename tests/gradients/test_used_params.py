@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from tests.support import strategies
-from tests.support.models import Ones, Table
+from tests.support.models import Ones, Table, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -175,7 +175,7 @@ def test_a_sum_too_small_for_the_accumulate_dtype_was_still_used():
 
 def gradient_of_ones_own():
     """Put a gradient in after zero_grad, in the very memory that ours had."""
-    model = meshard.fully_shard(nn.Linear(4, 4, bias=False), init_device_mesh("cpu", (2,)))
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4, bias=False)), init_device_mesh("cpu", (2,)))
     model(torch.ones(1, 4)).sum().backward()
     mine = model.weight.grad.to_local().detach()
     model.zero_grad()

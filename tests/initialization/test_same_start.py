@@ -1,5 +1,7 @@
 """Ranks that bring different values: stitched together, broadcast, or refused."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -208,3 +210,63 @@ def synced_in_debug():
 def test_sync_init_passes_the_check_and_meta_models_too(run_ranks, debug):
     for state in run_ranks(synced_in_debug, 2):
         assert_same(state, full_state(build(seed=1)), bitwise=True)
+
+
+# --- without it: before the first reduction -----------------------------------------------------
+
+
+def started(mesh_shape, how):
+    """Return the warnings of two steps, and the events of the ledger."""
+    rank = dist.get_rank()
+    model = seeded(MlpStack(), seed=rank if how != "alike" else 1)
+    if how == "one rank loads":
+        model = seeded(model, seed=1)
+        if rank == 1:
+            model.blocks[1].load_state_dict(seeded(MlpStack(), seed=4).blocks[1].state_dict())
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh)
+    if how == "loaded after":
+        model.load_state_dict(seeded(MlpStack()).state_dict())
+    if how == "written by data":  # which no version of a tensor shows
+        for param in model.parameters():
+            param.data.copy_(torch.ones(()))
+    build, kwargs = torch.optim.SGD, {"lr": 0.1}
+    if how == "overlapped":
+        optimizer = meshard.overlap_optimizer(model, build, **kwargs)
+    else:
+        optimizer = build(model.parameters(), **kwargs)
+    told = []
+    with CommLedger() as ledger:
+        for step in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if step == 0 and how == "accumulated":
+                    with meshard.no_sync(model):
+                        model(torch.ones(2, 6)).sum().backward()
+                    assert not caught
+                model(torch.ones(2, 6)).sum().backward()
+                if rank == 0 or step > 0:  # a rank may skip a step
+                    optimizer.step()
+                optimizer.zero_grad()
+            told.append([str(each.message) for each in caught])
+    return told, {event.unit for event in ledger.events}
+
+
+HOW = ["alike", "differ", "loaded after", "one rank loads"]
+HOW += ["written by data", "overlapped", "accumulated"]
+
+
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("how", HOW)
+def test_the_first_reduction_compares_what_ranks_brought(run_ranks, mesh_shape, how):
+    num_ranks = 4 if mesh_shape == (2, 2) else 2
+    others = {"one rank loads": "1", "alike": "", "loaded after": "", "written by data": ""}
+    others = others.get(how, ", ".join(map(str, range(1, num_ranks))))
+    for (first, second), units in run_ranks(started, num_ranks, mesh_shape, how):
+        assert len(first) == bool(others)
+        for text in first:
+            assert f"rank(s) {others} differ from rank 0" in text
+            assert "fully_shard_units(..., sync_init=True)" in text
+        assert second == [] and not any("same start" in unit for unit in units)

@@ -301,8 +301,8 @@ def _touched(
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         tensors = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
         is_write = argument.alias_info is not None and argument.alias_info.is_write
-        # The schemas of collectives do not say what they write: take every operand for both.
-        if is_write or is_collective:
+        # The schemas of collectives do not say what they write: take operands for both, but inputs.
+        if is_write or (is_collective and not argument.name.startswith("input")):
             writes += tensors
         if not is_write or is_collective:
             reads += tensors

@@ -33,12 +33,14 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     return gathered
 
 
-def exchange_numbers(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+def exchange_numbers(
+    numbers: list[int], group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
     """Return the ``numbers`` of every rank.
 
-    Not announced: this prepares a group before its first collective, and belongs to no unit.
+    Not announced: this prepares a group or a root before its first collective.
     """
-    own = torch.tensor(numbers, device="cpu")
+    own = torch.tensor(numbers, device=device)
     gathered = own.new_empty(group.size() * len(numbers))
     all_gather_single(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()

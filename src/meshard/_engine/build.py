@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshard._comm.divergence import is_debugging
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -340,6 +341,8 @@ def allocate(
             gradient_hook=hook,
         )
     give_params(unit, storage, policy)
+    if not is_debugging():  # which has compared all values
+        unit.group.record_first_values(locals_)
     return unit
 
 

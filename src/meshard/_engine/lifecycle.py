@@ -26,6 +26,8 @@ import torch
 from torch import nn
 
 from meshard._comm.communicator import Communicator
+from meshard._comm.divergence import is_debugging
+from meshard._comm.first_values import warn_if_different
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
@@ -38,6 +40,7 @@ from meshard._torch.private import (
     keeps_graph,
     queue_backward_callback,
     skip_dynamo,
+    without_modes,
 )
 from meshard.policies import GradientSync
 
@@ -98,6 +101,7 @@ class Lifecycle:
         self.running: list[tuple[Unit, ForwardCall]] = []
         self._phase_around = Phase.IDLE  # the phase to go back to after a backward
         self._num_backwards = 0
+        self._has_compared = is_debugging()  # the values that ranks brought; fully_shard then has
         self._backward_id = next(_backward_ids)
         self._graph_task = -1  # the autograd run in which the present backward began
         self._thread = 0  # likewise, its thread
@@ -355,12 +359,25 @@ class Lifecycle:
                     "returned)."
                 )
             on_reduced = functools.partial(self.end_window, unit) if ends_window else None
+        if over_replicas and not self._has_compared:
+            self._compare_first_values()
         self._queue.start(
             unit.gradients, unit.settings, over_replicas=over_replicas, on_reduced=on_reduced
         )
 
+    def _compare_first_values(self) -> None:
+        """Warn if the ranks brought different values. Called where all ranks are in step.
+
+        **Collective:** the meshes of all sharded units; outside of what the ledger lists.
+        """
+        self._has_compared = True
+        groups = [group for group in self.groups() if group.params]
+        sharded = [group for group in groups if group.gradients.bucket is None]
+        brought = [(group.spec.mesh_info, group.take_first_values()) for group in sharded]
+        without_modes(warn_if_different, brought)
+
     def end_window(self, unit: Unit) -> None:
-        """Call the subscribers of a unit, once: its gradient is in ``.grad``."""
+        """Call the subscribers of a unit, once: its gradient is published."""
         if unit.on_reduced and unit.reduced_in != self._backward_id:
             unit.reduced_in = self._backward_id
             for subscriber in tuple(unit.on_reduced):

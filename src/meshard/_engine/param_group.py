@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
 from meshard._comm.divergence import explain_failure
+from meshard._comm.first_values import sum_of_samples
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -177,6 +178,7 @@ class ParamGroup:
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
+        self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # until they are compared
         watch_optimizers(self)
 
     def adopt_edits(self) -> int:
@@ -216,6 +218,23 @@ class ParamGroup:
 
     def forget_version(self) -> None:
         self._unsharded_version = _UNKNOWN
+
+    def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
+        """Record what the shards were cut from, for the comparison of ranks."""
+        total, sharded = sum_of_samples(unsharded), sum_of_samples(self._shards())
+        self._first = None if total is None or sharded is None else (total, sharded)
+
+    def take_first_values(self) -> torch.Tensor | None:
+        """Return what was recorded, once; None if the shards were written to since."""
+        if self._first is None:
+            return None
+        (total, sharded), self._first = self._first, None
+        # Not by version: writes through ``param.data`` do not raise it.
+        now = sum_of_samples(self._shards())
+        return total if now is not None and int(now) == int(sharded) else None
+
+    def _shards(self) -> list[torch.Tensor]:
+        return [plain_of(param.sharded).detach() for param in self.params]
 
     # --- optimizer steps --------------------------------------------------------------
 

@@ -340,14 +340,14 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
 
     **Collective:** all ranks of ``group``; two all-gathers of a few numbers.
     """
-    own, token = None, secrets.randbits(62)
+    own, token, cpu = None, secrets.randbits(62), torch.device("cpu")
     if not WHY_UNSUPPORTED and is_wanted:
         with contextlib.suppress(OSError):  # forbidden, or too many open files
             own = Segment.create(_START)
             own.words(8 * _TOKEN_WORD, 1)[0] = token
     introduction = [os.getpid(), -1 if own is None else own.descriptor, token]
     segments, processes = [], []
-    for rank, introduced in enumerate(exchange_numbers(introduction, group)):
+    for rank, introduced in enumerate(exchange_numbers(introduction, group, cpu)):
         process, descriptor, expected = introduced
         segment = own if rank == group.rank() else _open(process, descriptor, expected)
         if segment is None:
@@ -357,10 +357,10 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     channel = None
     if len(segments) == group.size():
         with contextlib.suppress(OSError):
-            patience = timeout_of(group, torch.device("cpu")).total_seconds()
+            patience = timeout_of(group, cpu).total_seconds()
             channel = Channel(segments, processes, group.rank(), patience)
     # All or none: a rank that alone reached the others would wait for them for ever.
-    is_open = exchange_numbers([int(channel is not None)], group)
+    is_open = exchange_numbers([int(channel is not None)], group, cpu)
     return channel if all(own for (own,) in is_open) else None
 
 

@@ -1,0 +1,89 @@
+"""Comparison of the values that ranks bring to ``fully_shard``, before the first reduction.
+
+What is loaded after sharding is in place by then. Some elements of each parameter tell apart models
+of different seeds, or of which one rank alone has loaded weights; MESHARD_DEBUG=1 compares every
+bit, and before anything is sharded.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.blocking import exchange_numbers
+from meshard._mesh.mesh_info import MeshInfo, device_of
+from meshard._torch.private import backend_name
+
+INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLES = 16  # elements of each parameter, which is a few microseconds
+
+
+@torch.no_grad()
+def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor.
+
+    None: one of them has no values yet, or is no ordinary tensor.
+    """
+    samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_meta or type(tensor) is not torch.Tensor:
+            return None
+        bits = tensor.reshape(-1).view(INT_OF_SIZE[tensor.itemsize])
+        every = max(1, bits.numel() // _SAMPLES)
+        samples.setdefault((bits.device, bits.dtype), []).append(bits[::every])
+    sums = [torch.cat(each).sum() for each in samples.values()]
+    return sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
+
+
+def warn_if_different(brought: Iterable[tuple[MeshInfo, torch.Tensor | None]]) -> None:
+    """Warn if ranks brought different values to units.
+
+    ``brought`` has the mesh and the sum of each unit; None for one that was written to since.
+    **Collective:** all ranks of the meshes, with as many units; two numbers per process group.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[torch.Tensor | None]]] = {}
+    for mesh_info, total in brought:
+        by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(total)
+    for mesh_info, totals in by_groups.values():
+        kept = [total for total in totals if total is not None]
+        which = zlib.crc32(bytes(total is not None for total in totals))
+        rows = [[sum(map(int, kept)) % 2**62, which]]
+        for group in mesh_info.groups:
+            rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
+        if any(row[1] != which for row in rows):
+            continue  # ranks have loaded different parts since
+        ranks = ranks_of(mesh_info)
+        others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
+        if others:
+            warnings.warn(
+                f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
+                f"differ from rank {ranks[0]}, and nothing was loaded since. Each rank kept its "
+                "part, so what is trained is a mixture of models, and replicas differ for good. "
+                "Seed every rank alike before building the model, load the same file on every "
+                "rank, or call fully_shard_units(..., sync_init=True). MESHARD_DEBUG=1 names the "
+                "parameters.",
+                stacklevel=2,
+            )
+
+
+def _of_all_ranks(
+    rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    if group.size() == 1 or backend_name(group, device) == "fake":  # which leaves them unwritten
+        return rows
+    own = [number for row in rows for number in row]
+    gathered = [number for each in exchange_numbers(own, group, device) for number in each]
+    return [gathered[start : start + 2] for start in range(0, len(gathered), 2)]
+
+
+def ranks_of(mesh_info: MeshInfo) -> list[int]:
+    """Return the ranks of the mesh, replica by replica."""
+    grid = mesh_info.mesh.mesh
+    if mesh_info.shard_axis is not None:
+        grid = grid.movedim(mesh_info.shard_axis, -1)
+    ranks: list[int] = grid.flatten().tolist()
+    return ranks
