@@ -62,7 +62,7 @@ BARS = {
     OURS: "meshard, as recommended",
     PLAIN: "meshard, plain AdamW",
     SENT: "meshard, through sockets",
-    PEER: "fully_shard",
+    PEER: "FSDP2 (fully_shard)",
 }
 
 
