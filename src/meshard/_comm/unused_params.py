@@ -50,18 +50,25 @@ class UnusedParamMarks:
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
         """Return, for each range of ``flat [n]``, whether it starts with ``-0.0``."""
-        first = flat.index_select(0, self._columns)
-        return torch.signbit(first) & (first == 0)
+        return _is_mark(self.firsts(flat))
 
     def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
         """Return which ranges no rank used; None if this rank used all."""
         return None if self.all_used else self.is_marked(raw_sum)
 
+    def firsts(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the elements of ``flat [n]`` that hold the marks."""
+        return flat.index_select(0, self._columns)
+
+    def read_firsts(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
+        """Do what ``read`` does, for a sum of ``firsts``."""
+        return None if self.all_used else _is_mark(raw_sum)
+
     def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
         """Restore the marks of ``flat [n]`` to what ``read`` returned."""
         if not self._columns.numel():
             return
-        first = flat.index_select(0, self._columns) + 0.0
+        first = self.firsts(flat) + 0.0
         if unused is not None:
             first.masked_fill_(unused, -0.0)
         flat.index_copy_(0, self._columns, first)
@@ -72,3 +79,7 @@ class UnusedParamMarks:
             return self._all
         pairs = zip(self._indices, unused.tolist(), strict=True)
         return self.used | {index for index, is_unused in pairs if not is_unused}
+
+
+def _is_mark(first: torch.Tensor) -> torch.Tensor:
+    return torch.signbit(first) & (first == 0)

@@ -140,7 +140,7 @@ class FlatLayout:
         """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
         Inside a segment, regular parameters precede the others, and larger ranges smaller ones, so
-        that ranges of one size are adjacent. Otherwise the order is that given.
+        that ranges of one size are adjacent. Otherwise, and in one shard, the order is that given.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -148,9 +148,7 @@ class FlatLayout:
         segments: list[Segment] = []
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
-            indices = sorted(
-                by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].range_numel)
-            )
+            indices = sorted(by_dtype[dtype], key=lambda i: _sort_key(params[i]))
             sizes = [params[index].range_numel for index in indices]
             offsets = itertools.accumulate(sizes, initial=0)
             ranges = tuple(map(ParamRange, indices, offsets, sizes))
@@ -193,3 +191,8 @@ class FlatLayout:
             else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)
             for segment in self.segments
         ]
+
+
+def _sort_key(param: ParamLayout) -> tuple[bool, int]:
+    size = param.range_numel if param.shard_count > 1 else 0
+    return not param.is_regular, -size
