@@ -406,8 +406,7 @@ class Reduction:
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
             # A second attribute: the first lives on the scatter stream, and is read on this one.
-            read = self._marks.read if self._plan.average is None else self._marks.read_firsts
-            self._unused_anywhere = read(self._marked)
+            self._unused_anywhere = self._marks.read(self._marked)
             self._reduced = self._wire.to(self._plan.accumulate_dtype)
             self._divide(self._reduced, self._divisors.after_all_reduce)
             self._ends.append(self._comm.record(self._reduced))

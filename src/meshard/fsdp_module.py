@@ -244,11 +244,6 @@ class GradientSetters(_AnyModule):
         meshard divides by itself. A sum of negative zeros must be a negative zero, or parameters
         that no rank used get a gradient of zero. Groups of one rank do not use it.
         """
-        if not callable(comm):
-            raise TypeError(
-                "set_custom_all_reduce needs a callable with the arguments of "
-                f"torch.distributed.all_reduce, got {comm!r}."
-            )
         _replace_comm(self, recurse, all_reduce=comm)
 
     def reset_iter_state(self) -> None:
@@ -464,11 +459,11 @@ def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
     """Change ``CommSettings`` of the selected units; all are checked before the first."""
     for name, comm in changes.items():
-        is_valid = callable(comm) and hasattr(comm, "allocate")
-        if name in ("all_gather", "reduce_scatter") and not is_valid:
-            raise TypeError(
-                f"set_custom_{name} needs an object with allocate() and __call__(), got {comm!r}."
-            )
+        needs, is_valid = "an object with allocate() and __call__()", hasattr(comm, "allocate")
+        if name == "all_reduce":
+            needs, is_valid = "a callable like torch.distributed.all_reduce", True
+        if name != "from_group" and not (callable(comm) and is_valid):
+            raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
     chosen = {unit: replace(unit.settings.comm, **changes) for unit in _units(module, recurse)}
     if any(c.from_group and (c.all_gather or c.reduce_scatter) for c in chosen.values()):
         raise ValueError(

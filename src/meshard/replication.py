@@ -177,12 +177,12 @@ class Buckets:
                 )
                 later = [*later, *group.params]
 
-    def register_comm_hook(self, hook: CommHook) -> None:
+    def use_hook(self, hook: CommHook) -> None:
         """Let ``hook`` average the buckets from now on."""
         if self._comm_hook is not None:
             raise RuntimeError(
-                "register_comm_hook was called before: a module has one communication hook; "
-                "register one that calls both."
+                "register_comm_hook was called before, and a module has one communication hook; "
+                "let one call the other."
             )
         self._comm_hook = hook
         self._configure_gradients()
@@ -197,8 +197,8 @@ class Buckets:
             return
         # The same on all ranks, because all run the same forwards and backwards.
         is_late = not self._is_final and self.units[0].lifecycle.backward_number >= 2
-        if self._comm_hook is not None and self._comm_hook.num_windows >= 2:
-            is_late = False  # as in DDP, hooks may keep state by bucket from here on
+        # As in DDP, a hook may keep state by bucket from its third window on.
+        is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)
         if self._sends_buffers:
@@ -280,17 +280,13 @@ class ReplicateModule(GradientSetters):
     def register_comm_hook(self: Any, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let a communication hook of DDP average the gradients, instead of an all-reduce.
 
-        ``hook(state, bucket)`` runs once per window on every bucket, and returns a future of its
-        average. Hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged: ``bucket``
-        has the methods of ``torch.distributed.GradBucket``. The hook divides by the number of
-        ranks; a divide factor of ``set_gradient_divide_factor`` is relative to that.
-
-        **Collective:** the hook runs on all ranks of the mesh, in the same order.
-        **Lifetime:** the copy of a module by ``copy.deepcopy`` has no hook.
+        ``hook(state, bucket)`` runs once per window on every bucket, and returns a future of the
+        average. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged. **Collective:** hooks run in
+        the same order on all ranks. A copy by ``copy.deepcopy`` has no hook.
 
         Raises:
-            TypeError: ``hook`` is not callable; or, in backward, does not return a future of one
-                tensor.
+            TypeError: ``hook`` is not callable; in backward: it returned no future of one tensor.
             RuntimeError: The module has a hook already.
 
         >>> import torch, meshard
@@ -306,7 +302,7 @@ class ReplicateModule(GradientSetters):
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable as hook(state, bucket), got {hook!r}.")
-        self._meshard_buckets.register_comm_hook(CommHook(state, hook))
+        self._meshard_buckets.use_hook(CommHook(state, hook))
 
     @property
     def num_replaced_gradients(self: Any) -> int:

@@ -447,7 +447,7 @@ def wrong():
     def short(state, bucket):
         return debugging_hooks.noop_hook(state, bucket).then(lambda done: done.value()[1:])
 
-    for hook, got in ((tensor, "a Tensor"), (listed, "of a list"), (short, r"of shape \(5,\)")):
+    for hook, got in ((tensor, "tensor"), (listed, "one of list"), (short, "one of Tensor")):
         layer = meshard.replicate(nn.Linear(2, 2))
         layer.register_comm_hook(None, hook)
         with pytest.raises(TypeError, match=f"the 6 elements of bucket 0, got .*{got}"):
@@ -463,7 +463,7 @@ def refused():
     with pytest.raises(TypeError, match=r"callable as hook\(state, bucket\), got None"):
         layer.register_comm_hook(None, None)
     layer.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match="a module has one communication hook"):
+    with pytest.raises(RuntimeError, match="was called before"):
         layer.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
@@ -581,7 +581,7 @@ def custom(is_sharded):
         )
     assert_same(*grads, bitwise=True)
     assert mine.numel == 3 * sum(param.numel() for param in model.parameters())
-    with pytest.raises(TypeError, match=r"the arguments of torch\.distributed\.all_reduce, got"):
+    with pytest.raises(TypeError, match=r"a callable like torch\.distributed\.all_reduce"):
         model.set_custom_all_reduce(None)
 
 

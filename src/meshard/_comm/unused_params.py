@@ -49,8 +49,10 @@ class UnusedParamMarks:
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return, for each range of ``flat [n]``, whether it starts with ``-0.0``."""
-        return _is_mark(self.firsts(flat))
+        """Return, for each range of ``flat [n]`` or ``firsts``, whether it starts with ``-0.0``."""
+        # Where there is one element for each range, they are the first ones.
+        first = flat if flat.numel() == self._columns.numel() else self.firsts(flat)
+        return torch.signbit(first) & (first == 0)
 
     def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
         """Return which ranges no rank used; None if this rank used all."""
@@ -59,10 +61,6 @@ class UnusedParamMarks:
     def firsts(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy of the elements of ``flat [n]`` that hold the marks."""
         return flat.index_select(0, self._columns)
-
-    def read_firsts(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
-        """Do what ``read`` does, for a sum of ``firsts``."""
-        return None if self.all_used else _is_mark(raw_sum)
 
     def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
         """Restore the marks of ``flat [n]`` to what ``read`` returned."""
@@ -79,7 +77,3 @@ class UnusedParamMarks:
             return self._all
         pairs = zip(self._indices, unused.tolist(), strict=True)
         return self.used | {index for index, is_unused in pairs if not is_unused}
-
-
-def _is_mark(first: torch.Tensor) -> torch.Tensor:
-    return torch.signbit(first) & (first == 0)

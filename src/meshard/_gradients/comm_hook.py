@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,23 +13,15 @@ from meshard._gradients.sharded_grads import unrecorded
 from meshard._params.sharded_param import UnitParam
 
 
+@dataclass
 class GradBucket:
     """What a hook is given: the methods of torch's class, of which Python makes no instances."""
 
-    def __init__(
-        self,
-        buffer: torch.Tensor,
-        layout: GradientLayout,
-        params: Sequence[UnitParam],
-        *,
-        index: int,
-        is_last: bool,
-    ) -> None:
-        self._buffer = buffer
-        self._ranges = layout.ranges.values()
-        self._params = params
-        self._index = index
-        self._is_last = is_last
+    _buffer: torch.Tensor
+    _layout: GradientLayout
+    _params: Sequence[UnitParam]
+    _index: int
+    _is_last: bool
 
     def index(self) -> int:
         """Return the position of the bucket in the order of reductions."""
@@ -47,27 +40,23 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the parts of the buffer in the shapes of their parameters.
-
-        As in DDP they are contiguous, in the order in which the parameter lies in memory.
-        """
-        return [
-            self._buffer.narrow(0, each.offset, each.numel).view(param.shape)
-            for each, param in zip(self._ranges, self.parameters(), strict=True)
-        ]
+        """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
+        # As in DDP, of a parameter that is not contiguous they are in the order of its memory.
+        pairs = zip(self._layout.ranges.values(), self.parameters(), strict=True)
+        return [self._buffer.narrow(0, r.offset, r.numel).view(p.shape) for r, p in pairs]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters, in the order of ``gradients()``."""
-        return [self._params[each.index].sharded for each in self._ranges]
+        """Return the parameters, in the order of the buffer."""
+        return [self._params[index].sharded for index in self._layout.ranges]
 
 
+@dataclass
 class CommHook:
     """A hook and its state, which averages all buckets of one replicated module."""
 
-    def __init__(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        self._state = state
-        self._hook = hook
-        self.num_windows = 0  # in which it has averaged all buckets
+    state: object
+    hook: Callable[[Any, Any], Any]
+    num_windows: int = 0  # in which it has averaged all buckets
 
     def average(
         self,
@@ -85,25 +74,17 @@ class CommHook:
         streams, and the host goes on.
         """
         is_last = not any(param.sharded.requires_grad for param in later)
-        bucket = GradBucket(buffer, layout, params, index=index, is_last=is_last)
         with unrecorded():
-            future = self._hook(self._state, bucket)
+            future = self.hook(self.state, GradBucket(buffer, layout, params, index, is_last))
             result = future.wait() if hasattr(future, "wait") else None
             if not isinstance(result, torch.Tensor) or result.numel() != layout.numel:
+                got = f"one of {type(result).__name__}" if result is not None else repr(future)
                 raise TypeError(
-                    f"the communication hook {self._hook!r} must return a torch.futures.Future of "
-                    f"one tensor with the {layout.numel} elements of bucket {index}, got "
-                    f"{_described(future, result)}; that of a collective holds a list: end with "
+                    f"the communication hook {self.hook!r} must return a torch.futures.Future of "
+                    f"one tensor with the {layout.numel} elements of bucket {index}, got {got}; "
+                    "that of a collective holds a list: end with "
                     "work.get_future().then(lambda future: future.value()[0])."
                 )
             if result is not buffer:
                 buffer.copy_(result.reshape(-1))
         self.num_windows += is_last
-
-
-def _described(future: object, result: object) -> str:
-    if not hasattr(future, "wait"):
-        return f"a {type(future).__name__}"
-    if not isinstance(result, torch.Tensor):
-        return f"a future of a {type(result).__name__}"
-    return f"a future of a tensor of shape {tuple(result.shape)}"

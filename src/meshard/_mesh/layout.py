@@ -59,6 +59,10 @@ class ParamLayout:
         """Whether the ranges of all ranks, end to end, are the parameter: no padding, dim 0."""
         return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
 
+    @property
+    def sort_key(self) -> tuple[bool, int]:
+        return not self.is_regular, -self.range_numel if self.shard_count > 1 else 0
+
     def owned_rows(self, shard_rank: int) -> range:
         """Return the rows that ``shard_rank`` owns.
 
@@ -148,7 +152,7 @@ class FlatLayout:
         segments: list[Segment] = []
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
-            indices = sorted(by_dtype[dtype], key=lambda i: _sort_key(params[i]))
+            indices = sorted(by_dtype[dtype], key=lambda i: params[i].sort_key)
             sizes = [params[index].range_numel for index in indices]
             offsets = itertools.accumulate(sizes, initial=0)
             ranges = tuple(map(ParamRange, indices, offsets, sizes))
@@ -191,8 +195,3 @@ class FlatLayout:
             else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)
             for segment in self.segments
         ]
-
-
-def _sort_key(param: ParamLayout) -> tuple[bool, int]:
-    size = param.range_numel if param.shard_count > 1 else 0
-    return not param.is_regular, -size
