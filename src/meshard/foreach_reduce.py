@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.buffers import ScalarOperands
-from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
+from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
 from meshard._comm.cpu import WorkCommunicator, wider
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._comm.streams import StreamCommunicator
@@ -253,6 +253,8 @@ class ReducePlan(NamedTuple):
     replicate_count: int  # replicas of the mesh, also where this reduction stops before them
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
+    # Averages a buffer over the replicas in place, instead of the all-reduce and its division.
+    average: Callable[[torch.Tensor], None] | None = None
 
 
 def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
@@ -298,6 +300,8 @@ class Reduction:
         self._divisors = resolve_divisors(
             plan.shard_group.size(), plan.replicate_count, plan.divide_factor, plan.wire_dtype
         )
+        if plan.average is not None:
+            self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
         # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
         self._sum_dtype = wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # after the last work on each stream
@@ -390,13 +394,19 @@ class Reduction:
             self._divide(self._wire, self._divisors.before_all_reduce)
             self._wire = self._wire.to(self._plan.wire_dtype)
             self._marks.write(self._wire, self._unused)
-            self._pending = self._comm.all_reduce(self._wire, group=group, label=self._plan.label)
+            average, label = self._plan.average, self._plan.label
+            # What averages may overwrite the marks.
+            self._marked = self._wire if average is None else self._marks.firsts(self._wire)
+            self._pending = self._comm.all_reduce(self._marked, group=group, label=label)
+            if average is not None:
+                with profiled("comm_hook", label):
+                    average(self._wire)
 
     def _after_all_reduce(self) -> None:
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
             # A second attribute: the first lives on the scatter stream, and is read on this one.
-            self._unused_anywhere = self._marks.read(self._wire)
+            self._unused_anywhere = self._marks.read(self._marked)
             self._reduced = self._wire.to(self._plan.accumulate_dtype)
             self._divide(self._reduced, self._divisors.after_all_reduce)
             self._ends.append(self._comm.record(self._reduced))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
@@ -234,6 +235,17 @@ class GradientSetters(_AnyModule):
             hooks = unit.settings.reduce_hooks
             hooks[:] = [other for other in hooks if not other.is_all_reduce] + new
 
+    def set_custom_all_reduce(
+        self, comm: Callable[..., dist.Work | None], *, recurse: bool = True
+    ) -> None:
+        """Sum gradients over replicas by ``comm`` instead of the backend's all-reduce.
+
+        ``comm`` has the arguments of ``torch.distributed.all_reduce``. Its operation is always SUM:
+        meshard divides by itself. A sum of negative zeros must be a negative zero, or parameters
+        that no rank used get a gradient of zero. Groups of one rank do not use it.
+        """
+        _replace_comm(self, recurse, all_reduce=comm)
+
     def reset_iter_state(self) -> None:
         """Drop a step that was interrupted: reshard all units, close all windows."""
         _lifecycle(self).abort()
@@ -447,10 +459,11 @@ def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
     """Change ``CommSettings`` of the selected units; all are checked before the first."""
     for name, comm in changes.items():
-        if name != "from_group" and not (callable(comm) and hasattr(comm, "allocate")):
-            raise TypeError(
-                f"set_custom_{name} needs an object with allocate() and __call__(), got {comm!r}."
-            )
+        needs, is_valid = "an object with allocate() and __call__()", hasattr(comm, "allocate")
+        if name == "all_reduce":
+            needs, is_valid = "a callable like torch.distributed.all_reduce", True
+        if name != "from_group" and not (callable(comm) and is_valid):
+            raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
     chosen = {unit: replace(unit.settings.comm, **changes) for unit in _units(module, recurse)}
     if any(c.from_group and (c.all_gather or c.reduce_scatter) for c in chosen.values()):
         raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,11 @@ from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, UnitSettings, nest, units_in, with_siblings
+from meshard._gradients.comm_hook import CommHook
 from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
+from meshard._params.sharded_param import UnitParam
 from meshard._params.unit_params import GroupSpec
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo, without_modes
@@ -105,6 +107,7 @@ class Buckets:
     ) -> None:
         self.buffers_from = 0  # the rank in the mesh whose buffers are sent
         self.replaced = ReplacedCount()
+        self._comm_hook: CommHook | None = None  # runs instead of the all-reduces
         self._params = params
         self._spec = spec
         assert spec.mesh_info.replicate_group is not None
@@ -137,6 +140,7 @@ class Buckets:
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.replaced = ReplacedCount()
+        copied._comm_hook = None  # its state belongs to these buckets
         copied._params, copied._recorders, copied._is_final = [], [], True
         copied._configure_gradients()
         return copied
@@ -161,8 +165,27 @@ class Buckets:
         self._configure_gradients()
 
     def _configure_gradients(self) -> None:
-        for _, grads in _buckets_in(self.units):
+        later: list[UnitParam] = []  # in the buckets that are reduced after this one
+        for position, (group, grads) in enumerate(_buckets_in(self.units), 1):
             grads.are_views, grads.replaced = self._are_views, self.replaced
+            if self._comm_hook is not None:
+                group.gradients.average = partial(
+                    self._comm_hook.average,
+                    params=group.params,
+                    later=later,
+                    index=len(self.units) - position,
+                )
+                later = [*later, *group.params]
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Let ``hook`` average the buckets from now on."""
+        if self._comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook was called before, and a module has one communication hook; "
+                "let one call the other."
+            )
+        self._comm_hook = hook
+        self._configure_gradients()
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
@@ -174,6 +197,8 @@ class Buckets:
             return
         # The same on all ranks, because all run the same forwards and backwards.
         is_late = not self._is_final and self.units[0].lifecycle.backward_number >= 2
+        # As in DDP, a hook may keep state by bucket from its third window on.
+        is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)
         if self._sends_buffers:
@@ -251,6 +276,33 @@ class ReplicateModule(GradientSetters):
     def no_sync(self: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context that accumulates without communication: ``meshard.no_sync(self)``."""
         return no_sync(self)
+
+    def register_comm_hook(self: Any, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Let a communication hook of DDP average the gradients, instead of an all-reduce.
+
+        ``hook(state, bucket)`` runs once per window on every bucket, and returns a future of the
+        average. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged. **Collective:** hooks run in
+        the same order on all ranks. A copy by ``copy.deepcopy`` has no hook.
+
+        Raises:
+            TypeError: ``hook`` is not callable; in backward: it returned no future of one tensor.
+            RuntimeError: The module has a hook already.
+
+        >>> import torch, meshard
+        >>> def double(state, bucket):
+        ...     future = torch.futures.Future()
+        ...     future.set_result(2 * bucket.buffer())
+        ...     return future
+        >>> layer = meshard.replicate(torch.nn.Linear(1, 1))
+        >>> layer.register_comm_hook(None, double)
+        >>> layer(torch.ones(1, 1)).sum().backward()
+        >>> layer.bias.grad
+        tensor([2.])
+        """
+        if not callable(hook):
+            raise TypeError(f"hook must be callable as hook(state, bucket), got {hook!r}.")
+        self._meshard_buckets.use_hook(CommHook(state, hook))
 
     @property
     def num_replaced_gradients(self: Any) -> int:

@@ -60,6 +60,7 @@ TAKES = {
     "reshard_after_forward": "None 3",  # 3 of the 3 ranks
     "shard": "None text",
     "shard_placement_fn": "None",
+    "state": " ".join(JUNK),  # the hook's own
     "stream": "None",
     "tensors": "tensor",
     "growth_interval": "3",
@@ -84,6 +85,9 @@ EXCEPT = {
     ("replicate", "module"): "module",
     ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
+    ("FSDPModule.set_custom_all_reduce", "comm"): "class module",
+    ("ReplicateModule.set_custom_all_reduce", "comm"): "class module",
+    ("ReplicateModule.register_comm_hook", "hook"): "class module",
     ("FSDPModule.set_symm_mem_for_comm", "backend"): " ".join(JUNK),  # refused in any case
 }
 

@@ -201,6 +201,8 @@ class CommSettings:
 
     all_gather: AllGather | None = None  # allocates its output
     reduce_scatter: ReduceScatter | None = None  # allocates its input and output
+    # Has the arguments of ``torch.distributed.all_reduce``.
+    all_reduce: Callable[..., dist.Work | None] | None = None
     from_group: bool = False  # allocate with the process group, which may then send without a copy
 
 
@@ -398,7 +400,12 @@ class Communicator:
             return DONE
         announce("all_reduce", buffer, group, label, comm=self)
         with profiled("all_reduce", label):
-            return self._start_all_reduce(buffer, group, label)
+            custom = self._custom.all_reduce
+            if custom is None:
+                return self._start_all_reduce(buffer, group, label)
+            op = dist.ReduceOp.SUM
+            work = custom(buffer, op=op, group=group, async_op=self.waits_block_host)
+            return self._in_flight(work, buffer)
 
     # --- for implementations ---------------------------------------------------------------
 

@@ -177,6 +177,10 @@ class GradientLayout:
                 raise TypeError(
                     f"the reduce hook {hook!r} returned a value; change the tensor in place."
                 )
+        self.mark_unused(buffer, used)
+
+    def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:
+        """Fill the ranges of ``buffer [..., n]`` that have no gradient with ``-0.0``."""
         for index, param_range in self.ranges.items():
             if index not in used:
                 buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)

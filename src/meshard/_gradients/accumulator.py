@@ -12,7 +12,8 @@ and ``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +87,8 @@ class GradientAccumulator:
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
+        # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
+        self.average: Callable[[GradientLayout, torch.Tensor], None] | None = None
         self.window = Window()
 
     def for_copy(self, storage: UnitParams) -> GradientAccumulator:
@@ -264,6 +267,7 @@ class GradientAccumulator:
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
             label=self.storage.label,
+            average=self.average and functools.partial(self.average, layout),
         )
         rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
@@ -325,6 +329,8 @@ class GradientAccumulator:
             explain_failure(error, f"reduction of unit {self.storage.label!r}")
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
+        if self.average is not None:
+            in_flight.layout.mark_unused(result.flat, result.used)  # it has written there too
         if self._dropped:
             dropped, self._dropped = self._dropped, frozenset()
             kept = result.without(dropped)

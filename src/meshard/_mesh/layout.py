@@ -59,6 +59,10 @@ class ParamLayout:
         """Whether the ranges of all ranks, end to end, are the parameter: no padding, dim 0."""
         return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
 
+    @property
+    def sort_key(self) -> tuple[bool, int]:
+        return not self.is_regular, -self.range_numel if self.shard_count > 1 else 0
+
     def owned_rows(self, shard_rank: int) -> range:
         """Return the rows that ``shard_rank`` owns.
 
@@ -140,7 +144,7 @@ class FlatLayout:
         """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
         Inside a segment, regular parameters precede the others, and larger ranges smaller ones, so
-        that ranges of one size are adjacent. Otherwise the order is that given.
+        that ranges of one size are adjacent. Otherwise, and in one shard, the order is that given.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -148,9 +152,7 @@ class FlatLayout:
         segments: list[Segment] = []
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
-            indices = sorted(
-                by_dtype[dtype], key=lambda i: (not params[i].is_regular, -params[i].range_numel)
-            )
+            indices = sorted(by_dtype[dtype], key=lambda i: params[i].sort_key)
             sizes = [params[index].range_numel for index in indices]
             offsets = itertools.accumulate(sizes, initial=0)
             ranges = tuple(map(ParamRange, indices, offsets, sizes))

@@ -1,0 +1,90 @@
+"""Communication hooks of DDP: code of the user that averages a bucket over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._gradients.sharded_grads import unrecorded
+from meshard._params.sharded_param import UnitParam
+
+
+@dataclass
+class GradBucket:
+    """What a hook is given: the methods of torch's class, of which Python makes no instances."""
+
+    _buffer: torch.Tensor
+    _layout: GradientLayout
+    _params: Sequence[UnitParam]
+    _index: int
+    _is_last: bool
+
+    def index(self) -> int:
+        """Return the position of the bucket in the order of reductions."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no other bucket is reduced after this one."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """Return the gradients of this rank, ``[n]``, undivided; zero for unused parameters."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let the other methods refer to ``buffer [n]``."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
+        # As in DDP, of a parameter that is not contiguous they are in the order of its memory.
+        pairs = zip(self._layout.ranges.values(), self.parameters(), strict=True)
+        return [self._buffer.narrow(0, r.offset, r.numel).view(p.shape) for r, p in pairs]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, in the order of the buffer."""
+        return [self._params[index].sharded for index in self._layout.ranges]
+
+
+@dataclass
+class CommHook:
+    """A hook and its state, which averages all buckets of one replicated module."""
+
+    state: object
+    hook: Callable[[Any, Any], Any]
+    num_windows: int = 0  # in which it has averaged all buckets
+
+    def average(
+        self,
+        layout: GradientLayout,
+        buffer: torch.Tensor,  # [n], overwritten
+        *,
+        params: Sequence[UnitParam],  # of the bucket
+        later: Sequence[UnitParam],  # of the buckets that are reduced after this one
+        index: int,
+    ) -> None:
+        """Run the hook on one bucket, and wait for its future.
+
+        At once: hooks such as PowerSGD's go on in threads of gloo, where their next collective
+        would meet those of this thread in another order on each rank. On a device the wait orders
+        streams, and the host goes on.
+        """
+        is_last = not any(param.sharded.requires_grad for param in later)
+        with unrecorded():
+            future = self.hook(self.state, GradBucket(buffer, layout, params, index, is_last))
+            result = future.wait() if hasattr(future, "wait") else None
+            if not isinstance(result, torch.Tensor) or result.numel() != layout.numel:
+                got = f"one of {type(result).__name__}" if result is not None else repr(future)
+                raise TypeError(
+                    f"the communication hook {self.hook!r} must return a torch.futures.Future of "
+                    f"one tensor with the {layout.numel} elements of bucket {index}, got {got}; "
+                    "that of a collective holds a list: end with "
+                    "work.get_future().then(lambda future: future.value()[0])."
+                )
+            if result is not buffer:
+                buffer.copy_(result.reshape(-1))
+        self.num_windows += is_last
