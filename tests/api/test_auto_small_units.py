@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshard import CommLedger, fully_shard_units
+from meshard import CommLedger, describe, fully_shard_units
 from tests.support.fake import fake_group
 from tests.support.models import ChosenBlocks, MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
@@ -69,6 +69,8 @@ def test_what_is_left_of_a_row_goes_to_the_root(four_ranks):
     assert fully_shard_units(model, min_params=2 * BLOCK) == ["", "0", "2"]
     assert members(model) == {"": [""], "0": ["0", "1"], "2": ["2", "3"]}
     assert ["4.up.weight"] in taken_by(model)[""]
+    rows = describe(model).splitlines()[2:4]
+    assert [row.split()[-2:] for row in rows] == [["2", "modules"]] * 2
 
 
 def test_a_large_unit_ends_a_row(four_ranks):

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import meshard
@@ -131,6 +133,23 @@ def test_it_computes_as_the_module_does_in_that_dtype(apply, case):
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), bitwise=True)
     assert {buffer.dtype for buffer in model.buffers()} == {BF16, torch.int64}
     assert {param.dtype for param in model.parameters()} == {FP32}
+
+
+def run_with_buffers_of_the_first():
+    """Each forward begins with the buffers of the first rank, whatever the second has seen."""
+    model, plain = seeded(Convolutions()), seeded(Convolutions()).to(BF16)
+    mesh = init_device_mesh("cpu", (2,))
+    replicate(model, mesh, mp_policy=WITH_BUFFERS, broadcast_buffers=True)
+    for step in range(3):
+        of_first = torch.linspace(0, step + 1, 30).view(3, 2, 5)
+        own = of_first + dist.get_rank()
+        model(own).sum().backward()
+        plain((own if step == 2 else of_first).to(BF16))
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), bitwise=True)
+
+
+def test_they_are_broadcast_in_it(run_ranks):
+    run_ranks(run_with_buffers_of_the_first, 2)
 
 
 def test_a_norm_in_a_unit_of_its_own_stays_in_float32():
