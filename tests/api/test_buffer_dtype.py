@@ -152,10 +152,11 @@ def test_they_are_broadcast_in_it(run_ranks):
     run_ranks(run_with_buffers_of_the_first, 2)
 
 
-def test_a_norm_in_a_unit_of_its_own_stays_in_float32():
+@APPLIED
+def test_a_norm_in_a_unit_of_its_own_stays_in_float32(apply):
     model = Convolutions()
     fully_shard(model.norm)
-    fully_shard(model, mp_policy=WITH_BUFFERS)  # of what is in no unit inside
+    apply(model, mp_policy=WITH_BUFFERS)  # of what is in no unit inside
     model(torch.ones(3, 2, 5)).sum().backward()
     assert model.norm.running_mean.dtype == FP32 and model.norm.running_mean.any()
     assert model.norm.weight.grad is not None
