@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.unit import UnitSettings, link_siblings, unit_of
+from meshard._engine.unit import UnitSettings, change_buffers, link_siblings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import host_location
@@ -149,7 +149,8 @@ def fully_shard(
         settings = _settings(reshard_after_forward, each.mesh_info, unshard_on_access)
         units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
     if device.type != "cpu":
-        _move_buffers(modules, device)
+        inner = itertools.chain.from_iterable(each.modules() for each in modules)
+        change_buffers(inner, lambda held: held.to(device) if held.device.type == "cpu" else held)
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
         register_as_sharded(sharded)
@@ -321,14 +322,3 @@ def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     # A thread of gloo takes the GIL to free what it has sent. If the interpreter is ending and
     # refuses it, the process aborts; while this thread sleeps, the other one gets it.
     time.sleep(_EXIT_SECONDS)
-
-
-def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer of several modules stays one tensor
-    for each in modules:
-        for inner in each.modules():
-            for name, buffer in inner._buffers.items():
-                if buffer is not None and buffer.device.type == "cpu":
-                    if buffer not in moved:
-                        moved[buffer] = buffer.to(device)
-                    inner._buffers[name] = moved[buffer]

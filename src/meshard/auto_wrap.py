@@ -55,21 +55,25 @@ def fully_shard_units(
         mesh: As for ``fully_shard``.
         units: A module class or a tuple of them; a predicate ``(fqn, module) -> bool``; or
             ``"auto"``: the outermost children of a ``ModuleList`` or ``Sequential`` that have a
-            sibling of their own class, and the only child of a ``ModuleList``.
-        min_params: Fewest elements of a unit; smaller ones become part of the unit around them.
+            sibling of their own class, those of a ``ModuleDict`` of one class only, and the
+            only child of a ``ModuleList``. If there are none: one unit, and a warning.
+        min_params: Fewest elements of a unit. What is smaller becomes part of the unit around it;
+            if that is the root, neighbours that suffice for a unit become one.
         sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first.
             Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
             arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
+            Neighbours for which it returns the same may become one unit.
         fully_shard_kwargs: All other arguments of ``fully_shard``, for every unit.
 
     Returns:
         The names of all units, as in ``model.named_modules()`` and in its order: ``""`` is first.
+        A unit of several modules has the name of its first.
 
     Raises:
         TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
-        ValueError: ``units`` matches no module, or a parameter cannot be sharded. Arguments for all
-            units, and parameters, are checked before anything is changed.
+        ValueError: A class or predicate matches no module, or a parameter cannot be sharded.
+            Arguments for all units, and parameters, are checked before anything is changed.
 
     >>> import torch
     >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -92,10 +96,13 @@ def fully_shard_units(
         for module in reversed(holders)  # inner units first
         if (module in chosen or module is model) and not isinstance(module, TorchFSDPModule)
     }
-    _distribute(_free_parameters(names, holders, ignored), planned, holders, min_params)
+    free = _free_parameters(names, holders, ignored)
+    inside_root = _distribute(free, planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
     for_all = {"mesh": mesh, **fully_shard_kwargs}
     calls = {module: _arguments(names[module], module, for_all, overrides) for module in planned}
+    neighbours = [module for module in names if module in inside_root]
+    modules_of_units = _join_small(neighbours, planned, calls, min_params)
     for module, found in planned.items():
         check_parameters(found, device_of(calls[module]["mesh"]))
     if sync_init:
@@ -105,9 +112,17 @@ def fully_shard_units(
         take_values_of_first_rank(model.named_buffers(), mesh_info)
     _warn_about_narrow(planned)
     with hoisting({each.param: module for module, found in planned.items() for each in found}):
-        for module, arguments in calls.items():
-            fully_shard(module, **arguments)
-    return _unit_names(model)
+        for modules in modules_of_units:
+            fully_shard(modules, **calls[modules[0]])
+    unit_names = _unit_names(model)
+    if not chosen and len(unit_names) == 1:
+        warnings.warn(
+            f"fully_shard_units found no repeated blocks in this {own_class(model).__name__}, so "
+            f"it is one unit, which is unsharded as a whole. {_BLOCKS} Name its classes of "
+            "blocks by units=, or call fully_shard(model) if one unit is what you want.",
+            stacklevel=2,
+        )
+    return unit_names
 
 
 def _unit_names(model: nn.Module) -> list[str]:
@@ -130,6 +145,7 @@ def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]
 
 Holders = dict[nn.Module, list[nn.Module]]  # of each module, after those of its holders
 Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
+Calls = dict[nn.Module, dict[str, Any]]  # the arguments of ``fully_shard`` for each unit
 
 
 def _holders_in(model: nn.Module) -> Holders:
@@ -156,6 +172,10 @@ def _in_all(chains: list[list[nn.Module]]) -> list[nn.Module]:
 # --- choice of modules -----------------------------------------------------------------------
 
 _CHOICES = "'auto', a module class, a tuple of classes or a predicate (fqn, module) -> bool"
+_BLOCKS = (
+    "('auto' takes repeated blocks: two or more children of one class in a ModuleList, Sequential "
+    "or ModuleDict (which must hold no others), and the only child of a ModuleList.)"
+)
 
 
 def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn.Module]:
@@ -168,16 +188,15 @@ def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn
         for module in wanted
         if has_forward(module) and not reached.isdisjoint(holders[module])
     }
-    if chosen:
+    if chosen or is_auto:
         return chosen
     root, *inside = (own_class(module).__name__ for module in names)
     without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
     reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
     raise ValueError(
         f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
-        f"{', '.join(sorted(set(inside))) or 'none'}. ('auto' takes repeated blocks: two or more "
-        "children of one class in a ModuleList or Sequential, or the only child of a ModuleList.) "
-        "Choose others, or call fully_shard(model) to make it one unit."
+        f"{', '.join(sorted(set(inside))) or 'none'}. {_BLOCKS} Choose others, or call "
+        "fully_shard(model) to make it one unit."
     )
 
 
@@ -194,7 +213,8 @@ def _matching(names: dict[nn.Module, str], units: Any) -> set[nn.Module]:
 def _repeated_blocks(holders: Holders) -> set[nn.Module]:
     """Return the outermost children of lists and sequences that have a sibling of their class.
 
-    A list is for repeated blocks, also if it has one only; a sequence may be one block.
+    A list is for repeated blocks, also if it has one only; a sequence may be one block. So may a
+    dict, whose names may be those of different parts, unless all of them are of one class.
     """
     found: set[nn.Module] = set()
     outside: set[nn.Module] = set()
@@ -202,14 +222,18 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
         if module in found or (around and outside.isdisjoint(around)):
             continue
         outside.add(module)
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         by_class: dict[type, set[nn.Module]] = {}
         for child in module.children():
-            if has_forward(child) and next(child.parameters(), None) is not None:
+            if next(child.parameters(), None) is not None:
                 by_class.setdefault(own_class(child), set()).add(child)
+        if isinstance(module, nn.ModuleDict) and len(by_class) > 1:
+            continue
         is_single = isinstance(module, nn.ModuleList) and len(module) == 1  # a model of one layer
-        found.update(*(same for same in by_class.values() if len(same) > 1 or is_single))
+        for same in by_class.values():
+            if len(same) > 1 or is_single:
+                found.update(child for child in same if has_forward(child))
     return found
 
 
@@ -234,23 +258,66 @@ def _free_parameters(
 
 def _distribute(
     params: list[Collected], planned: Planned, holders: Holders, min_params: int
-) -> None:
-    """Give every parameter to a planned unit, and remove the units that are too small."""
+) -> set[nn.Module]:
+    """Give every parameter to a planned unit, and remove those that are too small.
+
+    Returns the units around which there is the root only, also small ones: see ``_join_small``.
+    """
     around: dict[nn.Module, list[nn.Module]] = {}  # on all paths to a module, from the root inwards
+    has_one_path: dict[nn.Module, bool] = {}
     for module, outer in holders.items():
         around[module] = [*(_in_all([around[each] for each in outer]) if outer else ()), module]
+        has_one_path[module] = len(outer) < 2 and all(has_one_path[each] for each in outer)
+
+    def unit_around(modules: list[nn.Module]) -> nn.Module:
+        return next(module for module in reversed(modules) if module in planned)
 
     def give(found: list[Collected]) -> None:
         for each in found:
-            candidates = _in_all([around[owner] for owner, _ in each.owners])
-            innermost = next(module for module in reversed(candidates) if module in planned)
-            planned[innermost].append(each)
+            planned[unit_around(_in_all([around[owner] for owner, _ in each.owners]))].append(each)
 
     give(params)
-    for module, own in list(planned.items())[:-1]:  # the last is the root
-        if sum(each.param.numel() for each in own) < max(min_params, 1):
+    *inner, root = planned
+    inside_root: set[nn.Module] = set()
+    for module in inner:
+        own = planned[module]
+        if own and has_one_path[module] and unit_around(around[module][:-1]) is root:
+            inside_root.add(module)
+        elif _numel(own) < max(min_params, 1):
             del planned[module]
             give(own)
+    return inside_root
+
+
+def _numel(found: list[Collected]) -> int:
+    return sum(each.param.numel() for each in found)
+
+
+def _join_small(
+    neighbours: list[nn.Module], planned: Planned, calls: Calls, min_params: int
+) -> list[list[nn.Module]]:
+    """Join those of ``neighbours`` that are too small; what is left of a row goes to the root.
+
+    Returns the modules of each unit, inner units first. All of one have the same arguments.
+    """
+    enough, (*_, root) = max(min_params, 1), planned
+    groups: list[list[nn.Module]] = []
+    for arguments, row in itertools.groupby(
+        neighbours, lambda each: calls[each] if _numel(planned[each]) < enough else None
+    ):
+        group: list[nn.Module] = []
+        size = 0
+        for module in row if arguments is not None else ():
+            group.append(module)
+            size += _numel(planned[module])
+            if size >= enough:
+                groups.append(group)
+                group, size = [], 0
+        for module in group:
+            planned[root] += planned.pop(module)
+    joined_ones = set(itertools.chain(*groups))
+    alone = [[module] for module in planned if module not in joined_ones]
+    return [*alone[:-1], *groups, [root]]
 
 
 # --- checks --------------------------------------------------------------------------------

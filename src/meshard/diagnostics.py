@@ -144,7 +144,8 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"param_dtype={'+'.join(computed)}"
     rules = group.gradients.rules
     chosen = {"reduce": rules.reduce_dtype, "accumulate": rules.chosen_dtype}
-    for name, dtype in {**chosen, "output": unit.output_dtype}.items():
+    of_unit = {"output": unit.output_dtype, "buffer": unit.buffer_dtype}
+    for name, dtype in {**chosen, **of_unit}.items():
         if dtype is not None:
             yield f"{name}_dtype={_short(dtype)}"
     if settings.sync is not GradientSync.FULL:
@@ -153,6 +154,8 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"divide_factor={settings.divide_factor:g}"
     if isinstance(group.storage, SubclassParams):
         yield "tensor subclass"
+    if len(unit.modules) > 1:
+        yield f"{len(unit.modules)} modules"
     num_frozen = sum(not param.sharded.requires_grad for param in group.params)
     if num_frozen:
         yield "frozen" if num_frozen == len(group.params) else "partly frozen"

@@ -96,19 +96,23 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         cast_forward_inputs: Cast floating-point inputs of forward to ``param_dtype``.
         accumulate_dtype: In which gradients are added up across microbatches, and across ranks
             where the backend allows it. None: the wider of float32 and the parameters' dtype.
+        buffer_dtype: In which floating-point buffers are kept, updated and saved from now on. None:
+            the dtype that they have. Integer and complex buffers are never cast.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
     torch.bfloat16
     """
 
     accumulate_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
+        for name, dtype in vars(self).items():
+            if not name.endswith("_dtype") or dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name} must be a torch.dtype or None, got {dtype!r}.")
-            if dtype is not None and not dtype.is_floating_point:
+            if not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}.")
         for name in ("reduce_dtype", "accumulate_dtype"):
             check_can_be_added(name, getattr(self, name))

@@ -32,7 +32,9 @@ def train_sharded(case_name, choice, min_params):
 
 
 @pytest.mark.parametrize("case_name", ["transformer", "transformer_tied", "tied_inside"])
-@pytest.mark.parametrize(("choice", "min_params"), [("auto", 0), ("linear", 0), ("everything", 70)])
+@pytest.mark.parametrize(
+    ("choice", "min_params"), [("auto", 0), ("linear", 0), ("linear", 90), ("everything", 70)]
+)
 def test_any_choice_of_units_trains_like_one_process(run_ranks, case_name, choice, min_params):
     case = CASES[case_name]
     expected = train_plain(case.build(), case.whole_batches(STEPS, 2), ADAM, loss_fn=case.loss)

@@ -46,9 +46,31 @@ def test_auto_wants_siblings_of_the_same_class_that_hold_parameters():
     assert fully_shard_units(model) == ["", "0", "3"]
 
 
-def test_auto_without_repeated_blocks_says_what_to_do():
-    with pytest.raises(ValueError, match=r"repeated blocks.*call fully_shard"):
-        fully_shard_units(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+def test_auto_finds_like_blocks_in_a_dict():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(n): MlpBlock(4, 4) for n in range(3)})
+    assert fully_shard_units(model) == ["", "layers.0", "layers.1", "layers.2"]
+
+
+def test_auto_looks_through_a_dict_of_different_parts():
+    model = nn.Module()
+    model.parts = nn.ModuleDict({name: nn.Embedding(4, 4) for name in ("tokens", "positions")})
+    model.parts["blocks"] = nn.ModuleList(MlpBlock(4, 4) for _ in range(2))
+    assert fully_shard_units(model) == ["", "parts.blocks.0", "parts.blocks.1"]
+
+
+def test_auto_without_repeated_blocks_is_one_unit_and_a_warning():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.warns(UserWarning, match=r"no repeated blocks in this Sequential.*units=") as seen:
+        assert fully_shard_units(model) == [""]
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert len(taken_by(model)[""]) == 4 and fully_shard_units(model) == [""]
+
+
+def test_units_made_by_hand_are_blocks_enough():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    fully_shard(model[0])
+    assert fully_shard_units(model) == ["", "0"]
 
 
 # --- class and predicate ----------------------------------------------------------------------

@@ -34,6 +34,7 @@ TAKES = {
     "accumulate_dtype": "None",
     "batches": "text list tensor",  # any iterable
     "bucket_cap_mb": "3",
+    "buffer_dtype": "None",
     "clip": "None",
     "clip_value": "None 3",
     "dp_mesh_dims": "None",
@@ -73,6 +74,7 @@ EXCEPT = {
     ("ShardPlacementResult", "mesh"): "",
     ("clip_grad_norm_", "max_norm"): "0 3",
     ("fully_shard", "module"): "module",
+    ("fully_shard_units", "model"): "module",
     ("fully_shard_units", "units"): "module class",  # a predicate
     ("flat_optimizer", "optimizer"): "",
     ("get_total_norm", "tensors"): "tensor",

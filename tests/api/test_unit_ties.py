@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -118,8 +119,8 @@ def trees(draw):
     return nn.Sequential(tree(draw(st.integers(1, 3))), tree(2))
 
 
-@given(trees(), st.sets(st.integers(0, 30)))
-def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chosen):
+@given(trees(), st.sets(st.integers(0, 30)), st.sampled_from([0, 10, 18, 40]))
+def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chosen, min_params):
     numbers = {module: number for number, module in enumerate(model.modules())}
     holders = [
         (fqn, module)
@@ -129,7 +130,9 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
     uses = {}
     for fqn, module in holders:
         uses.setdefault(module.weight, []).append((fqn, module))
-    names = fully_shard_units(model, units=lambda fqn, m: numbers[m] in chosen | {1})
+    names = fully_shard_units(
+        model, units=lambda fqn, m: numbers[m] in chosen | {1}, min_params=min_params
+    )
     owners = [
         (owner, name)
         for unit in {vars(model.get_submodule(n))["_meshard_unit"] for n in names}
@@ -147,8 +150,11 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
             for unit in [vars(model.get_submodule(n))["_meshard_unit"]]
             if any(p.sharded is weight for p in unit.params)
         }
-        module = around.modules[0]()
+        paths = []
         for fqn, _ in occurrences:
             parts = fqn.split(".")
-            path = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
-            assert any(each is module for each in path)
+            paths.append({model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)})
+        assert any(all(ref() in path for path in paths) for ref in around.modules)
+        if around.parent is not None:
+            assert sum(param.sharded.numel() for param in around.params) >= min_params
+    model(torch.ones(1, 3)).sum().backward()

@@ -1,4 +1,4 @@
-"""The page for users of FSDP1: it names everything that torch's FSDP1 takes."""
+"""The page for users of FSDP1: it names everything that torch's FSDP1, and fairscale's, takes."""
 
 import inspect
 import re
@@ -29,3 +29,19 @@ def test_every_argument_and_every_choice_of_fsdp1_has_a_row():
 
 def test_a_missing_row_is_noticed():
     assert first_column("| `a`, `b(x)` | `c` |\n| `d_e` | |\n") == {"a", "b", "d_e"}
+
+
+# Of version 0.4.13, the last.
+FAIRSCALE = """
+    module process_group process_group_reduce_scatter reshard_after_forward disable_reshard_on_root
+    mixed_precision fp32_reduce_scatter flatten_parameters move_params_to_cpu compute_dtype
+    buffer_dtype move_grads_to_cpu bucket_cap_mb compute_device no_broadcast_optim_state
+    state_dict_device clear_autocast_cache force_input_to_fp32 verbose cpu_offload offload_config
+    state_dict_on_rank_0_only gradient_predivide_factor
+"""
+
+
+def test_every_argument_of_fairscale_has_a_row():
+    page = (ROOT / "docs" / "from-fsdp1.md").read_text()
+    rows = first_column(page[page.index("## Coming from fairscale") :])
+    assert sorted(set(FAIRSCALE.split()) - rows) == []

@@ -34,8 +34,8 @@ from meshard._engine.unit import (
     Unit,
     UnitSettings,
     joined,
+    outside_units,
     own_class,
-    unit_of,
     units_of,
     with_siblings,
 )
@@ -71,30 +71,17 @@ class Collected(NamedTuple):
     owners: list[tuple[nn.Module, str]]
 
 
-def _outside_units(
-    prefix: str, module: nn.Module, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over ``module`` and its submodules, without those that are units or inside one."""
-    seen.add(module)
-    yield prefix, module
-    for name, child in module.named_children():
-        if child not in seen and unit_of(child) is None:
-            yield from _outside_units(joined(prefix, name), child, seen)
-
-
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
     """List the parameters of ``modules`` that are in no unit yet, tied ones once."""
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
-        for prefix, module in _outside_units("", root, set()):
+        for prefix, module in outside_units(_prefix(position, modules), root, set()):
             for name, param in module._parameters.items():
                 if param is None or param in ignored:
                     continue
                 if param in _hoisted and _hoisted[param] not in modules:
                     continue
                 fqn = joined(prefix, name)
-                if len(modules) > 1:
-                    fqn = f"{position}.{fqn}"
                 if param in found:
                     found[param].owners.append((module, name))
                 else:
@@ -102,6 +89,11 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                     _check_free(fqn, param, root)
     _collect_hoisted(modules, found)
     return list(found.values())
+
+
+def _prefix(position: int, modules: list[nn.Module]) -> str:
+    """Return what the names in ``modules[position]`` begin with in their unit."""
+    return str(position) if len(modules) > 1 else ""
 
 
 def _check_free(fqn: str, param: nn.Parameter, root: nn.Module) -> None:
@@ -138,8 +130,8 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
     """Add the uses inside inner units of parameters that are reserved for ``modules``."""
-    for root in modules if _hoisted else ():
-        for prefix, module in root.named_modules():
+    for position, root in enumerate(modules if _hoisted else ()):
+        for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
                 if param is None or _hoisted.get(param) is not root:
                     continue

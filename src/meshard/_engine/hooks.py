@@ -34,13 +34,22 @@ from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
     detached_from_others,
-    explain_mixed_tensors,
+    explain,
     left_in,
     may_collect,
     tensors_in,
 )
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
-from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
+from meshard._engine.unit import (
+    Unit,
+    alive,
+    change_buffers,
+    outside_units,
+    own_class,
+    unit_of,
+    units_of,
+    with_siblings,
+)
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
@@ -79,6 +88,18 @@ def register_hooks(unit: Unit) -> None:
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
             module.register_state_dict_post_hook(_after_state_dict)
+            if unit.buffer_dtype is not None:
+                _cast_buffers(module)
+                module.register_load_state_dict_post_hook(_cast_buffers)
+
+
+@torch.no_grad()
+def _cast_buffers(module: nn.Module, _: Any = None) -> None:
+    """Cast the buffers of a unit, also those that ``load_state_dict`` has assigned."""
+    unit = unit_of(module)
+    if unit is not None and unit.buffer_dtype is not None:
+        cast = partial(cast_floats, dtype=unit.buffer_dtype)
+        change_buffers((inner for _, inner in outside_units("", module, set())), cast)
 
 
 @functools.cache
@@ -226,7 +247,7 @@ class ModuleHooks(UnitHook):
             return None
         failed = output is None and has_raised(module)
         if failed:
-            explain_mixed_tensors(sys.exc_info()[1], unit, module, (args, kwargs))
+            explain(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.group.is_summoned or (failed and _is_of_other_thread(unit)):
             return None
         if failed:

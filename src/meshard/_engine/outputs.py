@@ -4,10 +4,11 @@ They are found in what torch's pytree flattens (tuples, lists, dicts, named tupl
 classes, such as the outputs of Hugging Face models), in dataclasses, and in subclasses of dict and
 of named tuples. Other objects are not searched. Tensors and flat tuples cost no walk over a tree.
 
-The second part explains torch's error about shards beside ordinary tensors ("got mixed torch.Tensor
-and DTensor"). torch raises it where no Python runs, and a tensor class that checked for it would
-slow down every operator on shards. So it is explained when it leaves the forward of a unit, by what
-the frames of its traceback hold.
+The second part explains two errors of torch: about shards beside ordinary tensors ("got mixed
+torch.Tensor and DTensor"), and about dtypes, where buffers are not in the dtype of the parameters.
+torch raises them where no Python runs, and a tensor class that checked for the first would slow
+down every operator on shards. So they are explained when they leave the forward of a unit, by what
+the frames of their traceback hold.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.manual_unshard import listed
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, joined, outside_units, units_in
 from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
@@ -175,9 +176,10 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool)
     return map_tensors(alias, output)
 
 
-# --- the error about mixed tensors ---------------------------------------------------------
+# --- the errors about mixed tensors and about dtypes ----------------------------------------
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
+_ABOUT_DTYPES = re.compile("dtype|(scalar|data|input|weight|bias) ?type", re.IGNORECASE)
 _EXPLAINED = "_meshard_is_explained"
 _PASSED = "_meshard_passed"  # ids of the units whose forward the error has left unexplained
 _Sharded = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
@@ -193,19 +195,19 @@ _REMEDIES = (
 )
 
 
-def explain_mixed_tensors(
-    error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any
-) -> None:
-    """Add what was read, or given, and what helps to torch's message, if ``error`` is that.
+def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any) -> None:
+    """Add to torch's message what the cause may be, and what helps, if it is one of the two errors.
 
     ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
-    is_ours = isinstance(error, RuntimeError) and _TEXT_OF_TORCH in str(error)
-    if error is None or not is_ours or hasattr(error, _EXPLAINED):  # by a unit inside
+    if not isinstance(error, RuntimeError) or hasattr(error, _EXPLAINED):  # by a unit inside
         return
     text = ""
     with contextlib.suppress(Exception):  # which would hide the error that is being explained
-        text = _explanation(error, unit, module, inputs)
+        if _TEXT_OF_TORCH in str(error):
+            text = _explanation(error, unit, module, inputs)
+        elif _ABOUT_DTYPES.search(str(error)):
+            text = _about_buffers(error, unit, module)
     if not text:
         setattr(error, _PASSED, {*getattr(error, _PASSED, ()), id(unit)})
     else:
@@ -261,6 +263,36 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
         "a parameter of another unit was probably read while that unit is not running, when its "
         f"modules hold shards. Units {which} that are sharded now: "
         f"{listed(labels)}. {_REMEDIES}"
+    )
+
+
+def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
+    """Return which buffers of ``unit`` are in another dtype than its parameters, if any are."""
+    casts = zip(unit.group.storage.compute_dtypes, unit.params, strict=True)
+    dtype = next((to for to, param in casts if to != param.sharded.dtype), unit.input_dtype)
+    named = _outermost(module, unit).named_modules()
+    prefix = next((fqn for fqn, each in named if each is module), unit.fqn)
+    held = {
+        inner: [
+            f"{joined(fqn, name)} ({buffer.dtype})"
+            for name, buffer in inner._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+        ]
+        for fqn, inner in outside_units(prefix, module, set())
+    }
+    # First those of the modules whose forward has failed, from the inside.
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    first = dict.fromkeys([*reversed(running), *held])
+    names = [name for inner in first for name in held.get(inner, ())]
+    if dtype is None or not names:
+        return ""
+    return (
+        f"unit {unit.label!r} computes in {dtype}, but buffers of it have another dtype: "
+        f"{listed(names)}. If that is the cause, one of these helps:\n"
+        f"* MixedPrecisionPolicy(..., buffer_dtype={dtype}) casts them once; from then on they are "
+        "updated and saved in that dtype.\n"
+        "* To leave them in theirs, apply fully_shard without param_dtype to the module that uses "
+        "them (to each BatchNorm, say), or cast them in forward, where they are read."
     )
 
 

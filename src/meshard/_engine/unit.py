@@ -104,6 +104,7 @@ class Unit:
         self.settings = settings
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype  # to which outputs are cast; None: no cast
+        self.buffer_dtype = policy.buffer_dtype  # in which buffers are kept; None: their own
         self.step = UnitStep()
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
@@ -206,6 +207,30 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
     """Iterate over the units of ``module`` and of everything inside it, each once."""
     _check_module(module)
     yield from dict.fromkeys(unit for inner in module.modules() for unit in units_of(inner))
+
+
+def outside_units(
+    prefix: str, module: nn.Module, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over ``module`` and its submodules, without those that are units or inside one."""
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        if child not in seen and unit_of(child) is None:
+            yield from outside_units(joined(prefix, name), child, seen)
+
+
+def change_buffers(
+    modules: Iterable[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace each buffer by ``change(buffer)``; one of several modules stays one tensor."""
+    changed: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer not in changed:
+                    changed[buffer] = change(buffer)
+                module._buffers[name] = changed[buffer]
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:

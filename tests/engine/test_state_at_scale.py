@@ -1,0 +1,78 @@
+"""State per rank of models that fit on no machine here: the table of docs/memory.md.
+
+The modules, units and optimizer are real; their tensors are on the meta device, and the ranks are
+those of a group that only pretends to communicate.
+"""
+
+import re
+
+import pytest
+import torch
+
+from meshard import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    flat_optimizer,
+    fully_shard_units,
+)
+from tests.house.sources import ROOT
+from tests.support.fake import fake_group
+from tests.support.models import Transformer, TransformerBlock
+
+ROW = re.compile(r"^\| (\d+ blocks of width \d+, \d+ tokens) \| (.+) \|$", re.MULTILINE)
+ROWS = {
+    "13B": (8, OffloadPolicy()),
+    "175B": (128, OffloadPolicy()),
+    "1T": (256, CPUOffloadPolicy(pin_memory=False)),
+}
+
+
+def rows_of_page():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    return [(shape, cells.split(" | ")) for shape, cells in ROW.findall(page)]
+
+
+def local_bytes(tensors):
+    return sum(tensor.to_local().nbytes for tensor in tensors)
+
+
+def measure(shape, rank, num_ranks, offload):
+    """Return the cells of a row, as rank ``rank`` has them."""
+    depth, dim, vocab = map(int, re.findall(r"\d+", shape))
+    with fake_group(num_ranks, rank):
+        with torch.device("meta"):
+            model = Transformer(vocab=vocab, dim=dim, heads=dim // 128, depth=depth, tied=True)
+        numel = sum(param.numel() for param in model.parameters())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        units = fully_shard_units(
+            model, units=TransformerBlock, mp_policy=policy, offload_policy=offload
+        )
+        assert len(units) == depth + 1
+        params = list(model.parameters())
+        optimizer = flat_optimizer(model, torch.optim.AdamW)
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+        moments = [
+            each[name] for each in optimizer.state.values() for name in each if "exp" in name
+        ]
+        state = local_bytes([*params, *(param.grad for param in params), *moments])
+        unsharded = 2 * sum(param.numel() for param in model.blocks[0].parameters())
+    assert abs(state - 16 * numel / num_ranks) < 1e-3 * state  # 4 of weight, gradient, moments
+    ranks = (
+        f"{num_ranks}, [offloaded](offload.md)" if offload != OffloadPolicy() else str(num_ranks)
+    )
+    return [f"{numel / 1e9:.1f}", ranks, f"{state / 1e9:.1f}", f"{unsharded / 1e9:.1f}"]
+
+
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("position", range(len(ROWS)), ids=list(ROWS))
+def test_the_table_is_what_the_modules_take(position):
+    shape, cells = rows_of_page()[position]
+    num_ranks, offload = list(ROWS.values())[position]
+    assert measure(shape, 0, num_ranks, offload) == cells
+
+
+def test_every_row_of_the_table_is_measured():
+    assert len(rows_of_page()) == len(ROWS)
