@@ -20,7 +20,15 @@ from meshard._engine.build import give_lifecycle
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, UnitSettings, UnitStep, alive, unit_of, units_in
+from meshard._engine.unit import (
+    Unit,
+    UnitSettings,
+    UnitStep,
+    alive,
+    own_class,
+    unit_of,
+    units_in,
+)
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -49,9 +57,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module as an instance of its original class, which may have a ``__deepcopy__``."""
     sharded_class = type(module)
-    # The first after FSDPModule (or ReplicateModule) and its bases, which are no modules.
-    original = next(cls for cls in sharded_class.__mro__[1:] if issubclass(cls, nn.Module))
-    module.__class__ = original
+    module.__class__ = own_class(module)
     try:
         copied: nn.Module = copy.deepcopy(module, memo)
     finally:

@@ -39,6 +39,7 @@ from meshard._engine.outputs import (
     may_collect,
     tensors_in,
 )
+from meshard._engine.pickling import check_may_pickle
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import Unit, alive, own_class, units_of, with_siblings
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
@@ -174,10 +175,9 @@ class UnitHook:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
-            "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
-        )
+        """Pickle as something that does nothing: where a module may be pickled, it is plain."""
+        check_may_pickle(self._unit())
+        return partial, (nn.Identity,)  # it takes any arguments, and torch has it
 
 
 class ModuleHooks(UnitHook):
