@@ -15,11 +15,10 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import memory_backend
-from meshard._engine.deepcopy import copy_with_units
+from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as_plain
 from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.pickling import FORWARD_METHODS, reduce_as_plain
 from meshard._engine.unit import Unit, own_class, require_units, unit_of, units_in, units_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
