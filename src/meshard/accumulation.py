@@ -226,9 +226,10 @@ def uneven_batches(
     check_bool("divide_by_initial_world_size", divide_by_initial_world_size)
     check_bool("throw_on_early_termination", throw_on_early_termination)
     units = list(units_in(module))
-    groups = [unit.group for unit in units if unit.params]
-    is_replicated = all(isinstance(group.storage, ReplicatedParams) for group in groups)
-    if not is_replicated or "_meshard_buckets" not in vars(module):
+    are_replicated = all(
+        isinstance(unit.group.storage, ReplicatedParams) for unit in units if unit.params
+    )
+    if not are_replicated or "_meshard_buckets" not in vars(module):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
@@ -237,7 +238,7 @@ def uneven_batches(
     check_iterable("batches", batches)
     loop = _UnevenLoop(
         units,
-        groups[0].spec,
+        units[0].group.spec,
         counts_all=divide_by_initial_world_size,
         ends_early=throw_on_early_termination,
     )
