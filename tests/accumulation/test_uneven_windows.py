@@ -109,6 +109,26 @@ def expected(world, *, counts_all):
     return list(model.parameters())
 
 
+def train_in_backward():
+    """Units are stepped in the backwards that end a window, on ranks without a batch too."""
+    model = replicated()[0]
+    optimizer = meshard.overlap_optimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9)
+    for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
+        if batch is not None:
+            around_both(model, number, batch)
+        if ends_window(number):
+            optimizer.step()
+    meshard.finalize_gradients(model)
+    optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_units_are_stepped_in_backward(run_ranks):
+    for params in run_ranks(train_in_backward, 4):
+        for param, wanted in zip(params, expected(4, counts_all=False), strict=True):
+            torch.testing.assert_close(param, wanted)
+
+
 WAYS = [around_both, around_the_backward, by_a_setter, in_parts]
 
 
