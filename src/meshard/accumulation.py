@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from meshard._comm.blocking import gather_from_all
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import GroupSpec
-from meshard.policies import GradientSync, check_iterable
+from meshard.policies import GradientSync, check_bool, check_iterable
 
 Batch = TypeVar("Batch")
 _END: Any = object()  # marks the end of an iterator, whose length need not be known
@@ -181,20 +182,37 @@ def finalize_gradients(module: nn.Module) -> None:
 # --- ranks with different numbers of batches -----------------------------------------------------
 
 
-def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch | None]:
+def uneven_batches(
+    module: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    divide_by_initial_world_size: bool = False,
+    throw_on_early_termination: bool = False,
+) -> Iterator[Batch | None]:
     """Iterate over this rank's batches, and then over None until every rank has used up its own.
 
     A rank without a batch takes part in the reductions of the others with a gradient of zero, and
-    gradients are divided by the number of ranks that had a batch (unless
+    gradients are divided by the number of ranks that had a batch when they were reduced (unless
     ``set_gradient_divide_factor`` was called). ``.grad`` is there also where the batch is None, so
     every rank steps its optimizer every time, and ranks stay equal.
 
-    **Collective:** every rank of the mesh, at each iteration (one number per rank). For each batch
-    run one forward of ``module``, which ``replicate`` was applied to, and one backward that reduces
-    fully. All ranks wait for one that leaves the loop early.
+    Each batch needs a backward. At most one backward per iteration may reduce fully; none does
+    under ``no_sync``, which ranks with a batch must enter alike, and the others learn.
+
+    **Collective:** every rank of the mesh, at each iteration: one number per rank when gradients
+    are reduced, or else at the end of the iteration. Collectives of yours come after that. With
+    ``broadcast_buffers``, buffers are sent once per iteration, from the first rank that had a batch
+    in the one before. All ranks wait for one that leaves the loop early.
+
+    Args:
+        module: The module that ``replicate`` was applied to.
+        batches: Those of this rank.
+        divide_by_initial_world_size: Divide by the number of all ranks, as DDP's ``join`` does.
+        throw_on_early_termination: Raise on all ranks once one has no batch left.
 
     Raises:
-        RuntimeError: A batch was skipped, or its gradients were not reduced fully (``no_sync``).
+        RuntimeError: On all ranks. A batch was skipped, two backwards of an iteration reduced, or
+            not all ranks with a batch did; or ``throw_on_early_termination``.
         ValueError: ``module`` is not replicated, or some of it is sharded.
 
     >>> import torch, meshard
@@ -205,66 +223,165 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[Batc
     >>> model.bias.grad
     tensor([6.])
     """
+    check_bool("divide_by_initial_world_size", divide_by_initial_world_size)
+    check_bool("throw_on_early_termination", throw_on_early_termination)
     units = list(units_in(module))
-    groups = [unit.group for unit in units if unit.params]
-    is_replicated = all(isinstance(group.storage, ReplicatedParams) for group in groups)
-    if not is_replicated or "_meshard_buckets" not in vars(module):
+    are_replicated = all(
+        isinstance(unit.group.storage, ReplicatedParams) for unit in units if unit.params
+    )
+    if not are_replicated or "_meshard_buckets" not in vars(module):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
             "units inside; where parameters are sharded, a rank that has no batch left must run an "
             "empty one, because others gather its shards."
         )
     check_iterable("batches", batches)
-    return _uneven_batches(module, batches, units, groups[0].spec)
+    loop = _UnevenLoop(
+        units,
+        units[0].group.spec,
+        counts_all=divide_by_initial_world_size,
+        ends_early=throw_on_early_termination,
+    )
+    return _uneven_batches(module, batches, loop)
 
 
 def _uneven_batches(
-    module: nn.Module, batches: Iterable[Batch], units: list[Unit], spec: GroupSpec
+    module: nn.Module, batches: Iterable[Batch], loop: _UnevenLoop
 ) -> Iterator[Batch | None]:
-    pg = spec.mesh_info.replicate_group
-    assert pg is not None
-    buckets = module.__dict__["_meshard_buckets"]
-    averaging = [unit for unit in units if unit.settings.divide_factor is None]
+    buckets, lifecycle = module.__dict__["_meshard_buckets"], loop.lifecycle
+    buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     remaining = iter(batches)
     try:
         while True:
+            loop.begin()
+            buckets.prepare(module)
             batch: Any = next(remaining, _END)
-            has_batch = torch.tensor([batch is not _END], dtype=torch.int32, device=spec.device)
-            have = gather_from_all(has_batch, pg, label="(uneven batches)").view(-1).tolist()
-            if not any(have):
-                return
-            for unit in averaging:
-                unit.settings.divide_factor = float(sum(have))
-            buckets.buffers_from = have.index(1)  # the rank whose buffers count
-            number = units[0].lifecycle.backward_number
             if batch is _END:
-                buckets.before_forward(module, ())
-                _reduce_zeros(units)
+                loop.tell(_Told.NO_BATCH)
+                if not loop.having:
+                    return
+                loop.join(module)
                 batch = None
             yield batch
-            is_skipped = units[0].lifecycle.backward_number == number
-            if is_skipped or any(unit.gradients.is_pending for unit in units):
-                # gloo aborts where the reduction of another rank meets the next exchange.
-                raise RuntimeError(
-                    "uneven_batches needs one backward under GradientSync.FULL for each batch, and "
-                    "this one was skipped, or its gradients are pending: do not use no_sync in the "
-                    "loop, and multiply the loss by 0 instead of skipping a batch."
-                )
+            loop.end(has_batch=batch is not None)
+            buckets.buffers_from = loop.having[0]
     finally:
-        for unit in averaging:
-            unit.settings.divide_factor = None
+        loop.begin()
+        buckets.is_looped, lifecycle.before_reduction = False, None
         buckets.buffers_from = 0
 
 
-def _reduce_zeros(units: list[Unit]) -> None:
-    """Run a backward that uses no parameter, so that it issues the collectives of the others'."""
+class _Told(enum.IntEnum):
+    """What a rank tells all others, once in each iteration of ``uneven_batches``."""
 
-    def join(_: torch.Tensor) -> None:
-        for unit in units:
-            if unit.params:
-                unit.lifecycle.gradient_joins(unit)
+    NO_BATCH = enum.auto()
+    REDUCES = enum.auto()  # it begins to reduce fully
+    KEEPS = enum.auto()  # its backwards are over, and none has reduced
+    FAILED = enum.auto()
 
-    with torch.enable_grad():
-        zero = torch.zeros((), requires_grad=True)
-        zero.register_hook(join)
-        (zero * 1).backward()
+
+class _UnevenLoop:
+    """What a rank knows of the others in ``uneven_batches``.
+
+    Those that have a batch tell how far they reduce when they begin to, whatever sets their mode.
+    """
+
+    def __init__(
+        self, units: list[Unit], spec: GroupSpec, *, counts_all: bool, ends_early: bool
+    ) -> None:
+        assert spec.mesh_info.replicate_group is not None
+        self.lifecycle = units[0].lifecycle
+        self.having: list[int] = []  # the ranks that had a batch in the last iteration
+        self._units, self._pg, self._device = units, spec.mesh_info.replicate_group, spec.device
+        self._counts_all, self._ends_early = counts_all, ends_early
+        self._ranks: dict[_Told, list[int]] = {}  # by what they told in the present iteration
+        self._problem = ""
+        self._averaging: list[Unit] = []  # units whose divide factor was set here
+        self._began_at = self._told_at = 0  # numbers of backwards
+
+    def begin(self) -> None:
+        """Begin an iteration, in which nothing is told yet."""
+        for unit in self._averaging:
+            unit.settings.divide_factor = None
+        self._averaging, self._ranks = [], {}
+        self._began_at = self.lifecycle.backward_number
+
+    def tell(self, what: _Told) -> None:
+        """Tell all ranks, learn what they tell, and raise if that does not fit together.
+
+        **Collective:** all ranks, once per iteration.
+        """
+        own = torch.tensor([what], dtype=torch.int32, device=self._device)
+        told = gather_from_all(own, self._pg, label="(uneven batches)").view(-1).tolist()
+        self._told_at = self.lifecycle.backward_number
+        self._ranks = {each: [] for each in _Told}
+        for rank, number in enumerate(told):
+            self._ranks[_Told(number)].append(rank)
+        self.having = sorted(self._ranks[_Told.REDUCES] + self._ranks[_Told.KEEPS])
+        self._problem = self._find_problem()
+        self._check()
+        if not self._counts_all:
+            self._averaging = [unit for unit in self._units if unit.settings.divide_factor is None]
+            for unit in self._averaging if self.having else ():
+                unit.settings.divide_factor = float(len(self.having))
+
+    def _find_problem(self) -> str:
+        without, reducing, keeping, failed = self._ranks.values()
+        if failed:
+            return (
+                f"rank(s) {failed} skipped a batch of uneven_batches, or reduced twice for one. "
+                "Run one backward under GradientSync.FULL for each batch, or one under no_sync, "
+                "and multiply the loss by 0 instead of skipping a batch."
+            )
+        if reducing and keeping:
+            return (
+                f"in an iteration of uneven_batches, rank(s) {reducing} reduced gradients fully "
+                f"and rank(s) {keeping} did not; enter no_sync in the same iterations on all ranks "
+                "that have a batch."
+            )
+        if self._ends_early and self.having and without:
+            return (
+                f"rank(s) {without} have no batch left, and uneven_batches was called with "
+                "throw_on_early_termination=True."
+            )
+        return ""
+
+    def _check(self) -> None:
+        if self._problem:
+            raise RuntimeError(self._problem)
+
+    def before_reduction(self) -> None:
+        """Tell that this rank reduces: called before each reduction of a unit over all ranks."""
+        self._check()
+        if not self._ranks:
+            self.tell(_Told.REDUCES)
+        elif self._told_at != self.lifecycle.backward_number:
+            self.tell(_Told.FAILED)
+
+    def join(self, module: nn.Module) -> None:
+        """Run a backward that uses no parameter: it issues the collectives of the others'.
+
+        Where they reduce nothing, zeros are pending here as gradients are there.
+        """
+
+        def arrive(_: torch.Tensor) -> None:
+            for unit in self._units:
+                if unit.params:
+                    unit.lifecycle.gradient_joins(unit)
+
+        mode = GradientSync.FULL if self._ranks[_Told.REDUCES] else GradientSync.NONE
+        with gradient_sync(module, mode), torch.enable_grad():
+            zero = torch.zeros((), requires_grad=True)
+            zero.register_hook(arrive)
+            (zero * 1).backward()
+
+    def end(self, *, has_batch: bool) -> None:
+        """End an iteration: the body of the loop is over."""
+        self._check()
+        if not has_batch:
+            return
+        if not self._ranks:
+            has_run = self.lifecycle.backward_number > self._began_at
+            self.tell(_Told.KEEPS if has_run else _Told.FAILED)
+        elif any(unit.gradients.is_pending for unit in self._units):
+            self.tell(_Told.FAILED)

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import memory_backend
-from meshard._engine.deepcopy import copy_with_units
+from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as_plain
 from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, require_units, unit_of, units_in, units_of
+from meshard._engine.unit import Unit, own_class, require_units, unit_of, units_in, units_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
@@ -60,8 +60,6 @@ def _write(module: Any, recurse: bool, **settings: Any) -> None:
 
 # --- registered forward methods ------------------------------------------------------------------
 
-_REGISTERED = "_meshard_forward_methods"  # on a module: name -> the instance's own method, or None
-
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Unshard the parameters of ``module`` while ``module.method_name(...)`` runs.
@@ -89,12 +87,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     if unit_of(module) is None or method_name == "forward":
         return
-    registered = module.__dict__.setdefault(_REGISTERED, {})
+    registered = module.__dict__.setdefault(FORWARD_METHODS, {})
     if method_name in registered:
         return
     # On the class, which only sharded modules have: an instance that referred to itself would not
     # be freed without the garbage collector, and a copy would call the method of the original.
-    if not hasattr(vars(type(module)).get(method_name), _REGISTERED):
+    if not hasattr(vars(type(module)).get(method_name), FORWARD_METHODS):
         setattr(type(module), method_name, _dispatching(type(module), method_name))
     registered[method_name] = module.__dict__.pop(method_name, None)
 
@@ -104,7 +102,7 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
     original = inspect.getattr_static(sharded_class, name, None)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        registered = self.__dict__.get(_REGISTERED, {})
+        registered = self.__dict__.get(FORWARD_METHODS, {})
         called = registered.get(name)
         if called is None and original is not None:
             called = original.__get__(self, type(self))
@@ -115,7 +113,7 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
 
     if original is not None:
         functools.update_wrapper(method, getattr(sharded_class, name))
-    setattr(method, _REGISTERED, True)
+    setattr(method, FORWARD_METHODS, True)
     # Dynamo would trace the call as `self.name(...)`, which is this method again.
     return skip_dynamo_once(method)
 
@@ -254,14 +252,14 @@ class GradientSetters(_AnyModule):
         """Return a module like this one, with units of its own on the same mesh."""
         return copy_with_units(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle: hooks and process groups cannot be pickled."""
-        name = type(self).__name__.removeprefix("FSDP").removeprefix("Replicated")
-        raise TypeError(
-            f"a sharded or replicated {name} cannot be pickled, nor copied by copy.copy; save its "
-            "state_dict() (shards with torch.distributed.checkpoint, or unsharded by "
-            "get_model_state_dict with full_state_dict=True), or use copy.deepcopy."
-        )
+    def __copy__(self: Any) -> Any:
+        """Refuse: two modules would share the units."""
+        name = own_class(self).__name__
+        raise TypeError(f"a sharded or replicated {name} needs copy.deepcopy, not copy.copy.")
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle as a plain module, with unsharded parameters: inside ``unsharded_params``."""
+        return reduce_as_plain(self)
 
 
 class FSDPModule(GradientSetters, TorchFSDPModule):

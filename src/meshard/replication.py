@@ -106,6 +106,7 @@ class Buckets:
         sends_buffers: bool,  # whether forwards overwrite buffers by those of one rank
     ) -> None:
         self.buffers_from = 0  # the rank in the mesh whose buffers are sent
+        self.is_looped = False  # uneven_batches prepares, once per iteration, and forwards do not
         self.replaced = ReplacedCount()
         self._comm_hook: CommHook | None = None  # runs instead of the all-reduces
         self._params = params
@@ -139,7 +140,7 @@ class Buckets:
         """Return buckets of the units' copies, which keep their present order."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied.replaced = ReplacedCount()
+        copied.replaced, copied.is_looped, copied.buffers_from = ReplacedCount(), False, 0
         copied._comm_hook = None  # its state belongs to these buckets
         copied._params, copied._recorders, copied._is_final = [], [], True
         copied._configure_gradients()
@@ -189,12 +190,15 @@ class Buckets:
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Rebuild the buckets if it is time, and send buffers, before a forward with a graph.
+        """Prepare a forward with a graph. A pre-hook that runs before those of the units."""
+        if torch.is_grad_enabled() and not self.is_looped:
+            self.prepare(module)
 
-        A pre-hook that runs before those of the units. **Collective:** all ranks of the mesh.
+    def prepare(self, module: nn.Module) -> None:
+        """Rebuild the buckets if it is time, and send buffers.
+
+        **Collective:** all ranks of the mesh.
         """
-        if not torch.is_grad_enabled():
-            return
         # The same on all ranks, because all run the same forwards and backwards.
         is_late = not self._is_final and self.units[0].lifecycle.backward_number >= 2
         # As in DDP, a hook may keep state by bucket from its third window on.

@@ -13,6 +13,7 @@ WITH_FALLBACK = [
     "torch.autograd._profiler_enabled",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.get_interpreter_stack",
+    "torch._C._distributed_rpc._is_current_rpc_agent_set",
 ]
 # Names that meshard cannot do without, and what uses them.
 WITH_ERROR = {

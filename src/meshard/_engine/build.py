@@ -29,6 +29,7 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
+from meshard._engine.optimizer_hooks import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import (
     Unit,
@@ -97,6 +98,7 @@ def _prefix(position: int, modules: list[nn.Module]) -> str:
 
 
 def _check_free(fqn: str, param: nn.Parameter, root: nn.Module) -> None:
+    refuse_backward_optimizer(repr(fqn), param, ValueError)
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(

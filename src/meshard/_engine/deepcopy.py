@@ -1,9 +1,11 @@
-"""Deep copies of modules with units.
+"""Copies of modules with units: deep copies, and pickles.
 
-A copy has units of its own, with their own shards, hooks, settings and steps, on the same mesh. The
-units are copied first. Then the modules are copied as instances of their original classes; their
-hooks and parameters find the copied units and shards in the memo of ``copy.deepcopy``. Last, the
-copied units are connected with their modules and with one another.
+A deep copy has units of its own, with their own shards, hooks, settings and steps, on the same
+mesh. The units are copied first. Then the modules are copied as instances of their original
+classes; their hooks and parameters find the copied units and shards in the memo of
+``copy.deepcopy``. Last, the copied units are connected with their modules and with one another.
+
+A pickle has no units: it is that of a plain module, which loads without meshard.
 """
 
 from __future__ import annotations
@@ -17,10 +19,23 @@ import torch
 from torch import nn
 
 from meshard._engine.build import give_lifecycle
-from meshard._engine.hooks import gradient_hook_maker
+from meshard._engine.hooks import check_may_pickle, gradient_hook_maker
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, UnitSettings, UnitStep, alive, unit_of, units_in
+from meshard._engine.unit import (
+    Unit,
+    UnitSettings,
+    UnitStep,
+    alive,
+    own_class,
+    unit_of,
+    units_in,
+    units_of,
+)
+from meshard._torch.private import composable_keys
+
+FORWARD_METHODS = "_meshard_forward_methods"  # on a module: name -> its own method, or None
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # dicts with the same keys
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -49,9 +64,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module as an instance of its original class, which may have a ``__deepcopy__``."""
     sharded_class = type(module)
-    # The first after FSDPModule (or ReplicateModule) and its bases, which are no modules.
-    original = next(cls for cls in sharded_class.__mro__[1:] if issubclass(cls, nn.Module))
-    module.__class__ = original
+    module.__class__ = own_class(module)
     try:
         copied: nn.Module = copy.deepcopy(module, memo)
     finally:
@@ -130,3 +143,38 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),
     )
+
+
+# --- pickles -------------------------------------------------------------------------------
+
+
+def reduce_as_plain(module: nn.Module) -> Any:
+    """Return what pickles ``module`` as an instance of its own class, without unit and hooks."""
+    for unit in units_of(module):
+        check_may_pickle(unit)
+    plain: nn.Module = object.__new__(own_class(module))  # its class may pickle in its own way
+    plain.__dict__.update(_plain_state(module))
+    # The later protocols refuse an object of another class than that of ``module``.
+    return plain.__reduce_ex__(1)
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    state = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_meshard_") and name not in composable_keys
+    }
+    for name, method in vars(module).get(FORWARD_METHODS, {}).items():
+        if method is not None:
+            state[name] = method
+    ours = {
+        key
+        for name in _HOOKS
+        for key, hook in state.get(name, {}).items()
+        if str(getattr(hook, "__module__", "")).startswith("meshard.")
+    }
+    for name in _HOOKS:
+        if name in state:
+            hooks = state[name].items()
+            state[name] = type(state[name])((key, hook) for key, hook in hooks if key not in ours)
+    return state

@@ -50,6 +50,7 @@ from meshard._engine.unit import (
     units_of,
     with_siblings,
 )
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
@@ -179,6 +180,27 @@ def _after_state_dict(
         metadata["shards_only"] = _ShardsOnly(state_dict)
 
 
+def check_may_pickle(unit: Unit | None) -> None:
+    """Raise unless modules of ``unit`` hold unsharded parameters. None: the unit is gone."""
+    name = "a unit that is gone"
+    if unit is not None:
+        group, name = unit.group, f"unit {unit.label!r}"
+        unit.lifecycle.check_between_steps(unit, "pickle")
+        group.finish_pending_step()
+        group.check_nothing_is_pending()
+        if not group.params or isinstance(group.storage, ReplicatedParams):
+            return
+        is_first = group.spec.mesh_info.is_first_rank
+        if group.is_summoned and (is_first or not group.summoned_by.rank0_only):
+            return
+    raise TypeError(
+        f"a module of {name} cannot be pickled here: this rank has shards of its parameters. "
+        "Pickle it inside meshard.unsharded_params(module), as a plain module; or save its "
+        "state_dict() (shards with torch.distributed.checkpoint, or unsharded by "
+        "get_model_state_dict with full_state_dict=True)."
+    )
+
+
 class UnitHook:
     """A hook of a unit, which it holds weakly."""
 
@@ -195,10 +217,9 @@ class UnitHook:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a module whose parameters belong to a unit of fully_shard cannot be pickled, nor "
-            "copied by copy.copy; save its state_dict(), or use copy.deepcopy on the whole model."
-        )
+        """Pickle as something that does nothing: where a module may be pickled, it is plain."""
+        check_may_pickle(self._unit())
+        return partial, (nn.Identity,)  # it takes any arguments, and torch has it
 
 
 class ModuleHooks(UnitHook):

@@ -18,8 +18,9 @@ import contextlib
 import functools
 import itertools
 import threading
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import nn
 from meshard._comm.communicator import Communicator
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
+from meshard._engine.optimizer_hooks import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
@@ -37,13 +39,21 @@ from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
     graph_task_id,
+    is_distributed_backward,
+    is_in_distributed_autograd,
     keeps_graph,
+    num_backward_optimizers,
     queue_backward_callback,
     skip_dynamo,
     without_modes,
 )
 from meshard.policies import GradientSync
 
+_NOT_DISTRIBUTED = (
+    "a module of fully_shard or replicate was used inside torch.distributed.autograd.context(). "
+    "The backward() there does not reduce its gradients, nor put them into .grad; run the module "
+    "and loss.backward() outside of the context."
+)
 # Numbers of backwards, over all roots: a unit may get another root.
 _backward_ids = itertools.count()
 
@@ -95,6 +105,9 @@ class Lifecycle:
         self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
+        self._num_backward_optimizers = -1  # of torch, when parameters were last checked for them
+        # Called before each reduction over replicas: see ``meshard.uneven_batches``.
+        self.before_reduction: Callable[[], None] | None = None
         self.comm = comm
         self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         # The forwards that have begun and not ended, outermost first.
@@ -134,6 +147,7 @@ class Lifecycle:
         """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
         self.abort_if_failed()
         if self.phase is Phase.IDLE:
+            self._refuse_other_reductions()
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
             self._queue.begin_forward()
@@ -162,6 +176,21 @@ class Lifecycle:
             unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
         return call
+
+    def _refuse_other_reductions(self) -> None:
+        """Raise if something of torch's would take the gradients of the forward that begins.
+
+        Parameters are looked at whenever torch has other optimizers in backward than before.
+        """
+        if torch.is_grad_enabled() and is_in_distributed_autograd():
+            raise RuntimeError(_NOT_DISTRIBUTED)
+        count = num_backward_optimizers()
+        if count != self._num_backward_optimizers:
+            for group in self.groups():
+                for param in group.params:
+                    name = f"{param.fqn!r} of unit {group.label!r}"
+                    refuse_backward_optimizer(name, param.sharded, RuntimeError)
+            self._num_backward_optimizers = count
 
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
@@ -226,6 +255,9 @@ class Lifecycle:
             if graph_task_id() != self._graph_task:
                 self._check_nested()
             return
+        if is_distributed_backward():
+            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)  # torch drops the text of the error
+            raise RuntimeError(_NOT_DISTRIBUTED)
         self.failures.append("begun")  # until its end is sure to be noticed
         self._phase_around, self.phase = self.phase, Phase.BACKWARD
         self._thread = threading.get_ident()
@@ -348,6 +380,8 @@ class Lifecycle:
             self._reduce_if_ready(parent)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
+        if over_replicas and self.before_reduction is not None:
+            self.before_reduction()
         on_reduced = None
         if unit.on_reduced:
             self._queue.finish_of(unit.gradients)

@@ -26,7 +26,12 @@ from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, set_local
 from meshard._torch.patches import hold_pending
-from meshard._torch.private import accumulation_hooks_of, before_compiling, skip_dynamo
+from meshard._torch.private import (
+    accumulation_hooks_of,
+    before_compiling,
+    has_backward_optimizer,
+    skip_dynamo,
+)
 
 if TYPE_CHECKING:
     from meshard._engine.param_group import ParamGroup
@@ -54,6 +59,17 @@ def find_overlapped(
     ]
     ids = {id(param) for each in others for group in each.param_groups for param in group["params"]}
     return next((param for param in params if id(param) in ids), None)
+
+
+def refuse_backward_optimizer(name: str, param: torch.Tensor, error: type[Exception]) -> None:
+    """Raise ``error`` if torch's ``_apply_optimizer_in_backward`` steps the parameter ``name``."""
+    if has_backward_optimizer(param):
+        raise error(
+            f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
+            "steps it before its gradient is reduced, or never. Build the model again without "
+            "them, and call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or "
+            "replicate, which steps in backward too."
+        )
 
 
 def watch_optimizers(owner: ParamGroup) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
@@ -256,11 +255,13 @@ def joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def own_class(module: nn.Module) -> type:
-    """Return the class that ``module`` had before it was sharded."""
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    is_sharded = TorchFSDPModule in classes
-    return classes[classes.index(TorchFSDPModule) + 1 if is_sharded else 0]
+    # After that of adopt_module: its bases FSDPModule and ReplicateModule are no modules.
+    return next(
+        each for each in classes[unit_of(module) is not None :] if issubclass(each, nn.Module)
+    )
 
 
 def link_siblings(units: list[Unit]) -> Unit:

@@ -70,6 +70,11 @@ class ReplicatedGrads:
 
     # --- during a backward ------------------------------------------------------------
 
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether ``.grad`` is hidden by a backward that runs."""
+        return self.is_hidden and not self._is_settled
+
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None: a backward begins.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, ta
 from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
 from meshard._torch.dtensor import make_dtensor
-from meshard._torch.private import version_of
+from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, version_of
 
 
 class ReplicatedParam(UnitParam):
@@ -85,6 +86,29 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 _NO_TENSOR = torch.empty(0)
 
 
+def _arrived(
+    param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Call ``hook`` when autograd has added to ``.grad``, and hooks of users have seen it."""
+    if param.unsharded.grad is None and gradients[0] is not None:
+        raise RuntimeError(
+            f"a hook took the gradient of parameter {param.fqn!r} of a replicated module before it "
+            "was reduced, so ranks would drift apart. To step in backward call "
+            "meshard.overlap_optimizer; hooks may read .grad and change it in place."
+        )
+    hook(_NO_TENSOR)
+
+
+def _check_not_hooked(param: ReplicatedParam) -> None:
+    if gradient_hooks_of(param.sharded) or accumulation_hooks_of(param.sharded):
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of a replicated module has a hook that would not be called: "
+            f"the module computes with a copy of it in {param.unsharded.dtype} (param_dtype of "
+            "mp_policy). Use meshard.register_reduce_hook, or meshard.overlap_optimizer to step in "
+            "backward."
+        )
+
+
 class ReplicatedParams(UnitParams):
     """The parameters of one bucket, which are ordinary tensors."""
 
@@ -103,7 +127,7 @@ class ReplicatedParams(UnitParams):
         # Hooks of the nodes, not of the parameters: those of users run before them, and see
         # `.grad`. A parameter does not keep its node alive.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
-        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # a copy, and its parameter
+        self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # a copy, and its parameter
         self._copies: UnshardedMemoryPool | None = None
         self.rebuild()
 
@@ -122,17 +146,18 @@ class ReplicatedParams(UnitParams):
         self._read_dtypes()
         for index, param in enumerate(self.params):
             if param.unsharded.is_floating_point():
-                self._hook(param.unsharded, self._gradient_hook(index))
+                self._hook(param, self._gradient_hook(index))
 
-    def _hook(self, param: torch.Tensor, hook: GradientHook) -> None:
-        flag = param.requires_grad
-        param.requires_grad_(True)  # otherwise it has no node
+    def _hook(self, param: ReplicatedParam, hook: GradientHook) -> None:
+        tensor = param.unsharded
+        flag = tensor.requires_grad
+        tensor.requires_grad_(True)  # otherwise it has no node
         with torch.enable_grad():
-            view = param.view_as(param)
+            view = tensor.view_as(tensor)
         assert view.grad_fn is not None
         node: Any = view.grad_fn.next_functions[0][0]  # it adds to .grad
-        self._nodes.append((node, node.register_hook(lambda *_: hook(_NO_TENSOR))))
-        param.requires_grad_(flag)
+        self._nodes.append((node, node.register_hook(partial(_arrived, param, hook))))
+        tensor.requires_grad_(flag)
 
     def _make_copies(self, layout: FlatLayout, indices: list[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -144,7 +169,7 @@ class ReplicatedParams(UnitParams):
                 flag = param.sharded.requires_grad
                 param.unsharded = nn.Parameter(view.data, requires_grad=flag)
                 tag_tensor(param.unsharded, TensorTag.UNSHARDED, param.fqn)
-                self._casts.append((view, param.sharded))
+                self._casts.append((view, param))
             self._copies.free()
 
     def unhook(self) -> None:
@@ -167,7 +192,8 @@ class ReplicatedParams(UnitParams):
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:
-                view.copy_(param)
+                _check_not_hooked(param)
+                view.copy_(param.sharded)
 
     def free_unsharded(self) -> None:
         if self._copies is not None:
@@ -177,7 +203,7 @@ class ReplicatedParams(UnitParams):
 
     @property
     def version(self) -> int:
-        return sum(version_of(param) for _, param in self._casts)
+        return sum(version_of(param.sharded) for _, param in self._casts)
 
     def version_unless_replaced(self) -> int | None:
         for param, dtype in zip(self.params, self._dtypes, strict=True):

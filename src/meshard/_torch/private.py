@@ -113,6 +113,43 @@ gradient_hooks_of: HooksOf = attrgetter("_backward_hooks")
 accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 
+# --- autograd across processes, and optimizers in backward, of torch ------------------------
+
+_has_rpc_agent: Callable[[], bool] = _find(
+    "torch._C._distributed_rpc._is_current_rpc_agent_set"
+) or (lambda: False)
+_distributed_autograd = _find("torch._C._distributed_autograd")
+
+
+def is_in_distributed_autograd() -> bool:
+    """Whether this thread is inside ``torch.distributed.autograd.context()``."""
+    if not _has_rpc_agent() or not _distributed_autograd._get_debug_info()["num_autograd_contexts"]:
+        return False
+    try:
+        _distributed_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_distributed_backward() -> bool:
+    """Whether ``torch.distributed.autograd.backward()`` is running, in whatever thread."""
+    if not _has_rpc_agent():
+        return False
+    return bool(_distributed_autograd._get_debug_info()["num_current_backward_passes"])
+
+
+def num_backward_optimizers() -> int:
+    """Return how many parameters of this process torch's ``_apply_optimizer_in_backward`` has."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return len(getattr(module, "param_to_acc_grad_map", ()))
+
+
+def has_backward_optimizer(param: torch.Tensor) -> bool:
+    """Whether ``param`` has an optimizer of that kind."""
+    return hasattr(param, "_in_backward_optimizers")
+
+
 # --- tensors -------------------------------------------------------------------------------
 
 _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda _: False)
@@ -228,6 +265,8 @@ _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
 # The key in a module's ``__dict__`` under which that looks.
 _STATES = getattr(_contract, "STATE_KEY", "")
+# The keys in a module's ``__dict__`` that ``register_as_sharded`` and ``set_state`` write.
+composable_keys = {key for key in (_registry, _STATES) if key}
 
 
 def set_state(module: torch.nn.Module, state: object) -> None:

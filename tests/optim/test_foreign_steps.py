@@ -1,0 +1,272 @@
+"""Steps inside a backward that meshard does not know of: refused where they would train wrongly."""
+
+import contextlib
+import copy
+import importlib
+import os
+import tempfile
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+import meshard
+from tests.support.models import seeded
+
+SHARDING = {"fully_shard": meshard.fully_shard, "replicate": meshard.replicate}
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def batch():
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def step_in_backward(params):
+    """Step ``params`` by torch's own optimizers in backward."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        optim = importlib.import_module("torch.distributed.optim")
+    optim._apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1})
+
+
+def apply(name, model):
+    if name == "fully_shard":
+        meshard.fully_shard(model[0])
+    return SHARDING[name](model)
+
+
+def parameters_are_equal(model):
+    """Whether all ranks hold the same values."""
+    for param in model.parameters():
+        own = param.full_tensor() if hasattr(param, "full_tensor") else param
+        values = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, own.detach().contiguous())
+        if not all(torch.equal(value, values[0]) for value in values):
+            return False
+    return True
+
+
+REFUSED = r"'2\.weight'.* has _in_backward_optimizers.* meshard\.overlap_optimizer"
+
+
+def torch_optimizer(name, when):
+    model = net()
+    if when == "before":
+        step_in_backward([model[2].weight])
+        with pytest.raises(ValueError, match=REFUSED):
+            apply(name, model)
+        assert type(model) is nn.Sequential
+        return
+    apply(name, model)
+    if when == "later":
+        model(batch()).sum().backward()
+        model.zero_grad()
+    step_in_backward([model[2].weight])
+    for _ in range(2):  # the first refusal is not the last
+        with pytest.raises(RuntimeError, match=REFUSED):
+            model(batch())
+    assert parameters_are_equal(model)
+
+
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("name", SHARDING)
+def test_torch_optimizers_in_backward_are_refused(run_ranks, name, when, world):
+    run_ranks(torch_optimizer, world, name, when)
+
+
+def ignored_ones():
+    """Of ignored parameters nothing is known, and other models are not looked at."""
+    model = net()
+    step_in_backward(net().parameters())
+    step_in_backward([model[2].weight])
+    meshard.replicate(model, ignored_params={model[2].weight})
+    before = copy.deepcopy(model[2].weight)
+    model(batch()).sum().backward()
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_optimizers_in_backward_of_ignored_parameters_are_allowed(run_ranks):
+    run_ranks(ignored_ones, 1)
+
+
+# --- hooks that step, under replicate ------------------------------------------------------------
+
+
+def step_and_clear(optimizers):
+    """Return the hook of torch's tutorial."""
+
+    def hook(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    return hook
+
+
+def step_only(optimizers):
+    return lambda param: optimizers[param].step()
+
+
+def take(_):
+    def hook(param):
+        param.data.sub_(0.1 * param.grad)
+        param.grad = None
+
+    return hook
+
+
+NOT_REDUCED = r"before (it was|gradients were) reduced, so ranks would drift apart.*overlap_optim"
+
+
+def hooked(make, bucket_cap_mb):
+    model = meshard.replicate(seeded(net(), 0), bucket_cap_mb=bucket_cap_mb)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    handles = [
+        param.register_post_accumulate_grad_hook(make(optimizers)) for param in model.parameters()
+    ]
+    with pytest.raises(RuntimeError, match=NOT_REDUCED):
+        model(batch()).sum().backward()
+    for handle in handles:
+        handle.remove()
+    # Only what was stepped by hand before the error has drifted, which nothing can undo.
+    assert make is take or parameters_are_equal(model)
+    model(batch()).sum().backward()
+    for param in model.parameters():
+        optimizers[param].step()
+    assert make is take or parameters_are_equal(model)
+
+
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("bucket_cap_mb", [25, 4e-5])
+@pytest.mark.parametrize("make", [step_and_clear, step_only, take])
+def test_hooks_that_step_before_the_reduction_are_refused(run_ranks, make, bucket_cap_mb, world):
+    run_ranks(hooked, world, make, bucket_cap_mb)
+
+
+def hooked_copies():
+    """The module computes with copies, whose gradients hooks of parameters do not see."""
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = meshard.replicate(net(), mp_policy=policy)
+    model(batch()).sum().backward()
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        handle = getattr(model[2].weight, register)(print)
+        with pytest.raises(RuntimeError, match=r"'2\.weight' .* would not be called.*reduce_hook"):
+            model(batch())
+        handle.remove()
+    model(batch()).sum().backward()
+
+
+def test_hooks_that_would_not_be_called_are_refused(run_ranks):
+    run_ranks(hooked_copies, 2)
+
+
+def sharded_hooks():
+    """With shards they see reduced gradients, and may step."""
+    plain, model = seeded(net(), 0), seeded(net(), 0)
+    apply("fully_shard", model)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_and_clear(optimizers))
+    model(batch()).sum().backward()
+    ranks = range(dist.get_world_size())
+    inputs = [torch.randn(6, 3, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
+    (plain(torch.cat(inputs)).sum() / len(inputs)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), wanted)
+
+
+def test_hooks_on_shards_may_step(run_ranks):
+    run_ranks(sharded_hooks, 2)
+
+
+class Unused(torch.autograd.Function):
+    """A backward that has no gradient for its second input."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def double(param):
+    param.grad.mul_(2)
+
+
+def looking_hooks():
+    """Hooks that look at gradients or change them, and parameters without one, are no concern."""
+    model = meshard.replicate(seeded(net(), 0))
+    seen = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.sum()))
+    model[2].weight.register_post_accumulate_grad_hook(double)
+    for _ in range(2):
+        model(batch()).sum().backward()
+        model.zero_grad()
+    model.register_forward_hook(lambda _, args, out: Unused.apply(out, model[0].bias))
+    model[2].register_forward_hook(lambda _, args, out: out.detach().requires_grad_())
+    model(batch()).sum().backward()
+    assert len(seen) == 2
+    assert model[0].bias.grad is None
+
+
+def test_hooks_that_look_are_allowed(run_ranks):
+    run_ranks(looking_hooks, 2)
+
+
+# --- torch.distributed.autograd ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def rpc_agent():
+    """An agent of its own for each rank: autograd asks for one, and they need not talk."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, TP_SOCKET_IFNAME="lo"),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "You are using a Backend")  # torch's, of its own use
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+        rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            yield
+        finally:
+            rpc.shutdown()
+
+
+def distributed_autograd(name):
+    model = apply(name, seeded(net(), 0))
+    with rpc_agent():
+        with dist_autograd.context(), pytest.raises(RuntimeError, match=r"loss\.backward\(\) outs"):
+            model(batch())
+        with dist_autograd.context(), torch.no_grad():
+            model(batch())
+        loss = model(batch()).sum()
+        with (
+            dist_autograd.context() as context,
+            pytest.warns(UserWarning, match=r"inside torch\.distributed\.autograd\.context"),
+            pytest.raises(RuntimeError),
+        ):
+            dist_autograd.backward(context, [loss])
+        model.reset_iter_state()
+        assert all(param.grad is None for param in model.parameters())
+        model(batch()).sum().backward()  # outside of a context, as ever
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", SHARDING)
+def test_distributed_autograd_is_refused(run_ranks, name, world):
+    run_ranks(distributed_autograd, world, name)

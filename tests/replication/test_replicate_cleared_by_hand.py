@@ -1,0 +1,45 @@
+"""What ``param.grad = None`` drops, beside ``zero_grad()``: a row in docs/replicate.md."""
+
+import pytest
+import torch
+from torch import nn
+
+import meshard
+from tests.support.models import seeded
+
+FIRST, SECOND = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
+
+
+def by_hand(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+def by_zero_grad(model):
+    model.zero_grad()
+
+
+def gradient_after(clear, mode):
+    """The gradient of two backwards, the first under ``mode``, with ``clear`` in between."""
+    model = meshard.replicate(seeded(nn.Linear(2, 1, bias=False), 0))
+    with meshard.gradient_sync(model, mode):
+        model(FIRST).sum().backward()
+    clear(model)
+    model(SECOND).sum().backward()
+    return model.weight.grad.clone()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("clear", "mode", "is_dropped"),
+    [
+        (by_hand, meshard.GradientSync.NONE, False),  # it is in the bucket, and not in .grad
+        (by_zero_grad, meshard.GradientSync.NONE, True),
+        (by_hand, meshard.GradientSync.FULL, True),
+        (by_zero_grad, meshard.GradientSync.FULL, True),
+    ],
+)
+def test_what_is_dropped(run_ranks, clear, mode, is_dropped, world):
+    expected = SECOND if is_dropped else FIRST + SECOND
+    for gradient in run_ranks(gradient_after, world, clear, mode):
+        assert torch.equal(gradient, expected)
