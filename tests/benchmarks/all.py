@@ -26,11 +26,20 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.benchmarks import collectives, host_time, init_time, memory, overlap, step_time
+from tests.benchmarks import (
+    collectives,
+    cpu_time,
+    host_time,
+    init_time,
+    memory,
+    overlap,
+    step_time,
+)
 from tests.benchmarks.contenders import COMPUTE, OURS, PEER, PLAIN, SENT
 
 BENCHMARKS = {
     "step_time": step_time.run,
+    "cpu_time": cpu_time.run,
     "host_time": host_time.run,
     "memory": memory.run,
     "collectives": collectives.run,

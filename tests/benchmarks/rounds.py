@@ -46,7 +46,11 @@ class Times:
 
 
 def interleave(
-    steps: Mapping[str, Callable[[], float]], *, rounds: int, warm_up: int
+    steps: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    warm_up: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Times], dict[str, float]]:
     """Run the steps in turn; return the times of each, and its last loss.
 
@@ -56,16 +60,17 @@ def interleave(
         steps: By name: runs one step and returns the loss.
         rounds: How often each is timed.
         warm_up: How often each runs before.
+        clock: What to time by, in seconds: ``time.process_time`` for CPU time of all threads.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
     for round_number in range(warm_up + rounds):
         for name, step in steps.items():
             dist.barrier()
-            start = time.perf_counter()
+            start = clock()
             losses[name] = step()
             if round_number >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     slowest = torch.tensor(list(seconds.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     mean = torch.tensor(list(losses.values()))

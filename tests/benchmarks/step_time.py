@@ -14,6 +14,8 @@ import argparse
 import functools
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +85,8 @@ class Task(NamedTuple):
     configuration: Configuration
     rounds: int
     warm_up: int
+    everybody: tuple[str, ...] = EVERYBODY
+    clock: Callable[[], float] = time.perf_counter
 
 
 class Result(NamedTuple):
@@ -105,13 +109,13 @@ def measure(task: Task) -> Result:
     batch = configuration.make_batch(dist.get_rank())
     # DDP has no bfloat16 compute with float32 gradients in its public interface.
     whole = (DDP, REPLICATED, REPLICATED_SENT)
-    names = [name for name in EVERYBODY if not (configuration.narrow and name in whole)]
+    names = [name for name in task.everybody if not (configuration.narrow and name in whole)]
     steps = {}
     for name in names:
         model = contenders.make(name, configuration, mesh)
         optimizer = functools.partial(contenders.make_own_optimizer, name)
         steps[name] = contenders.trainer(model, batch, optimizer)
-    times, losses = interleave(steps, rounds=task.rounds, warm_up=task.warm_up)
+    times, losses = interleave(steps, rounds=task.rounds, warm_up=task.warm_up, clock=task.clock)
     tolerance = _NARROW_TOLERANCE if configuration.narrow else _LOSS_TOLERANCE
     for name in names:
         if name != COMPUTE and abs(losses[name] - losses[PEER]) > tolerance * losses[PEER]:
@@ -119,7 +123,11 @@ def measure(task: Task) -> Result:
     return Result(times, losses)
 
 
-def report(configuration: Configuration, result: Result) -> str:
+def report(
+    configuration: Configuration,
+    result: Result,
+    targets: tuple[tuple[str, str, float], ...] = TARGETS,
+) -> str:
     """Return a table of times, and of the ratios that have a target."""
     times = result.times
     lines = [configuration.name, f"{'':<30}{'ms':>8}{'quartiles':>18}{'of compute':>12}"]
@@ -128,7 +136,7 @@ def report(configuration: Configuration, result: Result) -> str:
         lines.append(
             f"  {name:<28}{t.median:>8.0f}{spread:>18}{t.median / times[COMPUTE].median:>12.2f}"
         )
-    for ours, peer, target in TARGETS:
+    for ours, peer, target in targets:
         if peer in times and ours in times:
             ratio = times[ours].median / times[peer].median
             lines.append(f"  {f'{ours} / {peer}':<56}{ratio:>6.2f}   target {target:.2f}")

@@ -1,8 +1,10 @@
 """Replicated modules: the memory of gradients, and when it is given back."""
 
 import gc
+import itertools
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -106,6 +108,85 @@ def test_gradients_take_their_own_size_once(run_ranks, steps):
         # Not exactly: what gloo's threads free for DDP is not seen, and counts as live.
         assert found["DDP, views"] > 0.999, found
         assert found["DDP"] > 1.999, found
+
+
+# --- at the peak of a backward ---------------------------------------------------------------
+
+
+def chain(width, depth):
+    model = seeded(nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)]), 0)
+    for param in model.parameters():
+        param.data.div_(100 * width).add_(torch.eye(width))  # neither vanish nor explode
+    return model, torch.linspace(-1, 1, 2 * width).view(2, width)
+
+
+def transformer():
+    layers = [
+        nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(8)
+    ]
+    return seeded(nn.Sequential(*layers), 0), torch.linspace(-1, 1, 8 * 256).view(1, 8, 256)
+
+
+# In buckets of 6 MiB: several, or one that is nearly all. Activations are small beside them.
+AT_PEAK = {
+    "24 weights of 1 MiB": partial(chain, 512, 24),
+    "8 layers of a transformer": transformer,
+    "100 weights of 64 KiB": partial(chain, 128, 100),
+}
+BUCKETS = {"bucket_cap_mb": 6.0}
+PEERS = {
+    "DDP": partial(DistributedDataParallel, **BUCKETS),
+    "DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True, **BUCKETS),
+    "replicate": partial(meshard.replicate, **BUCKETS),
+}
+
+
+def peaks_of(build, wrap, *, keeps_views=True):
+    """Return live bytes of gradients at the peak of a step, and of a microbatch that adds to it.
+
+    In units of the bytes of all parameters; and the gradients.
+    """
+    plain, x = build()
+    whole = sum(param.nbytes for param in plain.parameters())
+    model, x = wrap(plain), x + dist.get_rank()
+
+    def backward():
+        model(x).square().mean().backward()
+
+    for _ in range(3):  # until buckets are where they stay
+        backward()
+        model.zero_grad()
+    # Before a step there are the buckets; before a microbatch, gradients that are no views too.
+    peaks = [1 + max(itertools.accumulate(allocations(backward))) / whole]
+    model.zero_grad()
+    with model.no_sync():
+        backward()
+        start = 1 if keeps_views else 2
+        peaks.append(start + max(itertools.accumulate(allocations(backward))) / whole)
+    backward()
+    return peaks, [param.grad.clone() for param in plain.parameters()]
+
+
+def compare_peaks(name):
+    build = AT_PEAK[name]
+    found = {peer: peaks_of(build, wrap, keeps_views=peer != "DDP") for peer, wrap in PEERS.items()}
+    for one, two in zip(found["replicate"][1], found["DDP"][1], strict=True):
+        assert one.any()
+        assert torch.equal(one, two)
+    sizes = [param.nbytes for param in build()[0].parameters()]
+    return {peer: peaks for peer, (peaks, _) in found.items()}, max(sizes) / sum(sizes)
+
+
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("name", AT_PEAK)
+def test_gradients_at_the_peak_take_what_ddp_takes_with_views(run_ranks, name):
+    for found, largest in run_ranks(compare_peaks, 2, name):
+        print(name, {peer: [f"{peak:.2f} P" for peak in peaks] for peer, peaks in found.items()})
+        for ours, theirs in zip(found["replicate"], found["DDP, views"], strict=True):
+            assert ours <= theirs + largest, found
+
+
+# --- in later steps ---------------------------------------------------------------------------
 
 
 def steady():

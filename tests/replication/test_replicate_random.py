@@ -5,6 +5,7 @@ The oracle is a table: what is in ``.grad``, and what a window has beside it, in
 
 import random
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import meshard
 from meshard import GradientSync
+from meshard._comm import gradient_buffer
 from tests.support.models import Table
 
 SHAPES = [(3,), (2, 2), (), (5,), (4, 1), (1,), (2, 3)]
@@ -164,6 +166,19 @@ DTYPES = {
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_any_order_of_doings(run_ranks, dtypes, as_views):
     run_ranks(play, 2, 0, DTYPES[dtypes], {"gradient_as_bucket_view": as_views}, timeout=200)
+
+
+def play_packing_early(first, dtypes, kwargs):
+    with mock.patch.object(gradient_buffer, "_LARGE", 1):
+        play(first, dtypes, kwargs)
+
+
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_any_order_where_gradients_are_packed_as_they_arrive(run_ranks, dtypes, as_views):
+    kwargs = {"gradient_as_bucket_view": as_views}
+    run_ranks(play_packing_early, 2, 200, DTYPES[dtypes], kwargs, timeout=200)
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ different parameters still issue the same collective. A range without a gradient
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -65,6 +67,20 @@ class GradientLayout:
     def numel(self) -> int:
         """Elements of a buffer."""
         return self.shard_count * self.shard_numel
+
+    @functools.cached_property
+    def not_waiting(self) -> frozenset[int]:
+        """The parameters whose gradients are packed as they arrive, if the buffer is there.
+
+        All others together take no more memory than the largest gradient, and less time if they are
+        packed at once; so there are none in a small buffer.
+        """
+        if not self.is_large:
+            return frozenset()
+        by_size = sorted(self._all_ranges, key=lambda each: each.numel)
+        sums = itertools.accumulate(each.numel for each in by_size)
+        most = by_size[-1].numel
+        return frozenset(e.index for e, up_to in zip(by_size, sums, strict=True) if up_to > most)
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
@@ -132,6 +148,8 @@ class GradientLayout:
         layout = self.params[each.index]
         if isinstance(buffer, torch.Tensor):
             part = buffer.narrow(1, each.offset, each.numel)
+            if gradient is not None and gradient.data_ptr() == part.data_ptr():
+                return  # packed as it arrived
             if gradient is None or not layout.is_regular:
                 part.fill_(-0.0 if gradient is None else 0.0)
             if gradient is not None:

@@ -272,6 +272,7 @@ class Lifecycle:
         queue_backward_callback(end)
         for unit, grads in self._replicated():
             grads.hide(early[1] if early is not None and early[0] is unit else None)
+            unit.gradients.begin_backward(unit.settings)
         self.retained.begin_backward()
         self._ends = [
             weakref.ref(end, functools.partial(_backward_raised, me)),
@@ -333,7 +334,10 @@ class Lifecycle:
         if step.has_all(unit.group.num_trainable):
             # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
             self._on_complete_gradients(unit)
-        elif self._queue.has_sent_input:
+            return
+        if unit.gradients.bucket is not None:
+            unit.gradients.pack_arrived(index)
+        if self._queue.has_sent_input:
             self._queue.free_input_if_sent()
 
     def gradient_joins(self, unit: Unit) -> None:

@@ -26,8 +26,8 @@ from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._gradients.sharded_grads import ShardedGrads
-from meshard._params.replicated_params import ReplicatedParams
+from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
+from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
 from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
@@ -83,6 +83,7 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
         self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
+        self._arriving: FlatGradients | None = None  # where large gradients of a bucket go at once
         self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
@@ -177,7 +178,46 @@ class GradientAccumulator:
         # Outside of a backward, .grad of replicated parameters are those that were published.
         return self.bucket is None or self.bucket.is_hidden
 
+    def begin_backward(self, settings: ReduceSettings) -> None:
+        """Choose where large gradients of a bucket go as they arrive, lest all exist twice.
+
+        To the sum of the window, or to the bucket, unless a dtype or a hook wants other memory.
+        """
+        self._arriving = None
+        if self._unreduced is not None:
+            if not any(hook.arrived for hook in settings.reduce_hooks):
+                self._arriving = self._unreduced
+        elif self.storage.params:
+            layout, dtype = self.rules.layout_for(frozenset(), ()), self.rules.accumulate_dtype
+            if layout.not_waiting and dtype == self._wire_dtype(layout, settings):
+                flat = self._free_bucket(layout, dtype)
+                self._arriving = None if flat is None else FlatGradients(layout, flat, frozenset())
+
+    def pack_arrived(self, index: int) -> None:
+        """Move a gradient that has just arrived to where ``begin_backward`` has chosen, if large.
+
+        In the bucket it stays the ``.grad``, so that autograd may add another part to it.
+        """
+        arriving = self._arriving
+        if arriving is None or index not in arriving.layout.not_waiting:
+            return
+        param = self.storage.params[index]
+        gradient, place = param.unsharded.grad, arriving.layout.ranges[index]
+        if gradient is None or gradient.is_sparse:
+            return
+        assert isinstance(param, ReplicatedParam)
+        with unrecorded():
+            flat = arriving.flat.view(-1).narrow(0, place.offset, place.numel)
+            if self._unreduced is not None:
+                flat.add_(param.own_part_of(gradient))
+                self._unreduced = self._unreduced._replace(used=self._unreduced.used | {index})
+                param.unsharded.grad = None
+            elif gradient.dtype == flat.dtype and gradient.data_ptr() != flat.data_ptr():
+                flat.copy_(param.own_part_of(gradient))
+                param.unsharded.grad = param.shaped(flat)
+
     def _take(self) -> _Arrived:
+        self._arriving = None
         params = self.storage.params
         if not self._has_arrivals:
             return _Arrived([None] * len(params), frozenset())
@@ -257,10 +297,9 @@ class GradientAccumulator:
         self._open_window()
         if over_replicas:
             self.window.close()
-        mesh_info, hooks = self.storage.spec.mesh_info, settings.reduce_hooks
-        chosen = next((hook.wire_dtype for hook in hooks if hook.wire_dtype), None)
+        mesh_info = self.storage.spec.mesh_info
         plan = ReducePlan(
-            wire_dtype=chosen or self.rules.wire_dtype(layout),
+            wire_dtype=self._wire_dtype(layout, settings),
             accumulate_dtype=self.rules.accumulate_dtype,
             shard_group=settings.scatter_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if over_replicas else None,
@@ -276,6 +315,10 @@ class GradientAccumulator:
         self.num_in_flight += 1
         publishes = over_replicas or mesh_info.replicate_group is None
         return ReductionInFlight(reduction, layout, publishes)
+
+    def _wire_dtype(self, layout: GradientLayout, settings: ReduceSettings) -> torch.dtype:
+        chosen = next((hook.wire_dtype for hook in settings.reduce_hooks if hook.wire_dtype), None)
+        return chosen or self.rules.wire_dtype(layout)
 
     def _pack(
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings

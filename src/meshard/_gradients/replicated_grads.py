@@ -2,8 +2,8 @@
 
 Autograd adds to the ``.grad`` of such a parameter by itself, and what it adds is not reduced yet.
 So while a backward runs, every ``.grad`` is hidden: it is None until autograd sets a new gradient,
-which is packed into the bucket. At the end of the backward each ``.grad`` is a view of the bucket
-again.
+which is packed into the bucket, a large one at once. At the end of the backward each ``.grad`` is a
+view of the bucket again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class ReplicatedGrads:
         self._published: FlatGradients | None = None
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
+        self._layout: GradientLayout | None = None  # of the bucket
         self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # visible again for the rest of the present backward
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
@@ -53,9 +54,10 @@ class ReplicatedGrads:
         if self._published is not None and not (is_visible and is_clear(self._params)):
             return None
         self._published = None
-        bucket, wanted = self._bucket, (1, layout.numel)
-        if bucket is None or bucket.shape != wanted or bucket.dtype != dtype:
-            bucket = self._bucket = torch.empty(wanted, dtype=dtype, device=layout.device)
+        bucket = self._bucket
+        if bucket is None or self._layout is not layout or bucket.dtype != dtype:
+            bucket = self._bucket = layout.allocate(dtype)
+            self._layout = layout
         return bucket
 
     def leave(self) -> None:

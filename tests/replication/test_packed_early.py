@@ -1,0 +1,211 @@
+"""Replicated modules: gradients that are packed into their bucket as they arrive.
+
+That is so in large buckets only; here, in all of them.
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import meshard
+from meshard import CommLedger, GradientSync
+from meshard._comm import gradient_buffer
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.models import Table
+from tests.support.replicated import Pair, run
+
+WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
+
+
+def packing_early():
+    """Treat every bucket as a large one."""
+    return mock.patch.object(gradient_buffer, "_LARGE", 1)
+
+
+def place_of(gradient):
+    """Where a gradient is that has arrived: in the bucket, added to the others there, or alone."""
+    if gradient is None:
+        return "added"
+    return "alone" if gradient.untyped_storage().nbytes() == gradient.nbytes else "bucket"
+
+
+def seen_on_the_way():
+    """While the first layer computes, the largest gradient is in the bucket."""
+    with packing_early():
+        pair = Pair(bucket_cap_mb=25)
+        pair.steps(range(2))
+        largest, seen = pair.ours.blocks[1].linear.weight, []
+
+        def watched(model, x):
+            output = model(x)
+            first = model.blocks[0].linear.bias
+            handle = first.register_hook(lambda _: seen.append(place_of(largest.grad)))
+            integer_loss(output).backward()
+            handle.remove()
+
+        pair.step(2, ours=watched)
+        with pair.ours.no_sync():
+            pair.backward(3, ours=watched)
+            pair.backward(4, ours=watched)
+        pair.backward(5, ours=watched)
+        assert seen == ["bucket", "bucket", "added", "added"]
+        pair.compare()
+        pair.assert_views()
+
+
+def test_large_gradients_do_not_wait_for_the_bucket(run_ranks):
+    run_ranks(seen_on_the_way, 2)
+
+
+class InParts(nn.Module):
+    """A part that is used in two reentrant checkpoints, and outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = IntegerModel(1)
+        self.widen = nn.Linear(4, 7, bias=False)
+        with torch.no_grad():
+            self.widen.weight.copy_(torch.eye(7)[:, :4])
+
+    def forward(self, x):
+        x = (x + 0.0).requires_grad_()
+        for run_inner in (self._checkpointed, self.inner, self._checkpointed):
+            x = self.widen(run_inner(x))
+        return x[:, :4]
+
+    def _checkpointed(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+def in_parts(mode):
+    with packing_early():
+        pair = Pair(InParts(), bucket_cap_mb=25)
+        for window in range(3):
+            for number in range(2):
+                with meshard.gradient_sync(pair.ours, mode):
+                    pair.backward(3 * window + number)
+            pair.backward(3 * window + 2)
+            pair.compare()
+            pair.update()
+
+
+@pytest.mark.parametrize("mode", GradientSync)
+def test_gradients_that_arrive_in_parts(run_ranks, mode):
+    run_ranks(in_parts, 2, mode)
+
+
+def hooked():
+    """Hooks of parameters, and those on arrived gradients, see those of one microbatch."""
+    with packing_early():
+        pair = Pair(bucket_cap_mb=25)
+        of_params, of_bucket = [], []
+        for param in pair.ours.parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda p: of_params.append(p.grad.sum().item())
+            )
+
+        class Sum:
+            @staticmethod
+            def arrived(flat):
+                of_bucket.append(flat.sum().item())
+
+        for has_hook in (False, True):
+            handle = meshard.register_reduce_hook(pair.ours, Sum()) if has_hook else None
+            for number in range(4):
+                alone = IntegerModel()
+                alone.load_state_dict(pair.plain.state_dict())
+                run(alone, integer_batch(number, dist.get_rank()))
+                wanted = sum(param.grad.sum().item() for param in alone.parameters())
+                with contextlib.nullcontext() if number % 2 else pair.ours.no_sync():
+                    pair.backward(number)
+                assert sum(of_params) == wanted
+                assert of_bucket == [wanted] * has_hook
+                of_params.clear()
+                of_bucket.clear()
+                if number % 2:
+                    pair.compare()
+                    pair.update()
+            if handle is not None:
+                handle.remove()
+
+
+def test_hooks_see_one_microbatch(run_ranks):
+    run_ranks(hooked, 2)
+
+
+def used_late():
+    """A parameter that is first used in a later microbatch, with a hook that sees the sum."""
+    with packing_early():
+        model = Table([(4,), (5,), (6,)], [torch.float32] * 3)
+        meshard.replicate(model)
+        seen = []
+
+        class See:
+            @staticmethod
+            def before(flat):
+                seen.append(flat.clone())
+
+        meshard.register_reduce_hook(model, See())
+        ones = [torch.ones_like(param) for param in model.params]
+        for _ in range(2):
+            with model.no_sync():
+                for used in ([0], [2], [1, 2]):
+                    x = torch.zeros((), requires_grad=True)
+                    model(x, [ones[i] if i in used else None for i in range(3)]).backward()
+            model(torch.zeros((), requires_grad=True), [ones[0], None, None]).backward()
+            assert [param.grad.unique().tolist() for param in model.params] == [[2], [1], [2]]
+            assert seen.pop().sum() == 4 * 2 + 5 + 6 * 2
+            model.zero_grad()
+
+
+def test_parameters_that_are_used_late_in_a_window(run_ranks):
+    run_ranks(used_late, 2)
+
+
+def compressed():
+    with packing_early():
+        pair = Pair(bucket_cap_mb=25)
+        handle = meshard.register_reduce_hook(pair.ours, meshard.WireCompression(torch.bfloat16))
+        pair.steps(range(3))
+        with CommLedger(pair.ours) as ledger:
+            pair.step(3)
+        assert ledger.bytes == {"all_reduce": WHOLE // 2}
+        handle.remove()
+        with CommLedger(pair.ours) as ledger:
+            pair.step(4)
+        assert ledger.bytes == {"all_reduce": WHOLE}
+
+
+def test_gradients_that_travel_compressed(run_ranks):
+    run_ranks(compressed, 2)
+
+
+def failed():
+    """What a backward that failed has left in the bucket is gone."""
+
+    def fail(_):
+        raise ZeroDivisionError
+
+    with packing_early():
+        pair = Pair(bucket_cap_mb=25)
+        pair.steps(range(2))
+        for accumulates in (False, True):
+            if accumulates:
+                with pair.ours.no_sync():
+                    run(pair.ours, integer_batch(2, dist.get_rank()))
+            handle = pair.ours.blocks[0].linear.bias.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                run(pair.ours, integer_batch(3, dist.get_rank()))
+            handle.remove()
+            pair.ours.zero_grad()
+            pair.steps(range(4, 6))
+            pair.assert_views()
+
+
+def test_a_backward_that_fails_leaves_nothing(run_ranks):
+    run_ranks(failed, 2)
