@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from command_line import count, make_parser, new_file, parse
+from extras import Figure
 from launch import launch
-from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

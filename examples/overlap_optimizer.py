@@ -18,8 +18,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.distributed as dist
 from command_line import count, make_parser, new_file, parse
+from extras import Figure
 from launch import launch
-from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile

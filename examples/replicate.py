@@ -20,8 +20,8 @@ import torch.distributed as dist
 from byte_gpt import GPT, GPTConfig, loss_per_window
 from byte_text import Corpus
 from command_line import count, make_parser, new_file, old_file, parse
+from extras import Figure
 from launch import launch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
+from extras import Figure
 
 TRAIN_COLOUR, HELD_OUT_COLOUR = "#4c72b0", "#c44e52"
 

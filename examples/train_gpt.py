@@ -18,12 +18,12 @@ import torch.distributed as dist
 from byte_gpt import GPT, GPTConfig, generate, loss_per_window
 from byte_text import Corpus
 from command_line import count, make_parser, new_file, new_folder, old_file, parse
+from extras import tqdm
 from launch import device_type, launch
 from run_report import History, Summary, peak_bytes, write_json
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
-from tqdm import tqdm
 
 from meshard import (
     CommLedger,

@@ -37,6 +37,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 pytest_collection_modifyitems = select
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept the setting of pytest-timeout where that is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini(
+            "timeout", "seconds that a test may take; does nothing without pytest-timeout"
+        )
+
+
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     """``run_ranks(fn, n, *args, timeout=60, **kwargs)``: see ``RankPool.run``."""

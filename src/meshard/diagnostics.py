@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
 from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
@@ -268,7 +269,7 @@ class CommLedger:
         if self._recorded is None or source in self._recorded:
             self.events.append(event)
 
-    def __enter__(self) -> CommLedger:
+    def __enter__(self) -> Self:
         observers.append(self._observe)
         return self
 

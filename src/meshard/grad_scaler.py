@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from meshard._comm.blocking import agree_on_max
 from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
@@ -93,6 +94,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().__init__(*args, **kwargs)
         self._process_group = process_group
 
+    @override
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale, before its backward.
 
@@ -106,6 +108,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                     loss.register_hook(_mark_backward)
         return scaled
 
+    @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.
 
@@ -117,6 +120,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             optimizer.zero_grad()
         return loss
 
+    @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -244,4 +244,4 @@ def test_limits_that_torch_takes_are_taken(max_norm, expected):
     param = nn.Parameter(torch.ones(4))
     param.grad = torch.ones(4)
     assert meshard.clip_grad_norm_([param], max_norm, norm_type="2") == 2.0
-    assert param.grad.norm() == pytest.approx(expected, abs=1e-5)
+    assert param.grad.norm().item() == pytest.approx(expected, abs=1e-5)

@@ -125,6 +125,7 @@ def through_dcp(**options):
     assert all(isinstance(value, DTensor) for value in sharded.values())
 
 
+@pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")
 def test_whole_state_dicts_go_through_torchs_checkpoint_functions(run_ranks):
     run_ranks(through_dcp, 2)

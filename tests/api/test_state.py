@@ -263,6 +263,7 @@ def load_sharded(path):
     assert_same(model(batch), plain(batch))
 
 
+@pytest.mark.extras
 @pytest.mark.filterwarnings("ignore")
 def test_distributed_checkpoints_move_to_another_mesh(run_ranks, tmp_path):
     run_ranks(save_sharded, 3, str(tmp_path / "checkpoint"))

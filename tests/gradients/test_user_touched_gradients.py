@@ -55,7 +55,10 @@ def touched(touch):
             assert left() is None
 
 
-@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize(
+    "touch",
+    [pytest.param(name, marks=[pytest.mark.extras] * (name == "numpy")) for name in TOUCHES],
+)
 def test_what_a_user_did_to_a_gradient_goes_with_it(run_ranks, touch):
     run_ranks(touched, 2, touch)
 

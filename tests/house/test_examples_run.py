@@ -28,6 +28,11 @@ REPORT_KEYS = {"bytes_per_step", "held_out_loss", "peak_bytes_per_rank", "steps"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
+def needing_extras(rows):
+    """Return rows that begin with the name of an example, marked where that needs packages."""
+    return [pytest.param(*row, marks=[pytest.mark.extras] * (row[0] in DRAWING)) for row in rows]
+
+
 def run_script(folder, *command):
     """Run Python in ``folder``; return what it printed and what it complained of."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
@@ -95,22 +100,24 @@ def test_each_block_of_readme_runs_alone_and_ranks_draw_different_data(tmp_path,
 
 @pytest.mark.parametrize(
     ("name", "flags", "reason"),
-    [
-        *[(name, "--plot nowhere/x.png", "there is no folder nowhere") for name in DRAWING],
-        *[(name, "--ranks 0", "0 is not a whole number") for name in (*DRAWING, "drop_ranks")],
-        ("train_gpt", "--steps few", "few is not a whole number"),
-        ("train_gpt", "--json nowhere/x.json", "there is no folder nowhere"),
-        ("train_gpt", "--save nowhere/x", "there is no folder nowhere"),
-        ("train_gpt", "--resume nowhere", "there is no checkpoint in nowhere"),
-        ("train_gpt", "--data nowhere.txt", "nowhere.txt is not a file"),
-        ("train_gpt", "--data short.txt", "a text of 9 bytes is too short"),
-        ("train_gpt", "--heads 3", "width 128 is not divisible by 3 heads"),
-        ("train_gpt", "--batch 3", "cannot be divided over 2 ranks"),
-        ("train_gpt", "--replicas 3", "2 ranks cannot be divided over --replicas 3"),
-        ("hsdp_microbatches", "--replicas 3", "4 ranks cannot be divided over --replicas 3"),
-        ("sharding_map", "--replicas 3", "4 ranks cannot be divided over --replicas 3"),
-        ("replicate", "--data short.txt", "a text of 9 bytes is too short"),
-    ],
+    needing_extras(
+        [
+            *[(name, "--plot nowhere/x.png", "there is no folder nowhere") for name in DRAWING],
+            *[(name, "--ranks 0", "0 is not a whole number") for name in (*DRAWING, "drop_ranks")],
+            ("train_gpt", "--steps few", "few is not a whole number"),
+            ("train_gpt", "--json nowhere/x.json", "there is no folder nowhere"),
+            ("train_gpt", "--save nowhere/x", "there is no folder nowhere"),
+            ("train_gpt", "--resume nowhere", "there is no checkpoint in nowhere"),
+            ("train_gpt", "--data nowhere.txt", "nowhere.txt is not a file"),
+            ("train_gpt", "--data short.txt", "a text of 9 bytes is too short"),
+            ("train_gpt", "--heads 3", "width 128 is not divisible by 3 heads"),
+            ("train_gpt", "--batch 3", "cannot be divided over 2 ranks"),
+            ("train_gpt", "--replicas 3", "2 ranks cannot be divided over --replicas 3"),
+            ("hsdp_microbatches", "--replicas 3", "4 ranks cannot be divided over --replicas 3"),
+            ("sharding_map", "--replicas 3", "4 ranks cannot be divided over --replicas 3"),
+            ("replicate", "--data short.txt", "a text of 9 bytes is too short"),
+        ]
+    ),
 )
 def test_a_wrong_command_line_ends_in_one_line(
     example, monkeypatch, capsys, tmp_path, name, flags, reason
@@ -127,7 +134,21 @@ def test_a_wrong_command_line_ends_in_one_line(
     assert reason in error
 
 
-@pytest.mark.parametrize("name", [*DRAWING, "drop_ranks"])
+@pytest.mark.parametrize("package", ["matplotlib", pytest.param("tqdm", marks=pytest.mark.extras)])
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_package_that_is_missing_is_named_in_one_line(monkeypatch, name, package):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for module in (name, "extras", "run_report"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    for loaded in [each for each in sys.modules if each.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    with pytest.raises(SystemExit) as raised:
+        importlib.import_module(name)
+    assert raised.value.code == f'the examples need {package}: pip install "meshard[examples]"'
+
+
+@pytest.mark.parametrize("name", needing_extras([[name] for name in (*DRAWING, "drop_ranks")]))
 def test_an_example_heeds_the_number_of_ranks_of_torchrun(example, monkeypatch, tmp_path, name):
     started = []
     module = example(name)
@@ -141,6 +162,7 @@ def test_an_example_heeds_the_number_of_ranks_of_torchrun(example, monkeypatch, 
     assert [args.ranks for args in started] == [6]
 
 
+@pytest.mark.extras
 def test_the_numbers_of_a_run_are_there_if_its_picture_fails(
     example, monkeypatch, capsys, tmp_path
 ):
@@ -205,6 +227,7 @@ def save_and_die_on_one_rank(folder):
     return after_the_kill, loaded(checkpoint, folder)
 
 
+@pytest.mark.extras
 @pytest.mark.full
 def test_a_save_that_dies_on_one_rank_leaves_the_checkpoint_before_it(run_ranks, tmp_path):
     for found in run_ranks(save_and_die_on_one_rank, 2, tmp_path):
@@ -243,6 +266,7 @@ def save_and_die_at_every_file_operation(folder):
     return found
 
 
+@pytest.mark.extras
 def test_a_save_that_dies_while_it_renames_leaves_one_checkpoint_or_the_other(run_ranks, tmp_path):
     (found,) = run_ranks(save_and_die_at_every_file_operation, 1, tmp_path)
     old, new = (1, {1.0}), (2, {2.0})
@@ -251,6 +275,7 @@ def test_a_save_that_dies_while_it_renames_leaves_one_checkpoint_or_the_other(ru
     assert found[2::3] == [(False, ["latest"])] * 4
 
 
+@pytest.mark.extras
 def test_a_checkpoint_of_another_model_is_refused_by_its_first_parameter(
     run_ranks, example, tmp_path
 ):
@@ -272,6 +297,7 @@ def save_one(folder):
 
 
 @pytest.mark.full
+@pytest.mark.extras
 def test_the_training_example_trains_and_reports(tmp_path):
     report = tmp_path / "report.json"
     printed = run_example("train_gpt.py", tmp_path, *TINY, *SMALL_GPT, "--json", str(report))
@@ -284,6 +310,7 @@ def test_the_training_example_trains_and_reports(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.extras
 def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
     report, common = tmp_path / "report.json", [*SMALL_GPT, "--steps", "4", "--save", "checkpoint"]
     run_example("train_gpt.py", tmp_path, *common, "--stop-at", "2")
@@ -297,6 +324,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.extras
 def test_the_replicated_example_has_the_losses_of_ddp(tmp_path):
     printed = run_example("replicate.py", tmp_path, *TINY)
     rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdigit()]
@@ -313,6 +341,7 @@ def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.extras
 def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
     printed, _, drawn = run_example("hsdp_microbatches.py", tmp_path).strip().rpartition("\n\n")
     assert drawn.endswith("sync_modes.png")
@@ -322,6 +351,7 @@ def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.extras
 def test_the_overlapped_optimizer_saves_gradients_and_draws_them(tmp_path):
     script, small = EXAMPLES / "overlap_optimizer.py", ("--depth", "4", "--width", "256")
     printed, complaints = run_script(tmp_path, script, *small)
@@ -333,6 +363,7 @@ def test_the_overlapped_optimizer_saves_gradients_and_draws_them(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.extras
 def test_the_map_shows_what_each_rank_holds(tmp_path):
     printed = run_example("sharding_map.py", tmp_path)
     held = [re.split(r"\s{2,}", line.strip()) for line in printed.splitlines()[1:5]]

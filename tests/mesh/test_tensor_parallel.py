@@ -246,6 +246,7 @@ def model_on(kind):
     return shard_blocks(cut(build(), tp, "tensor"), data)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(("saved", "loaded"), [("cut", "flat"), ("flat", "cut")])
 def test_a_checkpoint_comes_back_on_another_mesh(run_ranks, tmp_path, saved, loaded):
     run_ranks(save, 4, str(tmp_path), saved)

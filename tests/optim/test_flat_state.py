@@ -76,6 +76,7 @@ def through_checkpoint(folder):
         assert_same(full_state(loaded), full_state(straight), bitwise=True)
 
 
+@pytest.mark.extras
 def test_through_a_distributed_checkpoint(run_ranks, tmp_path):
     run_ranks(through_checkpoint, 2, str(tmp_path))
 

@@ -106,6 +106,7 @@ def saved(folder, shape, is_overlapped, windows, *, leave=True):
     return full_state(model)
 
 
+@pytest.mark.extras
 @pytest.mark.default_rows(1)
 @pytest.mark.parametrize("first", [True, False], ids=["overlapped first", "ordinary first"])
 def test_killed_and_resumed_with_the_other(run_ranks, tmp_path, first):
@@ -123,6 +124,7 @@ def saved_elsewhere(folder):
     assert_same(resumed, ordinary, bitwise=True)
 
 
+@pytest.mark.extras
 @pytest.mark.full
 def test_resumed_on_another_mesh(run_ranks, tmp_path):
     run_ranks(saved, 2, str(tmp_path), (2,), True, (0, 3))

@@ -176,6 +176,7 @@ def save_and_load(kind, path):
     assert_same(full_state(other), full_state(IntegerModel()), bitwise=True)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints(run_ranks, kind, tmp_path):
     run_ranks(save_and_load, 2, kind, str(tmp_path))

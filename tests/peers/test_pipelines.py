@@ -150,6 +150,7 @@ def assert_right(of_ranks: list[list[Step]], name: str) -> None:
     assert num_losses == 2 * NUM_STEPS
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", *SINGLE, *LOOPED, "ScheduleDualPipeV"])
 @pytest.mark.default_rows(1)
 def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
@@ -161,18 +162,21 @@ def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
         assert sorted(steps[1].reduced) == sorted(once)
 
 
+@pytest.mark.extras
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED[:2]])
 def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, False, None), name)
 
 
+@pytest.mark.extras
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_the_peer_gives_the_same(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, True, False), name)
 
 
+@pytest.mark.extras
 @pytest.mark.full
 @pytest.mark.parametrize("name", SPLIT)
 def test_the_peer_loses_gradients_in_silence_if_it_reshards_after_forward(run_ranks, name):

@@ -3,10 +3,12 @@
 A test that is parametrized over a product of axes has more rows than a developer can wait for. By
 default those rows run in which every value occurs once; with ``-m full`` the other rows; where the
 product is written with ``covering``, ``-m full`` stops at the rows in which every pair of values
-occurs, and ``-m exhaustive`` runs what is left.
+occurs, and ``-m exhaustive`` runs what is left. A ``-m`` that names neither tier selects from the
+default one.
 """
 
 import itertools
+import operator
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -83,13 +85,18 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark rows that the default tier leaves out; drop ``exhaustive`` ones that ``-m`` omits."""
+    """Mark rows that the default tier leaves out; drop the tiers that ``-m`` does not ask for.
+
+    An expression that names no tier, as ``not extras``, selects from the default one, and an empty
+    one is every row that is not exhaustive.
+    """
     mark_products(items)
-    if "exhaustive" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    expression = config.option.markexpr
+    named = {tier for tier in ("full", "exhaustive") if tier in expression}
+    left_out = {"exhaustive"} - named if named or not expression else {"full", "exhaustive"}
+    is_left_out = [any(map(item.get_closest_marker, left_out)) for item in items]
+    config.hook.pytest_deselected(items=list(itertools.compress(items, is_left_out)))
+    items[:] = itertools.compress(items, map(operator.not_, is_left_out))
 
 
 def _axes_of(row: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ MANY = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),
     "radam": (torch.optim.RAdam, {"lr": 0.1}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
 }
 
 

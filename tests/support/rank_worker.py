@@ -119,14 +119,17 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _leave_group() -> None:
+    import torch
     import torch.distributed as dist
 
     dist.destroy_process_group()
     # A mesh of the next call may equal one of this call, but its groups have other names: DTensor
     # would answer with the mesh that it has seen first.
-    from torch.distributed.tensor import debug
+    # torch.distributed.tensor.debug has a function for it, and needs numpy.
+    from torch.distributed.tensor import DTensor
 
-    debug._clear_sharding_prop_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _locals_of_test_frame(error: BaseException) -> str:

@@ -101,7 +101,7 @@ def test_rows_that_are_marked_already_do_not_count():
 
 
 def after_selecting(markexpr):
-    """Return what is left of two tests, one of them marked, and what was reported as left out."""
+    """Return what is left of three tests, two of them marked, and what was reported as left out."""
     reported = []
     config = SimpleNamespace(
         option=SimpleNamespace(markexpr=markexpr),
@@ -109,17 +109,22 @@ def after_selecting(markexpr):
     )
     items = [
         SimpleNamespace(name=name, get_closest_marker={name: name}.get)
-        for name in ("plain", "exhaustive")
+        for name in ("plain", "full", "exhaustive")
     ]
     select(config, items)
     return [item.name for item in items], [item.name for item in reported]
 
 
 @pytest.mark.parametrize("markexpr", ["", "full or not full", "full"])
-def test_what_is_marked_waits_to_be_asked_for(markexpr):
-    assert after_selecting(markexpr) == (["plain"], ["exhaustive"])
+def test_what_is_exhaustive_waits_to_be_asked_for(markexpr):
+    assert after_selecting(markexpr) == (["plain", "full"], ["exhaustive"])
 
 
 @pytest.mark.parametrize("markexpr", ["exhaustive", "not full and not exhaustive"])
 def test_naming_the_marker_leaves_the_choice_to_pytest(markexpr):
-    assert after_selecting(markexpr) == (["plain", "exhaustive"], [])
+    assert after_selecting(markexpr) == (["plain", "full", "exhaustive"], [])
+
+
+@pytest.mark.parametrize("markexpr", ["not extras", "extras"])
+def test_an_expression_that_names_no_tier_is_about_the_default_one(markexpr):
+    assert after_selecting(markexpr) == (["plain"], ["full", "exhaustive"])

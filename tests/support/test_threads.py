@@ -49,6 +49,7 @@ def test_uneven_all_to_all_sends_each_rank_its_rows():
     assert run_threads(step, 2) == [[0, 1], [0, 0, 1, 1]]
 
 
+@pytest.mark.extras
 def test_objects_and_lists_travel():
     def step():
         rank = dist.get_rank()

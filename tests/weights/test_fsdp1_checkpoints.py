@@ -69,6 +69,7 @@ def go_on_from_fsdp1(folder):
     return same, losses, step(loaded, adamw(loaded))
 
 
+@pytest.mark.extras
 def test_a_checkpoint_of_fsdp1_goes_on_with_the_same_losses(run_ranks, tmp_path):
     for same, losses, first in run_ranks(go_on_from_fsdp1, 2, str(tmp_path / "saved")):
         assert same and all(same.values())

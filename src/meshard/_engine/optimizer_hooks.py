@@ -3,7 +3,8 @@
 An optimizer must not step while gradients are accumulated that are not in ``.grad``; its
 ``zero_grad`` must clear those too; and unsharded copies are stale once it has stepped. The user
 wires nothing. torch's foreach kernels on DTensors raise no version counter, so the versions of the
-shards alone do not show that a copy is stale.
+shards alone do not show that a copy is stale. And an optimizer that reads a norm as a number must
+get that of the whole parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim.optimizer import (
 
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, set_local
+from meshard._torch.dtensor import local_of, read_scalars_whole, set_local
 from meshard._torch.patches import hold_pending
 from meshard._torch.private import (
     accumulation_hooks_of,
@@ -211,6 +212,12 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
                 f"{fqn!r} {_NEVER_TRAINED[tag]}, from module.parameters()."
             )
     owners = owners_of(params)
+    if isinstance(optimizer, torch.optim.Adafactor) and any(isinstance(p, DTensor) for p in params):
+        raise RuntimeError(
+            "Adafactor needs norms of rows and columns, which DTensor does not compute in place; "
+            "overlap_optimizer(module, torch.optim.Adafactor, ...) steps unsharded parameters, one "
+            "unit at a time."
+        )
     names = {
         id(param): name
         for group in optimizer.param_groups
@@ -249,14 +256,17 @@ def _before_step(
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
         owner.make_room()
+    read_scalars_whole(bool(owners))
     # torch passes the optimizer itself as the first argument.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None or not owners:
         return None
 
     def closure_and_check() -> Any:
+        read_scalars_whole(False)
         loss = closure()
         check()
+        read_scalars_whole(True)
         return loss
 
     if len(args) > 1:
@@ -266,5 +276,6 @@ def _before_step(
 
 @skip_dynamo
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    read_scalars_whole(False)
     for owner in _owners_in(optimizer):
         owner.record_step()

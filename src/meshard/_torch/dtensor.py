@@ -119,3 +119,23 @@ def plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
 def is_plain(value: object) -> bool:
     """Whether ``value`` is an ordinary tensor, not of a subclass."""
     return type(value) in (torch.Tensor, nn.Parameter)
+
+
+def read_scalars_whole(is_on: bool) -> None:
+    """Make ``item()``, ``float()`` and ``bool()`` of a DTensor add up what all ranks have, or not.
+
+    torch reads this rank's part of a sum or of a norm
+    (https://github.com/pytorch/pytorch/issues/166638), so that each rank would compute by another
+    number. **Collective** from then on; so it is for the time in which every rank runs the same
+    step of an optimizer, and not for a rank that prints a number.
+    """
+    read = torch.ops.aten._local_scalar_dense.default
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    if is_on:
+        handlers.setdefault(read, _read_whole)
+    elif handlers.get(read) is _read_whole:
+        del handlers[read]
+
+
+def _read_whole(op_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return op_call(args[0].full_tensor())

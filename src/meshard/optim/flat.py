@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
-from meshard._torch.dtensor import plain_of
+from meshard._torch.dtensor import plain_of, read_scalars_whole
 from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
 from meshard.policies import list_of
 
@@ -38,6 +39,8 @@ POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.NAdam,
     torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
 )
 # Bytes of parameters that are stepped at once: torch's foreach kernels make one or two tensors as
 # large as what they are given and come back to it several times, so it should stay in a cache.
@@ -119,13 +122,30 @@ class FlatStepper:
         inner, left = self._inner, self._left
         assert inner is not None
         self._left = None  # if the step raises, the next one looks at everything anew
-        self._step(inner)
+        (self._step_loose if self._loose else self._step)(inner)
         for flat_slice in self.slices:
             flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
         if left is None or not left.follow():
             self._show(inner)
             left = Snapshot(self._optim_groups, self._state, self.slices, inner.state)
         self._left = left
+
+    def _step_loose(self, inner: Optimizer) -> None:
+        """Step tensors that may be DTensors, by an optimizer that may do anything with them."""
+        given = [dict(group) for group in inner.param_groups]
+        read_scalars_whole(True)
+        try:
+            self._step(inner)
+        finally:
+            read_scalars_whole(False)
+        for before, group in zip(given, inner.param_groups, strict=True):
+            written = [key for key in group if group[key] is not before.get(key)]
+            if written:
+                raise RuntimeError(
+                    f"{type(inner).__name__} writes {written[0]!r} into its param groups; in "
+                    "backward each unit has an optimizer of its own, so that this would be of one "
+                    "unit only. Build it on module.parameters() as usual."
+                )
 
     def _show(self, inner: Optimizer) -> None:
         """Put the state of the inner optimizer into that of the parameters."""
@@ -138,19 +158,18 @@ class FlatStepper:
                 self._state[param] = inner.state[param]
 
     def _find_slices(self) -> None:
-        found: dict[ParamGroup, dict[int, int]] = {}  # the optim group of each sharded parameter
+        found: dict[FlatParams, dict[int, int]] = {}  # the optim group of each sharded parameter
         for number, group in enumerate(self._optim_groups):
             for param in group["params"]:
                 owner = owner_of(param) if self._is_pointwise else None
                 if owner is not None and isinstance(owner.storage, FlatParams):
                     owner.adopt_edits()
                     index = next(i for i, p in enumerate(owner.params) if p.sharded is param)
-                    found.setdefault(owner, {})[index] = number
+                    found.setdefault(owner.storage, {})[index] = number
                 else:
                     self._loose.append((number, param))
-        for owner, numbers in found.items():
-            assert isinstance(owner.storage, FlatParams)
-            self.slices += _slices_of(owner.storage, numbers)
+        for storage, numbers in found.items():
+            self.slices += _slices_of(storage, numbers)
 
     def _make_inner(self) -> Optimizer:
         self.slices = [
@@ -240,7 +259,7 @@ def flat_optimizer(
     Args:
         module: With units in it. Build the optimizer after the last ``fully_shard``.
         optimizer: One of torch's pointwise optimizers: ``SGD``, ``Adam``, ``AdamW``, ``Adagrad``,
-            ``Adadelta``, ``Adamax``, ``RMSprop``, ``NAdam``, ``RAdam``.
+            ``Adadelta``, ``Adamax``, ``RMSprop``, ``NAdam``, ``RAdam``, ``ASGD``, ``Rprop``.
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
@@ -303,14 +322,17 @@ class FlatOptimizer(Optimizer):
         super().__init__(template.param_groups, template.defaults)
         self.state.update(template.state)
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_class": self._class}
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         count_in_tensors(self.state)
         self._stepper = FlatStepper(self._class)
 
+    @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient. **Collective:** no, but every rank must step.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from meshard._engine.optimizer_hooks import (
     find_overlapped,
@@ -33,12 +34,18 @@ from meshard.optim.flat import (
 )
 from meshard.optim.flat_slices import State
 from meshard.optim.unit_step import ChangeGradients, UnitStepper
+from meshard.optim.unsharded_step import UnshardedStep
 
 _NOT_SCALED = (
     "Compute in bfloat16, which needs no loss scaling "
     "(MixedPrecisionPolicy(param_dtype=torch.bfloat16)), pass enabled=False to the scaler, or step "
     "in the ordinary way (detach())."
 )
+_REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "computes the loss several times per step, so it cannot step in backward; "
+    "build it on module.parameters() as usual.",
+    torch.optim.SparseAdam: "takes sparse gradients, and reduced gradients are dense; use Adam.",
+}
 
 
 class OverlappedOptimizer(Optimizer):
@@ -90,6 +97,7 @@ class OverlappedOptimizer(Optimizer):
     def state(self, value: defaultdict[torch.Tensor, State]) -> None:
         self._state = value
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wait()
         if "state" in state:
@@ -97,6 +105,7 @@ class OverlappedOptimizer(Optimizer):
             count_in_tensors(self._state)
         super().__setstate__(state)
 
+    @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse pickling and copying: units of a model refer to this very optimizer."""
         raise TypeError(
@@ -104,6 +113,7 @@ class OverlappedOptimizer(Optimizer):
             "state_dict(), which any optimizer of its class can load."
         )
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the steps of backward, and step what has not been stepped there.
 
@@ -178,10 +188,7 @@ class OverlappedOptimizer(Optimizer):
         self._max_norm = None
         self._waits_in_step = True  # because .grad stays, which the next backward may change
 
-    @property
-    def _is_attached(self) -> bool:
-        return self in overlapped_optimizers
-
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Step further parameters of the module.
 
@@ -189,7 +196,7 @@ class OverlappedOptimizer(Optimizer):
             ValueError: A parameter is in no unit, or another optimizer steps it in backward.
         """
         super().add_param_group(param_group)
-        if self._is_attached:
+        if self in overlapped_optimizers:
             try:
                 _check_not_overlapped(self.param_groups[-1]["params"], but=self)
                 self._plan()
@@ -238,7 +245,7 @@ class OverlappedOptimizer(Optimizer):
             return
         taken = stepper.taken
         stepper.step()
-        if not self._is_attached:  # an ordinary optimizer leaves .grad to zero_grad()
+        if self not in overlapped_optimizers:  # an ordinary optimizer leaves .grad to zero_grad()
             for param, grad in taken:
                 param.grad = grad
 
@@ -301,7 +308,8 @@ def overlap_optimizer(
     Args:
         module: With units in it. Call this after the last ``fully_shard``, between two steps.
         optimizer: A class, or what makes an optimizer from param groups. torch's pointwise ones
-            (see ``flat_optimizer``) step flat shards, any other one the parameters of a unit.
+            (see ``flat_optimizer``) step flat shards, ``Adafactor`` the unsharded parameters of a
+            unit, any other one its sharded parameters.
         param_groups: As for that optimizer; None: all trainable parameters of ``module``.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
@@ -317,7 +325,7 @@ def overlap_optimizer(
 
     Raises:
         RuntimeError: A forward or backward is under way.
-        TypeError: ``optimizer`` makes no ``Optimizer``, or one that must be given a closure.
+        TypeError: ``optimizer`` makes no ``Optimizer``, or ``LBFGS`` or ``SparseAdam``.
         ValueError: A parameter is in no unit, or stepped in backward by another optimizer already,
             or an argument is not as described here.
 
@@ -347,6 +355,8 @@ def overlap_optimizer(
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
         make = type(template)
+    elif isinstance(template, torch.optim.Adafactor):
+        make = functools.partial(UnshardedStep, cls=type(template))
     return OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
@@ -383,10 +393,8 @@ def _check_template(template: object) -> None:
         raise TypeError(
             f"optimizer must be a class of optimizers or make one, got a {type(template).__name__}."
         )
-    if isinstance(template, torch.optim.LBFGS):
-        raise TypeError(
-            "LBFGS computes the loss several times per step, so it cannot step in backward; build "
-            "it on module.parameters() as usual."
-        )
+    for cls, reason in _REFUSED.items():
+        if isinstance(template, cls):
+            raise TypeError(f"{cls.__name__} {reason}")
     if any(group.get("differentiable") for group in template.param_groups):
         raise ValueError("overlap_optimizer has no differentiable step.")

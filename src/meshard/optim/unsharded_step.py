@@ -1,0 +1,69 @@
+"""Steps on unsharded parameters, for optimizers that DTensor cannot compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from meshard.optim.flat import loss_of
+
+_EMPTY = torch.empty(0)  # between two steps
+
+
+class UnshardedStep(Optimizer):
+    """Gathers parameters and gradients, steps them on every rank, and keeps this rank's shards.
+
+    The numbers are those of one process, bit for bit. The states are unsharded and the same on
+    every rank, so it is for optimizers whose states are small.
+    """
+
+    def __init__(
+        self, param_groups: list[dict[str, Any]], cls: Callable[[list[dict[str, Any]]], Optimizer]
+    ) -> None:
+        super().__init__(param_groups, {})
+        self._inner = cls(
+            [
+                {**group, "params": [nn.Parameter(_EMPTY) for _ in group["params"]]}
+                for group in self.param_groups
+            ]
+        )
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient. **Collective:** all ranks of their meshes."""
+        loss = loss_of(closure)
+        stepped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            own.update((key, value) for key, value in group.items() if key != "params")
+            pairs = zip(group["params"], own["params"], strict=True)
+            stepped += [(param, unsharded) for param, unsharded in pairs if param.grad is not None]
+        for param, unsharded in stepped:
+            unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
+            if self.state[param]:
+                self._inner.state[unsharded] = self.state[param]
+        self._inner.step()
+        for param, unsharded in stepped:
+            self.state[param] = self._inner.state[unsharded]
+            param.copy_(_placed_like(param, unsharded.data))
+            unsharded.data, unsharded.grad = _EMPTY, None
+        return loss
+
+
+def _gathered(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_like(param: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return unsharded
+    mesh = param.device_mesh
+    whole = DTensor.from_local(unsharded, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=param.placements)

@@ -1,0 +1,267 @@
+"""Which optimizers work on shards: each is trained beside one process.
+
+The table of docs/optimizers.md says how that ended.
+All ranks have the same batch, so that gradients are those of one process, bit for bit, and only the
+optimizer can differ.
+"""
+
+import functools
+import inspect
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from tests.house.sources import ROOT
+from tests.support import stand_in_optimizers as stand_ins
+from tests.support.models import UnevenMlp, seeded
+from tests.support.parity import assert_same, full_state
+
+STEPS = 4
+WAYS = ("sharded", "overlapped", "flat", "replicated")
+# What a message says, in the words of the page.
+REASONS = {
+    "which is right for SGD": "not pointwise",
+    "dense gradients|gradients are dense": "reduced gradients are dense",
+    "LBFGS": "needs all parameters at once",
+    "writes .* into its param groups": "needs all parameters at once",
+    "mixed torch.Tensor and DTensor": "its states are plain tensors",
+    "Adafactor needs norms": "DTensor lacks an operation",
+    "in-place operations that require placement changes": "DTensor lacks an operation",
+    "Cannot flatten unevenly sharded tensor": "DTensor lacks an operation",
+}
+# Of a parameter's way, by the norm: how far it may be from that of one process.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+
+
+class Even(nn.Module):
+    """Shards on two ranks are whole blocks of ``EightBitAdam``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 16), nn.Linear(16, 8)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(11, 5, sparse=True)])
+
+    def forward(self, x):
+        return self.layers[0]((5 + 2 * x).long().clamp(0, 10))
+
+
+def matrices(params):
+    return [param for param in params if param.dim() == 2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One optimizer, and what it trains."""
+
+    name: str
+    cls: type[torch.optim.Optimizer]
+    options: dict = field(default_factory=dict)
+    model: type[nn.Module] = UnevenMlp
+    choose: object = list  # of the parameters, those that it takes
+    dtype: torch.dtype = torch.float32  # the coarsest in which it computes
+
+
+def of_torch(name, where="", **kwargs):
+    return Row(name=f"`{name}`{where}", cls=getattr(torch.optim, name), **kwargs)
+
+
+def stand_in(name, cls, **kwargs):
+    return Row(name=f"{name} (stand-in)", cls=cls, **kwargs)
+
+
+MUON = {"choose": matrices, "dtype": torch.bfloat16}
+LBFGS = {"options": {"lr": 0.1, "max_iter": 3}}
+
+
+ROWS = [
+    of_torch("SGD", options={"lr": 0.05, "momentum": 0.9}),
+    of_torch("Adam"),
+    of_torch("AdamW"),
+    of_torch("Adagrad"),
+    of_torch("Adadelta"),
+    of_torch("Adamax"),
+    of_torch("RMSprop"),
+    of_torch("NAdam"),
+    of_torch("RAdam"),
+    of_torch("ASGD"),
+    of_torch("Rprop"),
+    of_torch("Adafactor"),
+    of_torch("Muon", model=Even, **MUON),
+    of_torch("Muon", ", fewer rows than ranks", **MUON),
+    of_torch("LBFGS", model=Even, **LBFGS),
+    of_torch("LBFGS", ", uneven shards", **LBFGS),
+    of_torch("SparseAdam", model=Sparse),
+    stand_in("Lion", stand_ins.Lion),
+    stand_in("LAMB", stand_ins.Lamb),
+    stand_in("LARS", stand_ins.Lars),
+    stand_in("Shampoo", stand_ins.Shampoo, model=Even),
+    stand_in("`Adafactor` of transformers", stand_ins.TransformersAdafactor, model=Even),
+    stand_in("Prodigy", stand_ins.Prodigy),
+    stand_in("8-bit Adam, as of torchao", stand_ins.EightBitAdam, model=Even),
+]
+
+
+def trained(row, model, make):
+    """Return all parameters after some steps of what ``make`` returns."""
+    optimizer = make(model, row.choose(model.parameters()))
+    for step in range(STEPS):
+        inputs = torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
+
+        def closure(inputs=inputs):
+            optimizer.zero_grad()
+            loss = model(inputs).square().sum()
+            loss.backward()
+            return loss
+
+        if row.cls is torch.optim.LBFGS:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return full_state(model)
+
+
+def made(row, way, shape):
+    """Return the model of ``row`` as it is trained in ``way``, and what makes its optimizer."""
+    model, mesh = seeded(row.model()), init_device_mesh("cpu", shape)
+    if way == "replicated":
+        meshard.replicate(model, mesh)
+    else:
+        for unit in (*model.layers, model):
+            meshard.fully_shard(unit, mesh)
+    if way == "overlapped":
+        return model, lambda m, params: meshard.overlap_optimizer(m, row.cls, params, **row.options)
+    if way == "flat":
+        return model, lambda m, params: meshard.flat_optimizer(m, row.cls, params, **row.options)
+    return model, lambda m, params: row.cls(params, **row.options)
+
+
+def outcome(row, way, shape, start, expected):
+    """Return how training in ``way`` ends; ``expected`` is what one process makes of ``start``."""
+    try:
+        found = trained(row, *made(row, way, shape))
+    except (RuntimeError, TypeError, ValueError) as error:
+        reasons = [words for text, words in REASONS.items() if re.search(text, str(error))]
+        return f"refused: {reasons[0]}" if reasons else f"fails: {error}"
+    ways = {name: value - start[name] for name, value in expected.items()}
+    distances = {name: float((found[name] - expected[name]).norm()) for name in ways}
+    if not any(distances.values()):
+        return "exact"
+    limit = ROUNDING[row.dtype]
+    too_far = [name for name, way in ways.items() if distances[name] > limit * float(way.norm())]
+    return f"wrong: {too_far}" if too_far else "to rounding"
+
+
+def outcomes(row, shape):
+    """Return the line of the page, as far as it can be measured on a mesh of ``shape``."""
+    plain = seeded(row.model())
+    start = full_state(plain)
+    expected = trained(row, plain, lambda m, params: row.cls(params, **row.options))
+    cells = [outcome(row, way, shape, start, expected) for way in ways_on(shape)]
+    return " | ".join([row.name, *cells])
+
+
+def ways_on(shape):
+    return WAYS if len(shape) == 1 else WAYS[:3]  # of four ranks' mean, the last bits differ
+
+
+def rows_of_page():
+    """Return the cells of each row of the first table."""
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    table = page.partition("|---|---|---|---|---|\n")[2].partition("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()]
+
+
+def adafactor(model, optimizer, steps):
+    for step in steps:
+        model(torch.full((2, 7), 0.1 * step + 0.1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resumed():
+    """States of unsharded steps are plain tensors, and an optimizer that loads them goes on."""
+    models = [made(Row(name="", cls=torch.optim.Adafactor), "sharded", (2,))[0] for _ in range(3)]
+    straight, before, after = models
+    make = functools.partial(meshard.overlap_optimizer, optimizer=torch.optim.Adafactor, lr=0.05)
+    adafactor(straight, make(straight), range(5))
+    optimizer = make(before)
+    adafactor(before, optimizer, range(3))
+    shapes = {tuple(each["row_var"].shape) for each in optimizer.state.values() if len(each) == 3}
+    assert shapes == {(13, 1), (5, 1), (1, 1)}
+    after.load_state_dict(before.state_dict())
+    again = make(after)
+    again.load_state_dict(optimizer.state_dict())
+    adafactor(after, again, range(3, 5))
+    assert_same(full_state(after), full_state(straight), bitwise=True)
+
+
+def test_adafactor_goes_on_from_its_state_dict(run_ranks):
+    run_ranks(resumed, 2)
+
+
+class Reads(stand_ins.StandIn):
+    """Keeps the norm that a step has read as a number."""
+
+    def step_one(self, group, param, grad, state):
+        state["norm"] = param.norm().item()
+
+
+def numbers_read(overlapped):
+    model = seeded(UnevenMlp())
+    for unit in (*model.layers, model):
+        meshard.fully_shard(unit)
+    make = meshard.overlap_optimizer if overlapped else lambda m, cls: cls(m.parameters())
+    optimizer = make(model, Reads)
+    weight = model.layers[1].weight
+
+    def closure():
+        model(torch.ones(2, 7)).sum().backward()
+        if torch.distributed.get_rank() == 0:
+            assert weight.norm().item() < norm  # alone, in a closure
+
+    norm = weight.full_tensor().norm().item()
+    optimizer.step(closure)
+    assert optimizer.state[weight]["norm"] == pytest.approx(norm)
+    if torch.distributed.get_rank() == 0:
+        assert weight.norm().item() < norm  # alone, after the step
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(run_ranks, overlapped):
+    run_ranks(numbers_read, 2, overlapped)
+
+
+def test_the_page_has_a_row_for_each_and_no_other():
+    assert [cells[0] for cells in rows_of_page()] == [row.name for row in ROWS]
+
+
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.name for row in ROWS])
+def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
+    expected = " | ".join(rows_of_page()[number][: 1 + len(ways_on(shape))])
+    for found in run_ranks(outcomes, torch.Size(shape).numel(), ROWS[number], shape):
+        assert found == expected
+
+
+def test_every_optimizer_of_torch_has_a_row():
+    classes = [getattr(torch.optim, name) for name in torch.optim.__all__]
+    classes = {each for each in classes if inspect.isclass(each)} - {torch.optim.Optimizer}
+    assert classes - {row.cls for row in ROWS} == set()
