@@ -444,7 +444,6 @@ class Lifecycle:
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
         self.failures.append("raised")  # first; the next step begins with abort()
-        self._prefetcher.forget()
         self.running.clear()
         for group in self.groups():
             group.install_sharded()
@@ -474,7 +473,7 @@ class Lifecycle:
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
-        self._prefetcher.forget()
+        self._prefetcher.drop_unused()
         self.schedule.forget()
         self.retained.release()
         self._queue.abandon()
