@@ -383,7 +383,7 @@ class ParamGroup:
     @property
     def is_manually_unsharded(self) -> bool:
         """Whether modules hold unsharded parameters because the user called ``unshard()``."""
-        return self.manual_unshard is not None and self.manual_unshard.was_installed
+        return self.manual_unshard is not None and bool(self.manual_unshard.installed)
 
     def start_manual_unshard(self) -> ManualUnshard:
         present = self.manual_unshard  # of an unshard() that was not waited for
@@ -414,7 +414,7 @@ class ParamGroup:
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)
-        if voids_graphs and manual.was_installed:
+        if voids_graphs and manual.installed:
             increment_version([plain_of(param.unsharded) for param in self.params])
 
     def reshard_by_hand(self, *, awaits_backward: bool) -> None:
