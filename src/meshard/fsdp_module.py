@@ -295,7 +295,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in _units(self, recurse=False):
             unit.step.is_wanted_unsharded = False
-            unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
+            unit.group.end_manual_unshard(voids_graphs=not unit.step.awaits_gradients)
+            unit.group.reshard()
+            unit.group.finish_copies()  # the user may edit the shards next
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or retain them for backward."""
