@@ -70,9 +70,6 @@ class InFlight(Pending, Protocol):
 class GatherInFlight(Protocol):
     """An all-gather that has been started. It holds what the collective reads and writes."""
 
-    def wait(self) -> None:
-        """Order what the caller does next after the all-gather."""
-
     def rows(self) -> Rows:
         """Wait, and return the rows in rank order. They must not be written to."""
 
@@ -90,9 +87,6 @@ class Gathered(NamedTuple):
     pending: InFlight
     source: torch.Tensor | None = None  # kept alive: the collective reads it
     free: Callable[[], None] | None = None  # frees ``gathered``
-
-    def wait(self) -> None:
-        self.pending.wait()
 
     def rows(self) -> Rows:
         self.pending.wait()

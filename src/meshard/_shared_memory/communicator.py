@@ -80,14 +80,11 @@ class _Receiving:
 
 
 class _Views(_Receiving):
-    """An all-gather whose rows are read where the other ranks keep them."""
+    """An all-gather whose rows are read where the other ranks keep them, until ``release``."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
         self.rows = functools.partial(channel.receive_all, message, source)
         super().__init__(channel, message, self.rows)
-
-    def wait(self) -> None:
-        self.rows()  # and keep them: they are read until release
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
