@@ -123,7 +123,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         here: ranks that differ would open channels of different models with one another, and the
         check comes only with the collective.
         """
-        if self._is_custom:
+        if self._custom is not None:
             return None
         return self._channels.get(group) if self.is_checked else self._channel(group)
 
