@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.manual_unshard import listed
-from meshard._engine.unit import Unit, units_in
+from meshard._engine.unit import Unit, alive, units_in
 from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
@@ -215,7 +215,7 @@ def explain_mixed_tensors(
 
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
-    outermost = _outermost(module, unit)
+    outermost = next(iter(alive(unit.lifecycle.units()[0].modules)), module)
     # A unit whose forward the error has left was unsharded in it, and is sharded again now.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
@@ -294,14 +294,6 @@ def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -
 def _attribute_of(unit: Unit) -> str:
     """Return the attribute that modules of ``unit`` are read by: ``layers`` of ``layers.0``."""
     return next((part for part in reversed(unit.fqn.split(".")) if not part.isdigit()), "")
-
-
-def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
-    """Return the module of the outermost unit around ``module``."""
-    while unit.parent is not None and (parent := unit.parent()) is not None:
-        unit = parent
-    outermost = unit.modules[0]()
-    return module if outermost is None else outermost
 
 
 def _parameters_of(local_variables: list[Any]) -> list[Any]:
