@@ -96,7 +96,6 @@ class Lifecycle:
         self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         # The forwards that have begun and not ended, outermost first.
         self.running: list[tuple[Unit, ForwardCall]] = []
-        self._phase_around = Phase.IDLE  # the phase to go back to after a backward
         self._num_backwards = 0
         self._backward_id = next(_backward_ids)
         self._graph_task = -1  # the autograd run in which the present backward began
@@ -223,7 +222,7 @@ class Lifecycle:
                 self._check_nested()
             return
         self.failures.append("begun")  # until its end is sure to be noticed
-        self._phase_around, self.phase = self.phase, Phase.BACKWARD
+        self.phase = Phase.BACKWARD
         self._thread = threading.get_ident()
         self._num_backwards += 1
         self._backward_id = next(_backward_ids)
@@ -385,7 +384,7 @@ class Lifecycle:
         self._prefetcher.drop_unused()
         for _, grads in self._replicated():
             grads.show()
-        self.phase = self._phase_around
+        self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
         self._ends = []  # last: until here the backward counts as failed if it does not go on
 
     # --- outside of a backward --------------------------------------------------------
@@ -486,7 +485,7 @@ class Lifecycle:
             grads.show()
         self._settle_host()
         self.running.clear()
-        self.phase = self._phase_around = Phase.IDLE
+        self.phase = Phase.IDLE
         self.failures.clear()
         interrupt, self.interrupt = self.interrupt, None
         if interrupt is not None:
