@@ -45,10 +45,6 @@ class ReduceHook:
     wire_dtype: torch.dtype | None = None  # None: as the policy says
     is_all_reduce: bool = False  # set by set_all_reduce_hook, which replaces it
 
-    @property
-    def is_idle(self) -> bool:
-        return not (self.arrived or self.before or self.after or self.wire_dtype)
-
 
 @dataclass(slots=True)
 class ReduceSettings:
