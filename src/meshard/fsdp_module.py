@@ -471,18 +471,14 @@ class StageState(UnitHook):
     def _state_ctx(self) -> StageState:
         return self
 
+    _fsdp_param_group = _state_ctx
+
     @property
     def all_states(self) -> list[StageState]:
         """This state: it stands for those of all units."""
         return [self]
 
-    @property
-    def _fsdp_param_groups(self) -> list[StageState]:  # since torch 2.13
-        return [self]
-
-    @property
-    def _fsdp_param_group(self) -> StageState:
-        return self
+    _fsdp_param_groups = all_states  # since torch 2.13
 
     def post_backward(self) -> None:
         """Reduce all gradients of the stage, as far as its setters say; once."""
@@ -493,8 +489,7 @@ class StageState(UnitHook):
     def finalize_backward(self) -> None:
         """Do nothing: ``post_backward`` waits for the reductions."""
 
-    def _root_post_backward_final_callback(self) -> None:
-        """Do nothing: ``post_backward`` has."""
+    _root_post_backward_final_callback = finalize_backward
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
