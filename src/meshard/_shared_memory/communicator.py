@@ -69,8 +69,7 @@ class _Receiving:
             self._read = None
             self._channel.acknowledge(self._message)
 
-    def abandon(self) -> None:
-        self.release()  # without a wait: only this rank writes to its memory
+    abandon = release  # without a wait: only this rank writes to its memory
 
     def __del__(self) -> None:
         # Dropped unfinished, for example with the model: the other ranks need not wait for this
