@@ -230,12 +230,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
-            return (
-                f"unit {unit.label!r} was called with a DTensor of shape {tuple(given.shape)} and "
-                f"placements {given.placements}, but its parameters are ordinary tensors inside "
-                "its forward. Pass the input as an ordinary tensor, by to_local() or "
-                "full_tensor(), or place the parameters over the same mesh before fully_shard."
-            )
+            return _was_given(f"unit {unit.label!r}", given)
     if not found and (text := _given_to_plain(outermost, unit, frames)):
         return text
     found = found or _first_known(sharded, map(_parameters_of, frames))
@@ -280,15 +275,19 @@ def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -
         if given is None or not is_plain or any(True for _ in module.children()):
             return ""
         fqn = next((name for name, each in outermost.named_modules() if each is module), "")
-        return (
-            f"module {fqn!r} ({type(module).__name__}) of unit {unit.label!r} was given a DTensor "
-            f"of shape {tuple(given.shape)} and placements {given.placements}, but its parameters "
-            "are ordinary tensors. Pass the input as an ordinary tensor, by to_local() or "
-            "full_tensor() (ColwiseParallel and RowwiseParallel do so with "
-            "use_local_output=True, their default), or place this module's parameters on the same "
-            "mesh before fully_shard, as by SequenceParallel."
-        )
+        what = f"module {fqn!r} ({type(module).__name__}) of unit {unit.label!r}"
+        return _was_given(what, given)
     return ""
+
+
+def _was_given(what: str, given: DTensor) -> str:
+    return (
+        f"{what} was given a DTensor of shape {tuple(given.shape)} and placements "
+        f"{given.placements}, but its parameters are ordinary tensors inside its forward. Pass the "
+        "input as an ordinary tensor, by to_local() or full_tensor() (ColwiseParallel and "
+        "RowwiseParallel do so with use_local_output=True, their default), or place its parameters "
+        "on the same mesh before fully_shard, as by SequenceParallel."
+    )
 
 
 def _attribute_of(unit: Unit) -> str:
