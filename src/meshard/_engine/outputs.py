@@ -215,7 +215,7 @@ def explain_mixed_tensors(
 
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
-    outermost = next(iter(alive(unit.lifecycle.units()[0].modules)), module)
+    outermost = _outermost(module, unit)
     # A unit whose forward the error has left was unsharded in it, and is sharded again now.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
@@ -293,6 +293,11 @@ def _was_given(what: str, given: DTensor) -> str:
 def _attribute_of(unit: Unit) -> str:
     """Return the attribute that modules of ``unit`` are read by: ``layers`` of ``layers.0``."""
     return next((part for part in reversed(unit.fqn.split(".")) if not part.isdigit()), "")
+
+
+def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
+    """Return the module of the outermost unit around ``module``."""
+    return next(iter(alive(unit.lifecycle.units()[0].modules)), module)
 
 
 def _parameters_of(local_variables: list[Any]) -> list[Any]:
