@@ -95,9 +95,7 @@ def _label_in(paths: dict[nn.Module, str], unit: Unit) -> str:
 
     Without a unit around them, units are roots of their own.
     """
-    root = unit
-    while root.parent is not None and (parent := root.parent()) is not None:
-        root = parent
+    root = unit.lifecycle.units()[0]
     prefix = next((paths[each] for each in alive(root.modules) if each in paths), "")
     return (joined(prefix, unit.fqn) if unit.fqn else prefix or "(root)") + unit.mesh_name
 

@@ -20,7 +20,7 @@ from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as
 from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, own_class, require_units, unit_of, units_in, units_of
+from meshard._engine.unit import Unit, own_class, require_units, unit_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.private import skip_dynamo_once
@@ -37,23 +37,17 @@ from meshard.reduce_hooks import on_stream
 # --- helpers of the setters ----------------------------------------------------------------------
 
 
-def _units(module: Any, recurse: bool) -> list[Unit]:
-    """Return the units of ``module``, outermost first, and with ``recurse`` those inside it."""
-    check_bool("recurse", recurse)
-    return list(units_in(module)) if recurse else units_of(module)
-
-
 def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
-    return [unit.group for unit in _units(module, recurse) if unit.params]
+    return [unit.group for unit in require_units(module, recurse=recurse) if unit.params]
 
 
 def _lifecycle(module: Any) -> Lifecycle:
-    return _units(module, recurse=False)[0].lifecycle
+    return require_units(module, recurse=False)[0].lifecycle
 
 
 def _write(module: Any, recurse: bool, **settings: Any) -> None:
     """Write ``settings`` of each selected unit."""
-    for unit in _units(module, recurse):
+    for unit in require_units(module, recurse=recurse):
         for name, value in settings.items():
             setattr(unit.settings, name, value)
 
@@ -159,7 +153,7 @@ class GradientSetters(_AnyModule):
         """
         check_bool("requires_all_reduce", requires_all_reduce)
         mode = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
-        for unit in _units(self, recurse):
+        for unit in require_units(self, recurse=recurse):
             if unit.settings.sync is not GradientSync.NONE:
                 unit.settings.sync = mode
 
@@ -185,7 +179,7 @@ class GradientSetters(_AnyModule):
         """
         is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())
         chosen = factor if factor is None or is_read_later else check_divide_factor(factor)
-        for unit in _units(self, recurse):
+        for unit in require_units(self, recurse=recurse):
             unit.lifecycle.abort_if_failed()
             if unit.gradients.window.is_open:
                 raise RuntimeError(
@@ -229,7 +223,7 @@ class GradientSetters(_AnyModule):
             raise ValueError("a CPU mesh has no streams; leave stream out.")
         after = hook if hook is None or stream is None else on_stream(hook, stream)
         new = [] if after is None else [ReduceHook(after=after, is_all_reduce=True)]
-        for unit in _units(self, recurse):
+        for unit in require_units(self, recurse=recurse):
             hooks = unit.settings.reduce_hooks
             hooks[:] = [other for other in hooks if not other.is_all_reduce] + new
 
@@ -293,7 +287,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         groups = _groups(self, recurse=False)
         for group in groups:
             group.check_not_summoned("gathered by unshard()")
-        for unit in _units(self, recurse=False):
+        for unit in require_units(self, recurse=False):
             unit.step.is_wanted_unsharded = True
         handle = UnshardHandle(groups)
         if async_op:
@@ -303,9 +297,11 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
-        for unit in _units(self, recurse=False):
+        for unit in require_units(self, recurse=False):
             unit.step.is_wanted_unsharded = False
-            unit.group.reshard_by_hand(awaits_backward=unit.step.awaits_gradients)
+            unit.group.end_manual_unshard(voids_graphs=not unit.step.awaits_gradients)
+            unit.group.reshard()
+            unit.group.finish_copies()  # the user may edit the shards next
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or retain them for backward."""
@@ -342,7 +338,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         **Collective:** all ranks of the shard group, the first time for a mesh.
         """
         check_bool("enable", enable)
-        for unit in _units(self, recurse):
+        for unit in require_units(self, recurse=recurse):
             unit.lifecycle.finish_reductions()
             if unit.params:
                 unit.settings.scatter_group = (
@@ -462,7 +458,8 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
             needs, is_valid = "a callable like torch.distributed.all_reduce", True
         if name != "from_group" and not (callable(comm) and is_valid):
             raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
-    chosen = {unit: replace(unit.settings.comm, **changes) for unit in _units(module, recurse)}
+    units = require_units(module, recurse=recurse)
+    chosen = {unit: replace(unit.settings.comm, **changes) for unit in units}
     if any(c.from_group and (c.all_gather or c.reduce_scatter) for c in chosen.values()):
         raise ValueError(
             "memory of the process group and a custom collective exclude each other, because a "
@@ -485,18 +482,14 @@ class StageState(UnitHook):
     def _state_ctx(self) -> StageState:
         return self
 
+    _fsdp_param_group = _state_ctx
+
     @property
     def all_states(self) -> list[StageState]:
         """This state: it stands for those of all units."""
         return [self]
 
-    @property
-    def _fsdp_param_groups(self) -> list[StageState]:  # since torch 2.13
-        return [self]
-
-    @property
-    def _fsdp_param_group(self) -> StageState:
-        return self
+    _fsdp_param_groups = all_states  # since torch 2.13
 
     def post_backward(self) -> None:
         """Reduce all gradients of the stage, as far as its setters say; once."""
@@ -507,8 +500,7 @@ class StageState(UnitHook):
     def finalize_backward(self) -> None:
         """Do nothing: ``post_backward`` waits for the reductions."""
 
-    def _root_post_backward_final_callback(self) -> None:
-        """Do nothing: ``post_backward`` has."""
+    _root_post_backward_final_callback = finalize_backward
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

@@ -61,7 +61,7 @@ def register_reduce_hook(
     parts = ("arrived", "before", "after", "wire_dtype")
     given: dict[str, Any] = {part: getattr(hook, part, None) for part in parts}
     registration = ReduceHook(**given)
-    if registration.is_idle:
+    if not any(given.values()):
         raise TypeError(
             f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."
         )

@@ -191,9 +191,9 @@ def called_with_a_dtensor():
         meshard.fully_shard(each, world)
     given = DTensor.from_local(torch.ones(2, 4), world, [Replicate()])
     text = text_of(model, given)
-    assert "unit '0' was called with a DTensor of shape (2, 4)" in text
+    assert "unit '0' was given a DTensor of shape (2, 4)" in text
     assert "to_local()" in text and "parameter '" not in text
-    assert text.count("was called with") == 1 and not any(each in text for each in REMEDIES)
+    assert text.count("was given a") == 1 and not any(each in text for each in REMEDIES)
 
 
 def test_an_input_that_is_a_dtensor_is_what_is_explained(run_ranks):

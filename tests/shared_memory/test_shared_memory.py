@@ -369,14 +369,14 @@ def test_a_wait_has_an_end(run_ranks):
 
 
 def acknowledged_late():
-    """``wait`` acknowledges nothing: the rows are read until ``release``."""
+    """``rows`` acknowledges nothing: they are read until ``release``."""
     group = dist.group.WORLD
     source = torch.ones(4)
     gather = SharedMemoryCommunicator().gather_views(source, group=group, label="views")
-    gather.wait()
+    gather.rows()
     told = []
     gather._channel.acknowledge = told.append
-    gather.wait()
+    gather.rows()
     assert told == []
     gather.release()
     assert len(told) == 1

@@ -70,9 +70,6 @@ class InFlight(Pending, Protocol):
 class GatherInFlight(Protocol):
     """An all-gather that has been started. It holds what the collective reads and writes."""
 
-    def wait(self) -> None:
-        """Order what the caller does next after the all-gather."""
-
     def rows(self) -> Rows:
         """Wait, and return the rows in rank order. They must not be written to."""
 
@@ -90,9 +87,6 @@ class Gathered(NamedTuple):
     pending: InFlight
     source: torch.Tensor | None = None  # kept alive: the collective reads it
     free: Callable[[], None] | None = None  # frees ``gathered``
-
-    def wait(self) -> None:
-        self.pending.wait()
 
     def rows(self) -> Rows:
         self.pending.wait()
@@ -206,9 +200,6 @@ class CommSettings:
     from_group: bool = False  # allocate with the process group, which may then send without a copy
 
 
-_OURS = CommSettings()
-
-
 def memory_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend of ``group``, if it can allocate memory on ``device``."""
     # There is no public name for what NCCL allocates for zero-copy transfers.
@@ -238,17 +229,13 @@ class Communicator:
         self.identity = object()  # for observers; the same where streams and memory are shared
         self.is_checked = is_debugging()
         self.root_numbers: dict[dist.ProcessGroup, int] = {}  # the number of the root, by group
-        self._custom = _OURS
-
-    @property
-    def _is_custom(self) -> bool:
-        return self._custom is not _OURS
+        self._custom: CommSettings | None = None  # what the user brings
 
     # --- variants that share streams and memory --------------------------------------------
 
     def with_custom(self, custom: CommSettings) -> Communicator:
         """Return a communicator on the same streams that uses the collectives of the user."""
-        if custom == _OURS:
+        if custom == CommSettings():
             return self
         variant = copy.copy(self)
         variant._custom, variant.may_keep_buffers = custom, False
@@ -296,7 +283,7 @@ class Communicator:
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
-        if not self._is_custom or group.size() == 1:
+        if self._custom is None or group.size() == 1:
             return torch.empty(numel, dtype=dtype, device=device)
         if self._custom.from_group:
             backend = memory_backend(group, device)
@@ -353,7 +340,7 @@ class Communicator:
             return self.record(source)
         announce("all_gather", output, group, label, comm=self)
         with profiled("all_gather", label):
-            custom = self._custom.all_gather
+            custom = None if self._custom is None else self._custom.all_gather
             if custom is None:
                 return self._start_all_gather(output, source, group, label)
             work = custom(output, source, group, self.waits_block_host)
@@ -379,7 +366,7 @@ class Communicator:
             return self.record(*source)
         announce("reduce_scatter", source[0], group, label, rows=group.size(), comm=self)
         with profiled("reduce_scatter", label):
-            custom = self._custom.reduce_scatter
+            custom = None if self._custom is None else self._custom.reduce_scatter
             if custom is None:
                 return self._start_reduce_scatter(
                     output, source, group, label, keep_signs=keep_signs
@@ -400,7 +387,7 @@ class Communicator:
             return DONE
         announce("all_reduce", buffer, group, label, comm=self)
         with profiled("all_reduce", label):
-            custom = self._custom.all_reduce
+            custom = None if self._custom is None else self._custom.all_reduce
             if custom is None:
                 return self._start_all_reduce(buffer, group, label)
             op = dist.ReduceOp.SUM

@@ -362,7 +362,11 @@ def _output_hook(
             "DTensor? Add its full_tensor(): loss + weight.square().sum().full_tensor()."
         )
     if watched.num_rebuilds != unit.group.num_rebuilds:
-        unit.group.refuse_backward_after_rebuild()
+        raise RuntimeError(  # a backward would need parameters that do not exist any more
+            f"parameters of unit {unit.label!r} were cast, moved or replaced between its forward "
+            "and this backward, which needs those of the forward; run the backward before "
+            "module.to(...), or the forward again after it."
+        )
     return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
 
 

@@ -84,12 +84,8 @@ def _end_backward(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
 
 def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
     lifecycle = lifecycle_ref()
-    if lifecycle is None:
-        return
-    try:
+    if lifecycle is not None:
         lifecycle.record_failure()
-    except BaseException as error:
-        lifecycle.interrupt = error  # Python ignores it here
 
 
 class Lifecycle:
@@ -101,7 +97,6 @@ class Lifecycle:
         # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
         # off, cleared after it; shared with the parameter groups.
         self.failures: list[object] = []
-        self.interrupt: BaseException | None = None  # that abort is still to raise
         self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
@@ -112,7 +107,6 @@ class Lifecycle:
         self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         # The forwards that have begun and not ended, outermost first.
         self.running: list[tuple[Unit, ForwardCall]] = []
-        self._phase_around = Phase.IDLE  # the phase to go back to after a backward
         self._num_backwards = 0
         self._has_compared = is_debugging()  # the values that ranks brought; fully_shard then has
         self._backward_id = next(_backward_ids)
@@ -259,7 +253,7 @@ class Lifecycle:
             warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)  # torch drops the text of the error
             raise RuntimeError(_NOT_DISTRIBUTED)
         self.failures.append("begun")  # until its end is sure to be noticed
-        self._phase_around, self.phase = self.phase, Phase.BACKWARD
+        self.phase = Phase.BACKWARD
         self._thread = threading.get_ident()
         self._num_backwards += 1
         self._backward_id = next(_backward_ids)
@@ -440,7 +434,7 @@ class Lifecycle:
         self._prefetcher.drop_unused()
         for _, grads in self._replicated():
             grads.show()
-        self.phase = self._phase_around
+        self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
         self._ends = []  # last: until here the backward counts as failed if it does not go on
 
     # --- outside of a backward --------------------------------------------------------
@@ -499,7 +493,6 @@ class Lifecycle:
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
         self.failures.append("raised")  # first; the next step begins with abort()
-        self._prefetcher.forget()
         self.running.clear()
         for group in self.groups():
             group.install_sharded()
@@ -529,7 +522,7 @@ class Lifecycle:
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
-        self._prefetcher.forget()
+        self._prefetcher.drop_unused()
         self.schedule.forget()
         self.retained.release()
         self._queue.abandon()
@@ -542,11 +535,8 @@ class Lifecycle:
             grads.show()
         self._settle_host()
         self.running.clear()
-        self.phase = self._phase_around = Phase.IDLE
+        self.phase = Phase.IDLE
         self.failures.clear()
-        interrupt, self.interrupt = self.interrupt, None
-        if interrupt is not None:
-            raise interrupt
 
 
 def _check_finds_parameters(unit: Unit) -> None:

@@ -32,17 +32,15 @@ class ManualUnshard:
     """One ``unshard()`` by the user, until it ends."""
 
     def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
-        self.was_installed = False  # modules held the unsharded parameters
         self._label = label
         self._params = params
         self._shard_version = 0
-        self._installed: list[_Installed] = []
+        self.installed: list[_Installed] = []  # once modules hold the unsharded parameters
 
     def record_installed(self, shard_version: int) -> None:
-        if not self.was_installed:  # a second unshard() may have waited before
-            self.was_installed = True
+        if not self.installed:  # a second unshard() may have waited before
             self._shard_version = shard_version
-            self._installed = [
+            self.installed = [
                 _Installed(plain_of(each).detach(), version_of(each), each.requires_grad)
                 for each in (param.unsharded for param in self._params)
             ]
@@ -53,8 +51,7 @@ class ManualUnshard:
         Empty if nothing is wrong. If the version of the shards has grown, they were edited too.
         """
         cast, edited = [], []
-        installed, self._installed = self._installed, []
-        for param, before in zip(self._params, installed, strict=False):
+        for param, before in zip(self._params, self.installed, strict=False):
             unsharded = param.unsharded
             if unsharded.requires_grad is not before.requires_grad:
                 param.sharded.requires_grad_(unsharded.requires_grad)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshard._comm.communicator import StepPhase
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, read_scalars_whole, set_local
@@ -255,7 +256,8 @@ def _before_step(
     check()
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
-        owner.make_room()
+        keep_for = None if owner.saves_memory else StepPhase.STEP
+        owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
     read_scalars_whole(bool(owners))
     # torch passes the optimizer itself as the first argument.
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

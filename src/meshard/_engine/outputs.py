@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.manual_unshard import listed
-from meshard._engine.unit import Unit, joined, outside_units, units_in
+from meshard._engine.unit import Unit, alive, joined, outside_units, units_in
 from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
@@ -232,12 +232,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
-            return (
-                f"unit {unit.label!r} was called with a DTensor of shape {tuple(given.shape)} and "
-                f"placements {given.placements}, but its parameters are ordinary tensors inside "
-                "its forward. Pass the input as an ordinary tensor, by to_local() or "
-                "full_tensor(), or place the parameters over the same mesh before fully_shard."
-            )
+            return _was_given(f"unit {unit.label!r}", given)
     if not found and (text := _given_to_plain(outermost, unit, frames)):
         return text
     found = found or _first_known(sharded, map(_parameters_of, frames))
@@ -312,15 +307,19 @@ def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -
         if given is None or not is_plain or any(True for _ in module.children()):
             return ""
         fqn = next((name for name, each in outermost.named_modules() if each is module), "")
-        return (
-            f"module {fqn!r} ({type(module).__name__}) of unit {unit.label!r} was given a DTensor "
-            f"of shape {tuple(given.shape)} and placements {given.placements}, but its parameters "
-            "are ordinary tensors. Pass the input as an ordinary tensor, by to_local() or "
-            "full_tensor() (ColwiseParallel and RowwiseParallel do so with "
-            "use_local_output=True, their default), or place this module's parameters on the same "
-            "mesh before fully_shard, as by SequenceParallel."
-        )
+        what = f"module {fqn!r} ({type(module).__name__}) of unit {unit.label!r}"
+        return _was_given(what, given)
     return ""
+
+
+def _was_given(what: str, given: DTensor) -> str:
+    return (
+        f"{what} was given a DTensor of shape {tuple(given.shape)} and placements "
+        f"{given.placements}, but its parameters are ordinary tensors inside its forward. Pass the "
+        "input as an ordinary tensor, by to_local() or full_tensor() (ColwiseParallel and "
+        "RowwiseParallel do so with use_local_output=True, their default), or place its parameters "
+        "on the same mesh before fully_shard, as by SequenceParallel."
+    )
 
 
 def _attribute_of(unit: Unit) -> str:
@@ -330,10 +329,7 @@ def _attribute_of(unit: Unit) -> str:
 
 def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
     """Return the module of the outermost unit around ``module``."""
-    while unit.parent is not None and (parent := unit.parent()) is not None:
-        unit = parent
-    outermost = unit.modules[0]()
-    return module if outermost is None else outermost
+    return next(iter(alive(unit.lifecycle.units()[0].modules)), module)
 
 
 def _parameters_of(local_variables: list[Any]) -> list[Any]:

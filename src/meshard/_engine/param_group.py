@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from meshard._comm.all_gather import start_all_gather
-from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, StepPhase
+from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import sum_of_samples
 from meshard._engine.manual_unshard import ManualUnshard
@@ -194,14 +194,6 @@ class ParamGroup:
             self._begin_watching()
         return self.version
 
-    def refuse_backward_after_rebuild(self) -> None:
-        """Raise: a backward would need unsharded parameters that do not exist any more."""
-        raise RuntimeError(
-            f"parameters of unit {self.label!r} were cast, moved or replaced between its forward "
-            "and this backward, which needs those of the forward; run the backward before "
-            "module.to(...), or the forward again after it."
-        )
-
     @property
     def version(self) -> int:
         """A number that grows with every edit of a shard and every step of an optimizer."""
@@ -282,10 +274,6 @@ class ParamGroup:
     def finish_pending_step(self) -> None:
         if self.pending_step is not None:
             self.pending_step.finish()
-
-    def make_room(self) -> None:
-        """Release cached memory, which an optimizer that is about to step may need."""
-        self.comm.release_cached_memory(keep_for=None if self.saves_memory else StepPhase.STEP)
 
     def record_step(self) -> None:
         self.num_steps += 1
@@ -409,7 +397,7 @@ class ParamGroup:
     @property
     def is_manually_unsharded(self) -> bool:
         """Whether modules hold unsharded parameters because the user called ``unshard()``."""
-        return self.manual_unshard is not None and self.manual_unshard.was_installed
+        return self.manual_unshard is not None and bool(self.manual_unshard.installed)
 
     def start_manual_unshard(self) -> ManualUnshard:
         present = self.manual_unshard  # of an unshard() that was not waited for
@@ -440,14 +428,8 @@ class ParamGroup:
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)
-        if voids_graphs and manual.was_installed:
+        if voids_graphs and manual.installed:
             increment_version([plain_of(param.unsharded) for param in self.params])
-
-    def reshard_by_hand(self, *, awaits_backward: bool) -> None:
-        """Reshard because the user asked for it; a forward may wait for its backward."""
-        self.end_manual_unshard(voids_graphs=not awaits_backward)
-        self.reshard()
-        self.finish_copies()  # the user may edit the shards next
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:

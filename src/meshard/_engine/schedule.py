@@ -215,10 +215,6 @@ class Prefetcher:
                 unit.group.reshard()
         self._prefetched.clear()
 
-    def forget(self) -> None:
-        """Forget what was gathered ahead: the step was interrupted, and all units are resharded."""
-        self._prefetched.clear()
-
 
 def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
     is_freed_after = unit.settings.reshard_after_backward

@@ -45,11 +45,6 @@ class ReduceHook:
     wire_dtype: torch.dtype | None = None  # None: as the policy says
     is_all_reduce: bool = False  # set by set_all_reduce_hook, which replaces it
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the hook does nothing."""
-        return not (self.arrived or self.before or self.after or self.wire_dtype)
-
 
 @dataclass(slots=True)
 class ReduceSettings:
@@ -113,7 +108,6 @@ class GradientRules:
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are added up."""
         if self.chosen_dtype is not None:
             return self.chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
@@ -125,7 +119,6 @@ class GradientRules:
         return self._widest
 
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
-        """Return the dtype in which the gradients of ``layout`` are sent."""
         if self.reduce_dtype is not None:
             return self.reduce_dtype
         dtypes = self._storage.compute_dtypes

@@ -41,7 +41,6 @@ class ReduceQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no reduction is in flight."""
         return not self._queue
 
     def begin_forward(self) -> None:
@@ -140,7 +139,6 @@ class ReduceQueue:
             self._finish_oldest()
 
     def finish_all(self) -> None:
-        """Finish all reductions."""
         while self._queue:
             self._finish_oldest()
 

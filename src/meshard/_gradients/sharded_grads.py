@@ -185,7 +185,6 @@ class ShardedGrads:
         """Do nothing: everything that was added is in ``.grad``."""
 
     def clear(self) -> None:
-        """Clear every ``.grad``."""
         for param in self._storage.params:
             param.sharded.grad = None
 

@@ -94,7 +94,6 @@ class MeshInfo:
 
     @property
     def is_in_first_replica(self) -> bool:
-        """Whether this rank's shard group is the first of the replicas."""
         return self.replicate_group is None or self.replicate_group.rank() == 0
 
     @property

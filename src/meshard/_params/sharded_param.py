@@ -85,7 +85,6 @@ class UnitParam(abc.ABC):
     # --- owners ----------------------------------------------------------------------------
 
     def add_owner(self, module: nn.Module, name: str) -> None:
-        """Record that ``module`` holds the parameter as its attribute ``name``."""
         self._owners.append((weakref.ref(module), name))
         self.owner_dicts.append((module._parameters, name))
 
@@ -105,7 +104,6 @@ class UnitParam(abc.ABC):
             parameters[name] = param
 
     def installed(self) -> list[nn.Parameter | None]:
-        """Return what each owner holds."""
         return [module._parameters.get(name) for module, name in self.owners]
 
     def is_installed(self) -> bool:

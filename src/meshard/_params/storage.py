@@ -31,7 +31,6 @@ class MemoryLocation:
         return cls(torch.device("cpu"), pin and device.type != "cpu")
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor of the same shape, strides and dtype."""
         return torch.empty_like(tensor, device=self.device, pin_memory=self.is_pinned)
 
     def buffer_for(self, layout: FlatLayout) -> torch.Tensor:
@@ -130,14 +129,12 @@ class UnshardedMemoryPool:
         self.free()
 
     def allocate(self) -> None:
-        """Allocate the memory; its content is undefined."""
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
             self._has_memory = True  # last, and False first: an interrupt may come in between
 
     def free(self) -> None:
-        """Free the memory."""
         if self._has_memory:
             self._has_memory = False
             for storage, _ in self._storages:

@@ -165,7 +165,6 @@ class CustomParam:
         param.unsharded = nn.Parameter(placeholder, requires_grad=param.sharded.requires_grad)
 
     def make_inputs(self, unit: str) -> tuple[torch.Tensor, ...]:
-        """Return what is to be gathered now."""
         pre = self._methods.fsdp_pre_all_gather
         if self._takes_mesh_only:
             returned = pre(self._mesh)

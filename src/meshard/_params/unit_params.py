@@ -39,7 +39,6 @@ class GroupSpec:
 
     @property
     def location(self) -> MemoryLocation:
-        """The memory that shards live in."""
         return self.host if self.host is not None else MemoryLocation(self.device)
 
 

@@ -69,8 +69,7 @@ class _Receiving:
             self._read = None
             self._channel.acknowledge(self._message)
 
-    def abandon(self) -> None:
-        self.release()  # without a wait: only this rank writes to its memory
+    abandon = release  # without a wait: only this rank writes to its memory
 
     def __del__(self) -> None:
         # Dropped unfinished, for example with the model: the other ranks need not wait for this
@@ -80,14 +79,11 @@ class _Receiving:
 
 
 class _Views(_Receiving):
-    """An all-gather whose rows are read where the other ranks keep them."""
+    """An all-gather whose rows are read where the other ranks keep them, until ``release``."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
         self.rows = functools.partial(channel.receive_all, message, source)
         super().__init__(channel, message, self.rows)
-
-    def wait(self) -> None:
-        self.rows()  # and keep them: they are read until release
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
@@ -126,7 +122,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         here: ranks that differ would open channels of different models with one another, and the
         check comes only with the collective.
         """
-        if self._is_custom:
+        if self._custom is not None:
             return None
         return self._channels.get(group) if self.is_checked else self._channel(group)
 

@@ -145,7 +145,6 @@ class FirstFit:
         return begin
 
     def give(self, begin: int, num_bytes: int) -> None:
-        """Return a range that was taken."""
         ranges, self.ranges = sorted([*self.ranges, (begin, begin + num_bytes)]), []
         for each in ranges:
             if self.ranges and self.ranges[-1][1] == each[0]:
