@@ -84,8 +84,12 @@ def _end_backward(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
 
 def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
     lifecycle = lifecycle_ref()
-    if lifecycle is not None:
+    if lifecycle is None:
+        return
+    try:
         lifecycle.record_failure()
+    except BaseException as error:
+        lifecycle.interrupt = error  # Python ignores it here
 
 
 class Lifecycle:
@@ -97,6 +101,7 @@ class Lifecycle:
         # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
         # off, cleared after it; shared with the parameter groups.
         self.failures: list[object] = []
+        self.interrupt: BaseException | None = None  # that abort is still to raise
         self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
@@ -537,6 +542,9 @@ class Lifecycle:
         self.running.clear()
         self.phase = Phase.IDLE
         self.failures.clear()
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
 
 def _check_finds_parameters(unit: Unit) -> None:
