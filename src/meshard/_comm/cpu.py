@@ -18,7 +18,7 @@ from meshard._comm.communicator import (
     RecordedWork,
     Rows,
 )
-from meshard._torch.private import backend_name, start_all_gather_on, start_all_to_all_on
+from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
 
 def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
@@ -66,7 +66,6 @@ def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = Tru
 
 
 _NO_STREAM = contextlib.nullcontext()
-_CPU = torch.device("cpu")
 
 
 class WorkInFlight:
@@ -76,7 +75,7 @@ class WorkInFlight:
 
     def __init__(
         self,
-        work: dist.Work | _Works | None,
+        work: dist.Work | None,
         then: Callable[[], object] | None = None,
         keep: Sequence[torch.Tensor] = (),  # alive until the work is done
     ) -> None:
@@ -103,38 +102,6 @@ class WorkInFlight:
             if self._work is not None:
                 self._work.wait()
         self._work, self._then, self._keep = None, None, ()
-
-
-_FEW = 8  # ranks: with more, a message to each costs more than a copy
-_TAG = 0x6D657368  # of messages of gathers; users number theirs otherwise
-
-
-class _Works:
-    """Several works that are waited for together."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def _start_messages(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> _Works:
-    """Start an all-gather by messages, which are received where they belong.
-
-    gloo's all-gather receives into memory of its own, and copies all of it to ``output``.
-    """
-    count, own = group.size(), group.rank()
-    rows = output.view(count, -1)
-    others = [(own + step) % count for step in range(1, count)]
-    works = [group.recv([rows[other]], other, _TAG) for other in others]
-    works += [group.send([source], other, _TAG) for other in others]
-    rows[own].copy_(source)
-    return _Works(works)
 
 
 class WorkCommunicator(Communicator):
@@ -169,10 +136,7 @@ class WorkCommunicator(Communicator):
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
-        is_sent_directly = 1 < group.size() <= _FEW and source.numel() > 0
-        is_sent_directly = is_sent_directly and backend_name(group, _CPU) == "gloo"
-        start = _start_messages if is_sent_directly else start_all_gather_on
-        return WorkInFlight(start(group, output, source))
+        return WorkInFlight(start_all_gather_on(group, output, source))
 
     def _start_reduce_scatter(
         self,
