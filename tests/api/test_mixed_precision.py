@@ -86,6 +86,7 @@ def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
     return full_grads(model)["a"]
 
 
+@pytest.mark.full
 @pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, mode):

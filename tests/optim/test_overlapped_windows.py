@@ -34,6 +34,7 @@ def every_way():
         train_both(lambda: make((2,)), ADAMW, OPTIONS, schedule=schedule, rest=True)
 
 
+@pytest.mark.full
 def test_every_way_through_a_unit(run_ranks):
     run_ranks(every_way, 2)
 
