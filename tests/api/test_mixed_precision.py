@@ -95,7 +95,7 @@ def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, m
         assert grad.tolist() == [512.0] * 6
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_bfloat16_parameters_accumulate_in_float32_too(mode):
     grads = run_threads(add_ones, 4, (2, 2), mode, 512, MixedPrecisionPolicy(), BF16)

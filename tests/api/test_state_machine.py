@@ -4,6 +4,7 @@ The rules are those of ``tests.support.scripts``, and what only a machine that s
 choose: to load what was saved earlier. Hypothesis shrinks a failure to the rules that it needs.
 """
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -113,3 +114,4 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(stateful_step_count=12)
+TestMachine.pytestmark = [pytest.mark.full]

@@ -1,5 +1,6 @@
 """Sequences of what users do, against an exact model: see ``tests.support.scripts``."""
 
+import pytest
 from hypothesis import given
 
 from tests.support.scripts import play, scripts
@@ -7,6 +8,7 @@ from tests.support.strategies import num_ranks
 from tests.support.threads import run_threads
 
 
+@pytest.mark.full
 @given(script=scripts())
 def test_any_script_agrees_with_the_exact_model(script):
     mesh, operations = script

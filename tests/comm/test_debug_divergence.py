@@ -174,6 +174,7 @@ def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
         )
 
 
+@pytest.mark.full
 def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
     results = run_ranks(diverge, 4, other_unit_in_forward)
     for rank, (message, seconds) in enumerate(results):

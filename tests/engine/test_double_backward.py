@@ -261,6 +261,7 @@ def differentiate_by_transforms():
         assert_same(torch.func.jacrev(lambda x: model(x).sum(0))(x), wanted)
 
 
+@pytest.mark.full
 def test_transforms_of_torch_func_need_open_parameters(run_ranks):
     run_ranks(differentiate_by_transforms, 2)
 

@@ -84,6 +84,7 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(run_ranks, where):
     run_ranks(fail_then_step, 2, where)
 
 
+@pytest.mark.full
 def test_a_failure_under_hsdp_is_forgotten_too(run_ranks):
     run_ranks(fail_then_step, 4, "forward", (2, 2))
 

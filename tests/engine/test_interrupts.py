@@ -35,6 +35,7 @@ def interrupt(kind, first, stride):
     assert int(last.split()[0]) > 0
 
 
+@pytest.mark.full
 def test_an_interrupt_in_a_step_leaves_no_wrong_number():
     interrupt("sharded", 3, 61)
 

@@ -85,6 +85,7 @@ def test_the_recipes_run_on_two_ranks_and_generation_gathers_each_unit_once(tmp_
         assert f"after step 9: {[list(range(18))]}" in lines  # by the model that was loaded
 
 
+@pytest.mark.full
 def test_blocks_share_names_and_a_no_run_block_is_only_compiled(run_page, tmp_path):
     page = _page(tmp_path, "x = 1", "print(x + 1)", "<!-- no-run: needs a GPU -->", "1 / 0")
     assert [block.runs for block in blocks(page)] == [True, True, False]

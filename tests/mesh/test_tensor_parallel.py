@@ -173,7 +173,7 @@ def accumulate_plain(num_batches):
     return full_grads(model)
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule):

@@ -45,7 +45,7 @@ def compare(shape, name, dtype, schedule):
 NAMES = ("adamw", "momentum", "another class")
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @covering("shape, name, dtype, schedule", product([(2,), (2, 2)], NAMES, DTYPES, SCHEDULES))
 def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
     run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)

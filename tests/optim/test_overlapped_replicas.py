@@ -30,7 +30,7 @@ def compare(name):
         train_both(make, cls, options, schedule=schedule)
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["momentum", "adamw", "another class"])
 def test_as_the_ordinary_one(run_ranks, name):
     run_ranks(compare, 2, name)

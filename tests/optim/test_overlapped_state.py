@@ -106,8 +106,8 @@ def saved(folder, shape, is_overlapped, windows, *, leave=True):
     return full_state(model)
 
 
+@pytest.mark.full
 @pytest.mark.extras
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("first", [True, False], ids=["overlapped first", "ordinary first"])
 def test_killed_and_resumed_with_the_other(run_ranks, tmp_path, first):
     run_ranks(saved, 2, str(tmp_path), (2,), first, (0, 3))

@@ -24,7 +24,7 @@ def run(monkeypatch, kind, mesh_shape, device=None, **kwargs):
     )
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @covering(
     "kind, mesh_shape, reshard_after_forward",
     product(KINDS, [(4,), (2, 2), (1,)], [None, True, False]),

@@ -142,7 +142,7 @@ def parity_of_batched(as_views):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.default_rows(14)
+@pytest.mark.default_rows(6)
 def test_ten_steps_are_those_of_ddp(run_ranks, name, as_views, world):
     if "powerSGD" in name:
         pytest.importorskip("numpy")  # which its state needs

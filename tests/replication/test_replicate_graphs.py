@@ -71,7 +71,7 @@ def compiled(what):
     pair.assert_views()
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("what", ["blocks", "module", "wrapper"])
 def test_compiled(run_ranks, what):
     run_ranks(compiled, 2, what, timeout=120)

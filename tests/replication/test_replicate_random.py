@@ -173,7 +173,7 @@ def play_packing_early(first, dtypes, kwargs):
         play(first, dtypes, kwargs)
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_any_order_where_gradients_are_packed_as_they_arrive(run_ranks, dtypes, as_views):

@@ -81,7 +81,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.default_rows(2)
+@pytest.mark.default_rows(1)
 @covering("mesh_shape, policy, schedule", product([(2,), (3,), (2, 2)], POLICIES, ["F", "NRF"]))
 def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, schedule):
     ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
@@ -177,7 +177,7 @@ def any_order(seed):
     )
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
     for seed in range(4):

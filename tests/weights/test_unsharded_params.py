@@ -137,7 +137,7 @@ def bytes_left(rank0_only, fails):
     assert_same(full_state(model), full_state(edit_outside), bitwise=True)
 
 
-@pytest.mark.default_rows(1)
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("rank0_only", [False, True])
 def test_not_a_byte_is_left_behind(run_ranks, rank0_only, fails):
