@@ -8,7 +8,7 @@ from torch import nn
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.replicated import SMALL, Pair, run
+from tests.support.replicated import SMALL, Pair, compressed, run
 
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
 
@@ -199,19 +199,6 @@ def hooked():
 
 def test_reduce_hooks_see_every_bucket(run_ranks):
     run_ranks(hooked, 2)
-
-
-def compressed():
-    pair = Pair()
-    handle = meshard.register_reduce_hook(pair.ours, meshard.WireCompression(torch.bfloat16))
-    pair.steps(range(3))
-    with CommLedger(pair.ours) as ledger:
-        pair.step(3)
-    assert ledger.bytes == {"all_reduce": WHOLE // 2}
-    handle.remove()
-    with CommLedger(pair.ours) as ledger:
-        pair.step(4)
-    assert ledger.bytes == {"all_reduce": WHOLE}
 
 
 def test_gradients_may_travel_compressed(run_ranks):
