@@ -6,7 +6,7 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -199,10 +199,11 @@ def uneven_batches(
     Each batch needs a backward. At most one backward per iteration may reduce fully; none does
     under ``no_sync``, which ranks with a batch must enter alike, and the others learn.
 
-    **Collective:** every rank of the mesh, at each iteration: one number per rank when gradients
-    are reduced, or else at the end of the iteration. Collectives of yours come after that. With
-    ``broadcast_buffers``, buffers are sent once per iteration, from the first rank that had a batch
-    in the one before. All ranks wait for one that leaves the loop early.
+    **Collective:** every rank of the mesh, twice in each iteration: one number per rank as it
+    begins, and one when gradients are reduced, or else at its end. Collectives of yours come after
+    that. With ``broadcast_buffers``, buffers are sent once per iteration, from the first rank that
+    had a batch in the one before. If ranks with a batch leave the loop before they reduce, it ends
+    on ranks without one, and raises on others. All wait for one that leaves it later, alone.
 
     Args:
         module: The module that ``replicate`` was applied to.
@@ -239,7 +240,7 @@ def uneven_batches(
     loop = _UnevenLoop(
         units,
         units[0].group.spec,
-        counts_all=divide_by_initial_world_size,
+        divides_by_all=divide_by_initial_world_size,
         ends_early=throw_on_early_termination,
     )
     return _uneven_batches(module, batches, loop)
@@ -249,139 +250,169 @@ def _uneven_batches(
     module: nn.Module, batches: Iterable[Batch], loop: _UnevenLoop
 ) -> Iterator[Batch | None]:
     buckets, lifecycle = module.__dict__["_meshard_buckets"], loop.lifecycle
+    if buckets.is_looped:
+        raise RuntimeError("a loop over uneven_batches of this module is under way; end it first.")
     buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     remaining = iter(batches)
     try:
         while True:
-            loop.begin()
-            buckets.prepare(module)
             batch: Any = next(remaining, _END)
-            if batch is _END:
-                loop.tell(_Told.NO_BATCH)
-                if not loop.having:
-                    return
-                loop.join(module)
-                batch = None
-            yield batch
-            loop.end(has_batch=batch is not None)
+            has_batch = batch is not _END
+            loop.begin(has_batch=has_batch)
+            buckets.prepare(module)
+            if not loop.having:
+                return
+            if has_batch:
+                try:
+                    yield batch
+                except GeneratorExit:
+                    loop.leave()
+                    raise
+                loop.end()
+            elif loop.join(module):
+                yield None
+            else:
+                return
             buckets.buffers_from = loop.having[0]
     finally:
-        loop.begin()
         buckets.is_looped, lifecycle.before_reduction = False, None
+        lifecycle.usual_divide_factor = None
         buckets.buffers_from = 0
 
 
-class _Told(enum.IntEnum):
-    """What a rank tells all others, once in each iteration of ``uneven_batches``."""
+class _Report(enum.IntEnum):
+    """What a rank sends to all others in an iteration of ``uneven_batches``."""
 
+    # As it begins:
     NO_BATCH = enum.auto()
-    REDUCES = enum.auto()  # it begins to reduce fully
-    KEEPS = enum.auto()  # its backwards are over, and none has reduced
-    FAILED = enum.auto()
+    HAS_BATCH = enum.auto()
+    FAILED = enum.auto()  # also instead of what follows
+    # When the first unit is reduced, or else at its end:
+    REDUCES = enum.auto()
+    KEEPS = enum.auto()  # no backward has reduced
+    JOINS = enum.auto()  # it has no batch
+    LEFT = enum.auto()  # it had one, and has left the loop before any reduction
 
 
 class _UnevenLoop:
     """What a rank knows of the others in ``uneven_batches``.
 
-    Those that have a batch tell how far they reduce when they begin to, whatever sets their mode.
+    They exchange reports twice per iteration. What goes wrong after the second is reported by the
+    next one, before any rank issues another collective.
     """
 
     def __init__(
-        self, units: list[Unit], spec: GroupSpec, *, counts_all: bool, ends_early: bool
+        self, units: list[Unit], spec: GroupSpec, *, divides_by_all: bool, ends_early: bool
     ) -> None:
         assert spec.mesh_info.replicate_group is not None
         self.lifecycle = units[0].lifecycle
-        self.having: list[int] = []  # the ranks that had a batch in the last iteration
+        self.having: list[int] = []  # the ranks that have a batch in the present iteration
         self._units, self._pg, self._device = units, spec.mesh_info.replicate_group, spec.device
-        self._counts_all, self._ends_early = counts_all, ends_early
-        self._ranks: dict[_Told, list[int]] = {}  # by what they told in the present iteration
+        self._divides_by_all, self._ends_early = divides_by_all, ends_early
         self._problem = ""
-        self._averaging: list[Unit] = []  # units whose divide factor was set here
-        self._began_at = self._told_at = 0  # numbers of backwards
+        self._has_failed = False  # found after the second exchange
+        self._began_at = 0  # the number of the next backward, as the iteration began
+        self._reduces_in: int | None = None  # the number of the backward that reduces
 
-    def begin(self) -> None:
-        """Begin an iteration, in which nothing is told yet."""
-        for unit in self._averaging:
-            unit.settings.divide_factor = None
-        self._averaging, self._ranks = [], {}
-        self._began_at = self.lifecycle.backward_number
+    def begin(self, *, has_batch: bool) -> None:
+        """Learn who has a batch, and raise if an iteration before has failed somewhere.
 
-    def tell(self, what: _Told) -> None:
-        """Tell all ranks, learn what they tell, and raise if that does not fit together.
-
-        **Collective:** all ranks, once per iteration.
+        **Collective:** all ranks.
         """
-        own = torch.tensor([what], dtype=torch.int32, device=self._device)
-        told = gather_from_all(own, self._pg, label="(uneven batches)").view(-1).tolist()
-        self._told_at = self.lifecycle.backward_number
-        self._ranks = {each: [] for each in _Told}
-        for rank, number in enumerate(told):
-            self._ranks[_Told(number)].append(rank)
-        self.having = sorted(self._ranks[_Told.REDUCES] + self._ranks[_Told.KEEPS])
-        self._problem = self._find_problem()
-        self._check()
-        if not self._counts_all:
-            self._averaging = [unit for unit in self._units if unit.settings.divide_factor is None]
-            for unit in self._averaging if self.having else ():
-                unit.settings.divide_factor = float(len(self.having))
-
-    def _find_problem(self) -> str:
-        without, reducing, keeping, failed = self._ranks.values()
-        if failed:
-            return (
-                f"rank(s) {failed} skipped a batch of uneven_batches, or reduced twice for one. "
-                "Run one backward under GradientSync.FULL for each batch, or one under no_sync, "
-                "and multiply the loss by 0 instead of skipping a batch."
+        report = _Report.HAS_BATCH if has_batch else _Report.NO_BATCH
+        ranks = self._exchange(_Report.FAILED if self._has_failed else report)
+        self.having, without = ranks[_Report.HAS_BATCH], ranks[_Report.NO_BATCH]
+        if self._ends_early and self.having and without:
+            self._raise(
+                f"rank(s) {without} have no batch left, and uneven_batches was called with "
+                "throw_on_early_termination=True."
             )
+        if self.having and not self._divides_by_all:
+            self.lifecycle.usual_divide_factor = float(len(self.having))
+        self._began_at, self._reduces_in = self.lifecycle.backward_number, None
+
+    def _exchange(self, report: _Report) -> dict[_Report, list[int]]:
+        """Return the ranks by what they report; raise if one has failed."""
+        own = torch.tensor([report], dtype=torch.int32, device=self._device)
+        reports = gather_from_all(own, self._pg, label="(uneven batches)").view(-1).tolist()
+        ranks: dict[_Report, list[int]] = {each: [] for each in _Report}
+        for rank, number in enumerate(reports):
+            ranks[_Report(number)].append(rank)
+        if ranks[_Report.FAILED]:
+            self._raise(
+                f"rank(s) {ranks[_Report.FAILED]} skipped a batch of uneven_batches, or reduced "
+                "twice for one. Run one backward under GradientSync.FULL for each batch, or one "
+                "under no_sync, and multiply the loss by 0 instead of skipping a batch."
+            )
+        return ranks
+
+    def _exchange_mode(self, report: _Report) -> GradientSync | None:
+        """Return how far ranks with a batch reduce in this iteration; None: they left the loop.
+
+        **Collective:** all ranks.
+        """
+        ranks = self._exchange(report)
+        reducing, keeping = ranks[_Report.REDUCES], ranks[_Report.KEEPS]
+        if ranks[_Report.LEFT]:
+            if report in (_Report.REDUCES, _Report.KEEPS):
+                self._raise(f"rank(s) {ranks[_Report.LEFT]} have left a loop over uneven_batches.")
+            return None
         if reducing and keeping:
-            return (
+            self._raise(
                 f"in an iteration of uneven_batches, rank(s) {reducing} reduced gradients fully "
                 f"and rank(s) {keeping} did not; enter no_sync in the same iterations on all ranks "
                 "that have a batch."
             )
-        if self._ends_early and self.having and without:
-            return (
-                f"rank(s) {without} have no batch left, and uneven_batches was called with "
-                "throw_on_early_termination=True."
-            )
-        return ""
+        return GradientSync.FULL if reducing else GradientSync.NONE
 
-    def _check(self) -> None:
-        if self._problem:
-            raise RuntimeError(self._problem)
+    def _raise(self, problem: str) -> NoReturn:
+        self._problem = problem  # for whoever catches it and goes on
+        raise RuntimeError(problem)
 
     def before_reduction(self) -> None:
-        """Tell that this rank reduces: called before each reduction of a unit over all ranks."""
-        self._check()
-        if not self._ranks:
-            self.tell(_Told.REDUCES)
-        elif self._told_at != self.lifecycle.backward_number:
-            self.tell(_Told.FAILED)
+        """Report that this rank reduces: called before each reduction of a unit over all ranks."""
+        if self._problem:
+            raise RuntimeError(self._problem)
+        if self._reduces_in is None:
+            self._reduces_in = self.lifecycle.backward_number
+            self._exchange_mode(_Report.REDUCES)
+        elif self._reduces_in != self.lifecycle.backward_number:
+            self._exchange(_Report.FAILED)  # in the place of the next ``begin``
 
-    def join(self, module: nn.Module) -> None:
+    def join(self, module: nn.Module) -> bool:
         """Run a backward that uses no parameter: it issues the collectives of the others'.
 
-        Where they reduce nothing, zeros are pending here as gradients are there.
+        Where they reduce nothing, zeros are pending here as gradients are there. Return whether the
+        others are still in the loop.
         """
+        mode = self._exchange_mode(_Report.JOINS)
+        if mode is None:
+            return False
+        self._reduces_in = self.lifecycle.backward_number
 
         def arrive(_: torch.Tensor) -> None:
             for unit in self._units:
-                if unit.params:
+                if any(param.sharded.requires_grad for param in unit.params):
                     unit.lifecycle.gradient_joins(unit)
 
-        mode = GradientSync.FULL if self._ranks[_Told.REDUCES] else GradientSync.NONE
         with gradient_sync(module, mode), torch.enable_grad():
             zero = torch.zeros((), requires_grad=True)
             zero.register_hook(arrive)
             (zero * 1).backward()
+        return True
 
-    def end(self, *, has_batch: bool) -> None:
-        """End an iteration: the body of the loop is over."""
-        self._check()
-        if not has_batch:
-            return
-        if not self._ranks:
+    def leave(self) -> None:
+        """Leave the loop in its body: others may wait for what this rank reports."""
+        if self._reduces_in is None and not self._problem:
+            with contextlib.suppress(RuntimeError):  # of the group, which may be gone
+                self._exchange_mode(_Report.LEFT)
+
+    def end(self) -> None:
+        """End an iteration with a batch: the body of the loop is over."""
+        if self._problem:
+            raise RuntimeError(self._problem)
+        if self._reduces_in is None:
             has_run = self.lifecycle.backward_number > self._began_at
-            self.tell(_Told.KEEPS if has_run else _Told.FAILED)
+            self._exchange_mode(_Report.KEEPS if has_run else _Report.FAILED)
         elif any(unit.gradients.is_pending for unit in self._units):
-            self.tell(_Told.FAILED)
+            self._has_failed = True

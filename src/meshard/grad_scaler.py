@@ -109,6 +109,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         return scaled
 
     @override
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        """Return the scale, also where this rank has scaled no loss yet, as without a batch."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.
 

@@ -199,8 +199,8 @@ class Buckets:
 
         **Collective:** all ranks of the mesh.
         """
-        # The same on all ranks, because all run the same forwards and backwards.
-        is_late = not self._is_final and self.units[0].lifecycle.backward_number >= 2
+        # The same on all ranks, also where some have raised.
+        is_late = not self._is_final and self.units[0].gradients.has_reduced
         # As in DDP, a hook may keep state by bucket from its third window on.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
@@ -285,13 +285,17 @@ class ReplicateModule(GradientSetters):
         """Let a communication hook of DDP average the gradients, instead of an all-reduce.
 
         ``hook(state, bucket)`` runs once per window on every bucket, and returns a future of the
-        average. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so hooks of
-        ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged. **Collective:** hooks run in
-        the same order on all ranks. A copy by ``copy.deepcopy`` has no hook.
+        mean over ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so hooks of
+        ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged; ``buffer()`` is ``[n]`` in
+        the reduce dtype, the sum of the window on this rank. A copy by ``copy.deepcopy`` has none.
+
+        **Collective:** hooks run in the same order on all ranks.
+        **Stream:** that of all-reduces, which waits for the future; on CPU tensors the host does.
+        **Lifetime:** the buffer is used again in the next window.
 
         Raises:
             TypeError: ``hook`` is not callable; in backward: it returned no future of one tensor.
-            RuntimeError: The module has a hook already.
+            RuntimeError: The module has a hook already, or a forward or backward is under way.
 
         >>> import torch, meshard
         >>> def double(state, bucket):
@@ -306,6 +310,8 @@ class ReplicateModule(GradientSetters):
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable as hook(state, bucket), got {hook!r}.")
+        unit = self._meshard_buckets.units[0]
+        unit.lifecycle.check_between_steps(unit, "register_comm_hook")
         self._meshard_buckets.use_hook(CommHook(state, hook))
 
     @property

@@ -1,6 +1,7 @@
 """Uneven batches with accumulation, with options, and where ranks do not fit together."""
 
 import contextlib
+import copy
 from functools import partial
 
 import pytest
@@ -200,21 +201,22 @@ SKIPPED = r"rank\(s\) \[.*\] skipped a batch of uneven_batches, or reduced twice
 DIFFERENT = r"rank\(s\) \[.*\] reduced gradients fully and rank\(s\) \[.*\] did not"
 
 
-def run_loop(model, wrong, on_rank):
+def run_loop(model, wrong, on_rank, when):
     for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
         model.zero_grad()
         if batch is not None:
-            if number == 1 and dist.get_rank() in on_rank:
+            if number == when and dist.get_rank() in on_rank:
                 wrong(model, partial(loss_of, model, batch))
             else:
                 loss_of(model, batch).backward()
 
 
-def misuse(wrong, on_rank, message):
+def misuse(wrong, on_rank, message, when, sends_buffers):
     """Every rank raises, those that do it right and those without a batch too."""
-    model, _ = replicated()
+    layers = seeded(nn.Sequential(net(), nn.BatchNorm1d(2)), 0)
+    model = meshard.replicate(layers, bucket_cap_mb=4e-5, broadcast_buffers=sends_buffers)
     with pytest.raises(RuntimeError, match=message):
-        run_loop(model, wrong, on_rank)
+        run_loop(model, wrong, on_rank, when)
     model.reset_iter_state()
     loss_of(model, batch_of(0, 0)).backward()  # as before, without the loop
     model.zero_grad()
@@ -228,10 +230,141 @@ CASES = [
 CASES += [(keep, (0,)), (keep, (2,))]  # on both it is right
 
 
-@pytest.mark.default_rows(5)
+# Before and after buckets are rebuilt, which is a collective as sending buffers is one.
+@pytest.mark.default_rows(6)
+@pytest.mark.parametrize("sends_buffers", [False, True])
+@pytest.mark.parametrize("when", [0, 1])
 @pytest.mark.parametrize(("wrong", "on_rank"), CASES)
-def test_every_rank_raises_if_one_does_not_fit(run_ranks, wrong, on_rank):
-    run_ranks(misuse, 4, wrong, on_rank, DIFFERENT if wrong is keep else SKIPPED)
+def test_every_rank_raises_if_one_does_not_fit(run_ranks, wrong, on_rank, when, sends_buffers):
+    message = DIFFERENT if wrong is keep else SKIPPED
+    run_ranks(misuse, 4, wrong, on_rank, message, when, sends_buffers)
+
+
+def set_a_factor():
+    """A divide factor that the body of the loop sets stays; a batch may be None."""
+    model, _ = replicated()
+    for number, _ in enumerate(meshard.uneven_batches(model, [None] * COUNTS[dist.get_rank()])):
+        if number < COUNTS[dist.get_rank()]:
+            loss_of(model, batch_of(0, 0)).backward()
+        if number == 1:
+            model.set_gradient_divide_factor(8.0)
+    return [unit.settings.divide_factor for unit in model._meshard_buckets.units]
+
+
+def test_what_the_body_sets_stays(run_ranks):
+    for factors in run_ranks(set_a_factor, 4):
+        assert set(factors) == {8.0}
+
+
+def leave_alike(under_no_sync):
+    """All ranks leave the loop where some have no batch any more, before these can join."""
+    model, _ = replicated()
+    seen = []
+    for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
+        if number == 2:
+            break
+        seen.append(batch is not None)
+        model.zero_grad()
+        if batch is not None:
+            with model.no_sync() if under_no_sync else contextlib.nullcontext():
+                loss_of(model, batch).backward()
+    model.zero_grad()
+    model.reset_iter_state()
+    loss_of(model, batch_of(0, 0)).backward()  # as before, without the loop
+    return seen
+
+
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("under_no_sync", [False, True])
+def test_all_ranks_may_leave_the_loop_alike(run_ranks, under_no_sync):
+    for seen, count in zip(run_ranks(leave_alike, 4, under_no_sync), COUNTS, strict=True):
+        assert seen == [number < count for number in range(2)]
+
+
+def leave_alone():
+    model, _ = replicated()
+    try:
+        for batch in meshard.uneven_batches(model, own_batches()):
+            if dist.get_rank() == 0:
+                break
+            if batch is not None:
+                loss_of(model, batch).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_are_told_that_one_has_left_the_loop(run_ranks):
+    """Rank 1 has no batch: there the loop ends."""
+    left = "rank(s) [0] have left a loop over uneven_batches."
+    assert run_ranks(leave_alone, 4) == ["", "", left, left]
+
+
+def refuse_a_loop_in_a_loop():
+    model, _ = replicated()
+    for _ in meshard.uneven_batches(model, [1]):
+        with pytest.raises(RuntimeError, match="is under way"):
+            next(meshard.uneven_batches(model, [1]))
+        loss_of(model, batch_of(0, 0)).backward()
+
+
+def test_a_loop_in_a_loop_is_refused(run_ranks):
+    run_ranks(refuse_a_loop_in_a_loop, 2)
+
+
+def copied():
+    """A copy that is made in the loop divides as a module of its own."""
+    model, _ = replicated()
+    copies = []
+    for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
+        if number == 1:
+            copies.append(copy.deepcopy(model))
+        if batch is not None:
+            loss_of(model, batch).backward()
+    (ours,), plain = copies, seeded(net(), 0)
+    ours.zero_grad()
+    loss_of(ours, batch_of(0, 0)).backward()
+    loss_of(plain, batch_of(0, 0)).backward()
+    for param, wanted in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, wanted.grad)
+
+
+def test_a_copy_that_is_made_in_the_loop_divides_as_any(run_ranks):
+    run_ranks(copied, 2)
+
+
+def train_partly_frozen():
+    """A bucket without trainable parameters is not reduced: not by ranks without a batch either."""
+    model = seeded(net(), 0)
+    model[2].requires_grad_(False)
+    meshard.replicate(model, bucket_cap_mb=4e-5)
+    with meshard.CommLedger() as ledger:
+        for batch in meshard.uneven_batches(model, own_batches()):
+            if batch is not None:
+                loss_of(model, batch).backward()
+            model.zero_grad()
+    return ledger.counts["all_reduce"]
+
+
+def test_frozen_buckets(run_ranks):
+    assert len(set(run_ranks(train_partly_frozen, 4))) == 1
+
+
+def scale():
+    """A rank without any batch takes part in the step of a scaler."""
+    model, optimizer = replicated()
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=4.0)
+    for batch in meshard.uneven_batches(model, own_batches()):
+        if batch is not None:
+            scaler.scale(loss_of(model, batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler.get_scale()
+
+
+def test_a_scaler_where_a_rank_has_no_batch(run_ranks):
+    assert run_ranks(scale, 2) == [4.0] * 2
 
 
 def train_until_one_has_none(model):

@@ -36,13 +36,14 @@ from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher
 from meshard._engine.unit import Unit, alive
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._torch.dtensor import scalar_reads
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
     graph_task_id,
+    has_backward_optimizers,
     is_distributed_backward,
     is_in_distributed_autograd,
     keeps_graph,
-    num_backward_optimizers,
     queue_backward_callback,
     skip_dynamo,
     without_modes,
@@ -105,7 +106,7 @@ class Lifecycle:
         self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
-        self._num_backward_optimizers = -1  # of torch, when parameters were last checked for them
+        self.usual_divide_factor: float | None = None  # of units that have none of the user's
         # Called before each reduction over replicas: see ``meshard.uneven_batches``.
         self.before_reduction: Callable[[], None] | None = None
         self.comm = comm
@@ -147,6 +148,7 @@ class Lifecycle:
         self.abort_if_failed()
         if self.phase is Phase.IDLE:
             self._refuse_other_reductions()
+            scalar_reads.forget()  # of a step that raised
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
             self._queue.begin_forward()
@@ -177,19 +179,15 @@ class Lifecycle:
         return call
 
     def _refuse_other_reductions(self) -> None:
-        """Raise if something of torch's would take the gradients of the forward that begins.
-
-        Parameters are looked at whenever torch has other optimizers in backward than before.
-        """
+        """Raise if something of torch's would take the gradients of the forward that begins."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
             raise RuntimeError(_NOT_DISTRIBUTED)
-        count = num_backward_optimizers()
-        if count != self._num_backward_optimizers:
-            for group in self.groups():
-                for param in group.params:
-                    name = f"{param.fqn!r} of unit {group.label!r}"
-                    refuse_backward_optimizer(name, param.sharded, RuntimeError)
-            self._num_backward_optimizers = count
+        if not has_backward_optimizers():
+            return
+        for group in self.groups():
+            for param in group.params:
+                name = f"{param.fqn!r} of unit {group.label!r}"
+                refuse_backward_optimizer(name, param.sharded, RuntimeError)
 
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
@@ -399,7 +397,11 @@ class Lifecycle:
         if over_replicas and not self._has_compared:
             self._compare_first_values()
         self._queue.start(
-            unit.gradients, unit.settings, over_replicas=over_replicas, on_reduced=on_reduced
+            unit.gradients,
+            unit.settings,
+            over_replicas=over_replicas,
+            usual_factor=self.usual_divide_factor,
+            on_reduced=on_reduced,
         )
 
     def _compare_first_values(self) -> None:

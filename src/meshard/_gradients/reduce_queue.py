@@ -69,6 +69,7 @@ class ReduceQueue:
         settings: ReduceSettings,
         *,
         over_replicas: bool,
+        usual_factor: float | None,  # where the user has set none; None: the number of ranks
         on_reduced: Callable[[], None] | None,  # called once published; None: the window goes on
     ) -> None:
         """Start reducing what a unit has accumulated, and advance the other reductions.
@@ -84,6 +85,7 @@ class ReduceQueue:
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings)
+        divide_factor = usual_factor if divide_factor is None else divide_factor
         if self._is_checked:
             _check_agreement(gradients.storage, over_replicas, divide_factor)
         after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
