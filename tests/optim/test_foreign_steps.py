@@ -226,6 +226,20 @@ def test_hooks_that_look_are_allowed(run_ranks):
     run_ranks(looking_hooks, 2)
 
 
+def frozen_since_forward():
+    """Autograd has a gradient for it, and nowhere to put it: no hook took that."""
+    model = meshard.replicate(seeded(net(), 0))
+    loss = model(batch()).sum()
+    model[0].weight.requires_grad_(False)
+    loss.backward()
+    assert model[0].weight.grad is None
+    assert model[2].bias.grad.tolist() == [6.0, 6.0]
+
+
+def test_a_parameter_may_be_frozen_between_forward_and_backward(run_ranks):
+    run_ranks(frozen_since_forward, 2)
+
+
 # --- torch.distributed.autograd ------------------------------------------------------------------
 
 

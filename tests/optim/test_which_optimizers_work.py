@@ -242,11 +242,63 @@ def numbers_read(overlapped):
     assert optimizer.state[weight]["norm"] == pytest.approx(norm)
     if torch.distributed.get_rank() == 0:
         assert weight.norm().item() < norm  # alone, after the step
+    optimizer.register_step_pre_hook(raise_for_a_test)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    model(torch.ones(2, 7))
+    if torch.distributed.get_rank() == 0:
+        assert weight.norm().item() < norm  # alone, after a step that raised and a forward
+
+
+def raise_for_a_test(*_):
+    raise ZeroDivisionError
+
+
+class ReadsAfterAnother(Reads):
+    """Steps another optimizer on other parameters first, in the middle of its own step."""
+
+    def __init__(self, params, inner):
+        super().__init__(params)
+        self.inner = inner
+
+    def step_one(self, group, param, grad, state):
+        self.inner.step()
+        super().step_one(group, param, grad, state)
+
+
+def nested():
+    model = seeded(UnevenMlp())
+    for unit in (*model.layers, model):
+        meshard.fully_shard(unit)
+    weight, others = model.layers[1].weight, list(model.layers[0].parameters())
+    optimizer = ReadsAfterAnother([weight], torch.optim.SGD(others, lr=0.1))
+    model(torch.ones(2, 7)).sum().backward()
+    norm = weight.full_tensor().norm().item()
+    optimizer.step()
+    assert optimizer.state[weight]["norm"] == pytest.approx(norm)
+
+
+def test_a_step_inside_a_step_does_not_end_it(run_ranks):
+    run_ranks(nested, 2)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(run_ranks, overlapped):
     run_ranks(numbers_read, 2, overlapped)
+
+
+def made_from_the_module():
+    """In backward the module holds unsharded parameters of the unit."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(3)))
+    for unit in (model[0], model[1], model):
+        meshard.fully_shard(unit)
+    meshard.overlap_optimizer(model, lambda groups: stand_ins.Lamb(model.parameters()))
+    with pytest.raises(RuntimeError, match="make it from the param groups that are passed"):
+        model(torch.ones(2, 7)).sum().backward()
+
+
+def test_a_factory_that_leaves_out_its_param_groups_is_refused(run_ranks):
+    run_ranks(made_from_the_module, 2)
 
 
 def test_the_page_has_a_row_for_each_and_no_other():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from meshard._comm.communicator import StepPhase
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, read_scalars_whole, set_local
+from meshard._torch.dtensor import local_of, scalar_reads, set_local
 from meshard._torch.patches import hold_pending
 from meshard._torch.private import (
     accumulation_hooks_of,
@@ -130,8 +130,7 @@ def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     Return the groups of ``params``.
     """
     owners = owners_of(params)
-    for owner in owners:
-        owner.check_may_step()
+    _check_may_step(owners)
     return owners
 
 
@@ -213,7 +212,8 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
                 f"{fqn!r} {_NEVER_TRAINED[tag]}, from module.parameters()."
             )
     owners = owners_of(params)
-    if isinstance(optimizer, torch.optim.Adafactor) and any(isinstance(p, DTensor) for p in params):
+    is_adafactor = isinstance(optimizer, torch.optim.Adafactor)
+    if is_adafactor and _reads_over_ranks(owners):
         raise RuntimeError(
             "Adafactor needs norms of rows and columns, which DTensor does not compute in place; "
             "overlap_optimizer(module, torch.optim.Adafactor, ...) steps unsharded parameters, one "
@@ -248,36 +248,48 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
     owners = _owners_in(optimizer)
     before_compiling(_before_compiling)
-
-    def check() -> None:
-        for owner in owners:
-            owner.check_may_step()
-
-    check()
+    if not owners:
+        return None
+    _check_may_step(owners)
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
         keep_for = None if owner.saves_memory else StepPhase.STEP
         owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
-    read_scalars_whole(bool(owners))
+    if _reads_over_ranks(owners):
+        scalar_reads.begin()
     # torch passes the optimizer itself as the first argument.
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or not owners:
-        return None
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], _around(args[1], owners), *args[2:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": _around(kwargs["closure"], owners)}
+    return None
+
+
+def _check_may_step(owners: Iterable[ParamGroup]) -> None:
+    for owner in owners:
+        owner.check_may_step()
+
+
+def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
+    return any(owner.gradients.bucket is None for owner in owners)
+
+
+def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:
+    """Return ``closure`` for a step: what it runs is not part of that."""
 
     def closure_and_check() -> Any:
-        read_scalars_whole(False)
-        loss = closure()
-        check()
-        read_scalars_whole(True)
+        with scalar_reads.suspended():
+            loss = closure()
+        _check_may_step(owners)
         return loss
 
-    if len(args) > 1:
-        return (args[0], closure_and_check, *args[2:]), kwargs
-    return args, {**kwargs, "closure": closure_and_check}
+    return closure_and_check
 
 
 @skip_dynamo
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-    read_scalars_whole(False)
-    for owner in _owners_in(optimizer):
+    owners = _owners_in(optimizer)
+    if _reads_over_ranks(owners):
+        scalar_reads.end()
+    for owner in owners:
         owner.record_step()

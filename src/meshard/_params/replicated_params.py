@@ -90,7 +90,8 @@ def _arrived(
     param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
 ) -> None:
     """Call ``hook`` when autograd has added to ``.grad``, and hooks of users have seen it."""
-    if param.unsharded.grad is None and gradients[0] is not None:
+    is_taken = param.unsharded.grad is None and gradients[0] is not None
+    if is_taken and param.unsharded.requires_grad:  # else it was frozen since the forward
         raise RuntimeError(
             f"a hook took the gradient of parameter {param.fqn!r} of a replicated module before it "
             "was reduced, so ranks would drift apart. To step in backward call "

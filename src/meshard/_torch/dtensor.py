@@ -6,8 +6,10 @@ gradient once, so both are avoided: ``DTensor(local, spec, requires_grad=False)`
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -121,21 +123,50 @@ def is_plain(value: object) -> bool:
     return type(value) in (torch.Tensor, nn.Parameter)
 
 
-def read_scalars_whole(is_on: bool) -> None:
-    """Make ``item()``, ``float()`` and ``bool()`` of a DTensor add up what all ranks have, or not.
+class ScalarReads(threading.local):
+    """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read what all ranks have.
 
     torch reads this rank's part of a sum or of a norm
-    (https://github.com/pytorch/pytorch/issues/166638), so that each rank would compute by another
-    number. **Collective** from then on; so it is for the time in which every rank runs the same
-    step of an optimizer, and not for a rank that prints a number.
+    (https://github.com/pytorch/pytorch/issues/166638), so that each rank would step by another
+    number. Between ``begin`` and ``end`` a read is **collective**: for the time in which every rank
+    runs the same step of an optimizer, and not for a rank that prints a number.
     """
-    read = torch.ops.aten._local_scalar_dense.default
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    if is_on:
-        handlers.setdefault(read, _read_whole)
-    elif handlers.get(read) is _read_whole:
-        del handlers[read]
+
+    _num_steps = 0  # that this thread runs, one inside another
+
+    def begin(self) -> None:
+        """Read what all ranks have from now on."""
+        read = torch.ops.aten._local_scalar_dense.default
+        DTensor._op_dispatcher._custom_op_handlers.setdefault(read, _read)
+        self._num_steps += 1
+
+    def end(self) -> None:
+        """Undo the last ``begin``."""
+        self._num_steps = max(0, self._num_steps - 1)
+
+    def forget(self) -> None:
+        """Undo every ``begin``: torch calls nobody after a step that has raised."""
+        self._num_steps = 0
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Read as torch does, inside."""
+        before, self._num_steps = self._num_steps, 0
+        try:
+            yield
+        finally:
+            self._num_steps = before
+
+    @property
+    def is_over_ranks(self) -> bool:
+        """Whether a read of this thread is collective."""
+        return self._num_steps > 0
 
 
-def _read_whole(op_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return op_call(args[0].full_tensor())
+scalar_reads = ScalarReads()
+
+
+def _read(op_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    tensor: DTensor = args[0]
+    local = tensor.full_tensor() if scalar_reads.is_over_ranks else local_of(tensor)
+    return op_call(local)

@@ -139,10 +139,10 @@ def is_distributed_backward() -> bool:
     return bool(_distributed_autograd._get_debug_info()["num_current_backward_passes"])
 
 
-def num_backward_optimizers() -> int:
-    """Return how many parameters of this process torch's ``_apply_optimizer_in_backward`` has."""
+def has_backward_optimizers() -> bool:
+    """Whether torch's ``_apply_optimizer_in_backward`` has any parameter of this process."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    return len(getattr(module, "param_to_acc_grad_map", ()))
+    return bool(getattr(module, "param_to_acc_grad_map", ()))
 
 
 def has_backward_optimizer(param: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from meshard._engine.optimizer_hooks import owner_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
-from meshard._torch.dtensor import plain_of, read_scalars_whole
+from meshard._torch.dtensor import plain_of, scalar_reads
 from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
 from meshard.policies import list_of
 
@@ -133,18 +133,19 @@ class FlatStepper:
     def _step_loose(self, inner: Optimizer) -> None:
         """Step tensors that may be DTensors, by an optimizer that may do anything with them."""
         given = [dict(group) for group in inner.param_groups]
-        read_scalars_whole(True)
+        scalar_reads.begin()
         try:
             self._step(inner)
         finally:
-            read_scalars_whole(False)
+            scalar_reads.end()
         for before, group in zip(given, inner.param_groups, strict=True):
             written = [key for key in group if group[key] is not before.get(key)]
             if written:
                 raise RuntimeError(
                     f"{type(inner).__name__} writes {written[0]!r} into its param groups; in "
                     "backward each unit has an optimizer of its own, so that this would be of one "
-                    "unit only. Build it on module.parameters() as usual."
+                    "unit only. Build it on module.parameters() as usual, and the module anew: one "
+                    "unit has been stepped."
                 )
 
     def _show(self, inner: Optimizer) -> None:
@@ -187,7 +188,15 @@ class FlatStepper:
             for portion in [*self._portions_of(flat), *self._portions_of(sharded)] or [[]]:
                 made.append({**group, "params": portion})
                 self._numbers.append(number)
-        inner = self._inner = self._make(made)
+        inner = self._make(made)
+        held = {id(param) for group in inner.param_groups for param in group["params"]}
+        if any(id(param) not in held for group in made for param in group["params"]):
+            raise RuntimeError(
+                f"the {type(inner).__name__} that steps one unit does not hold the parameters it "
+                "was to be made for; make it from the param groups that are passed, and not from "
+                "module.parameters()."
+            )
+        self._inner = inner
         step: Any = type(inner).step
         # Without the hooks of optimizers, which the user's own step runs; of torch's optimizers
         # also without the decorators for a differentiable step.

@@ -154,6 +154,8 @@ class OverlappedOptimizer(Optimizer):
         """Order what you do next after all steps that have been begun; deferred ones are taken.
 
         Needed with ``wait="gather"``, or before ``step``, to read parameters or to change them.
+        **Collective:** with ``clip="deferred"``, ``wait="gather"`` and an optimizer that
+        communicates in its step (``Adafactor``); so are ``state``, ``state_dict`` and ``detach``.
         **Stream:** the current one waits; for units in host memory the host does.
 
         Raises:

@@ -44,15 +44,18 @@ class UnshardedStep(Optimizer):
             own.update((key, value) for key, value in group.items() if key != "params")
             pairs = zip(group["params"], own["params"], strict=True)
             stepped += [(param, unsharded) for param, unsharded in pairs if param.grad is not None]
-        for param, unsharded in stepped:
-            unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
-            if self.state[param]:
-                self._inner.state[unsharded] = self.state[param]
-        self._inner.step()
-        for param, unsharded in stepped:
-            self.state[param] = self._inner.state[unsharded]
-            param.copy_(_placed_like(param, unsharded.data))
-            unsharded.data, unsharded.grad = _EMPTY, None
+        try:
+            for param, unsharded in stepped:
+                unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
+                if self.state[param]:
+                    self._inner.state[unsharded] = self.state[param]
+            self._inner.step()
+            for param, unsharded in stepped:
+                self.state[param] = self._inner.state[unsharded]
+                param.copy_(_placed_like(param, unsharded.data))
+        finally:
+            for _, unsharded in stepped:
+                unsharded.data, unsharded.grad = _EMPTY, None
         return loss
 
 
