@@ -190,6 +190,12 @@ class Divisors(NamedTuple):
     before_all_reduce: Fraction
     after_all_reduce: Fraction
 
+    def after(self, divided_by: int, shard_count: int) -> Divisors:
+        """Return what is left once gradients were divided by ``early_divisor``."""
+        if shard_count > 1:
+            return self._replace(after_scatter=self.after_scatter / divided_by)
+        return self._replace(after_all_reduce=self.after_all_reduce / divided_by)
+
 
 @functools.lru_cache
 def resolve_divisors(
@@ -200,7 +206,7 @@ def resolve_divisors(
     Their product is ``c``, exactly: ``c / R`` around the reduce-scatter and ``R`` around the
     all-reduce. float16 overflows at 65504, so there the share of each group is split around its
     collective: a power of two near its square root before, the rest after. Other dtypes divide
-    once, after the sum, and so round once.
+    once, after the sum, and so round once; see ``early_divisor`` for where that is not needed.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -213,6 +219,18 @@ def resolve_divisors(
         return Divisors(_ONE, scatter, _ONE, across)
     scatter_first, across_first = _near_root(scatter), _near_root(across)
     return Divisors(scatter_first, scatter / scatter_first, across_first, across / across_first)
+
+
+def early_divisor(divisors: Divisors, shard_count: int) -> int:
+    """Return what gradients may be divided by while they are packed: that saves a pass over them.
+
+    The share of the first collective that has several ranks, if it is a power of two: that does not
+    round (but for numbers below 1e-37 in float32), so the moment makes no difference. 1: nothing.
+    """
+    share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
+    is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
+    is_whole = divisors.before_scatter == divisors.before_all_reduce == 1
+    return share.numerator if is_power and is_whole else 1
 
 
 def _near_root(divisor: Fraction) -> Fraction:
@@ -253,8 +271,16 @@ class ReducePlan(NamedTuple):
     replicate_count: int  # replicas of the mesh, also where this reduction stops before them
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
+    divided_by: int = 1  # what the buffer is divided by already: see ``early_divisor``
     # Averages a buffer over the replicas in place, instead of the all-reduce and its division.
     average: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def divisors(self) -> Divisors:
+        """What gradients are divided by, if nothing is divided by yet."""
+        return resolve_divisors(
+            self.shard_group.size(), self.replicate_count, self.divide_factor, self.wire_dtype
+        )
 
 
 def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
@@ -297,9 +323,9 @@ class Reduction:
         self._partial = partial
         self._comm = comm
         self._stages_done = 0
-        self._divisors = resolve_divisors(
-            plan.shard_group.size(), plan.replicate_count, plan.divide_factor, plan.wire_dtype
-        )
+        self._divisors = plan.divisors
+        if plan.divided_by != 1:
+            self._divisors = self._divisors.after(plan.divided_by, plan.shard_group.size())
         if plan.average is not None:
             self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
         # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
@@ -396,7 +422,7 @@ class Reduction:
             self._marks.write(self._wire, self._unused)
             average, label = self._plan.average, self._plan.label
             # What averages may overwrite the marks.
-            self._marked = self._wire if average is None else self._marks.firsts(self._wire)
+            self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
             self._pending = self._comm.all_reduce(self._marked, group=group, label=label)
             if average is not None:
                 with profiled("comm_hook", label):

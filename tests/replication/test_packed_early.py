@@ -27,15 +27,8 @@ def packing_early():
     return mock.patch.object(gradient_buffer, "_LARGE", 1)
 
 
-def place_of(gradient):
-    """Where a gradient is that has arrived: in the bucket, added to the others there, or alone."""
-    if gradient is None:
-        return "added"
-    return "alone" if gradient.untyped_storage().nbytes() == gradient.nbytes else "bucket"
-
-
 def seen_on_the_way():
-    """While the first layer computes, the largest gradient is in the bucket."""
+    """While the first layer computes, the largest gradient is no tensor of its own any more."""
     with packing_early():
         pair = Pair(bucket_cap_mb=25)
         pair.steps(range(2))
@@ -44,7 +37,7 @@ def seen_on_the_way():
         def watched(model, x):
             output = model(x)
             first = model.blocks[0].linear.bias
-            handle = first.register_hook(lambda _: seen.append(place_of(largest.grad)))
+            handle = first.register_hook(lambda _: seen.append(largest.grad))
             integer_loss(output).backward()
             handle.remove()
 
@@ -53,7 +46,7 @@ def seen_on_the_way():
             pair.backward(3, ours=watched)
             pair.backward(4, ours=watched)
         pair.backward(5, ours=watched)
-        assert seen == ["bucket", "bucket", "added", "added"]
+        assert seen == [None] * 4
         pair.compare()
         pair.assert_views()
 
@@ -165,6 +158,39 @@ def used_late():
 
 def test_parameters_that_are_used_late_in_a_window(run_ranks):
     run_ranks(used_late, 2)
+
+
+def divided(kind, large):
+    """Return the gradients after a window in which something decides on the divide factor."""
+    with mock.patch.object(gradient_buffer, "_LARGE", large):
+        model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
+        first = next(model.parameters())
+        for step in range(3):
+            model.zero_grad()
+            if kind == "number":
+                model.set_gradient_divide_factor(8.0)
+            elif kind == "callable":
+                model.set_gradient_divide_factor(lambda step=step: 4.0 + step)
+            elif kind == "mode":  # known only once most gradients have arrived
+                handle = first.register_hook(lambda _: model.set_gradient_sync(GradientSync.NONE))
+                run(model, integer_batch(2 * step, dist.get_rank()))
+                handle.remove()
+                model.set_gradient_sync(GradientSync.FULL)
+            run(model, integer_batch(2 * step + 1, dist.get_rank()))
+        return [param.grad.clone() for param in model.parameters()]
+
+
+def divided_early(kind):
+    early, late = divided(kind, 1), divided(kind, 2**60)
+    assert all(map(torch.equal, early, late))
+    assert any(grad.any() for grad in early)
+
+
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["default", "number", "callable", "mode"])
+def test_when_gradients_are_divided_makes_no_difference(run_ranks, kind, world):
+    run_ranks(divided_early, world, kind)
 
 
 def compressed_early():

@@ -5,6 +5,7 @@ import itertools
 import time
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.support.integer_model import IntegerModel, integer_batch
 from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import seeded
 from tests.support.replicated import run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 WIDTH = 256
 WHOLE = 6 * WIDTH * WIDTH * 4  # bytes of all parameters
@@ -128,17 +131,18 @@ def transformer():
     return seeded(nn.Sequential(*layers), 0), torch.linspace(-1, 1, 8 * 256).view(1, 8, 256)
 
 
-# In buckets of 6 MiB: several, or one that is nearly all. Activations are small beside them.
+# With the size of buckets: several, or one that is nearly all. Activations are small beside them.
 AT_PEAK = {
-    "24 weights of 1 MiB": partial(chain, 512, 24),
-    "8 layers of a transformer": transformer,
-    "100 weights of 64 KiB": partial(chain, 128, 100),
+    "24 weights of 1 MiB": (partial(chain, 512, 24), 6.0),
+    "8 layers of a transformer": (transformer, 6.0),
+    "100 weights of 64 KiB": (partial(chain, 128, 100), 6.0),
+    "96 weights of 1 MiB": (partial(chain, 512, 96), 25.0),
 }
-BUCKETS = {"bucket_cap_mb": 6.0}
+# In the order of the rows of the page.
 PEERS = {
-    "DDP": partial(DistributedDataParallel, **BUCKETS),
-    "DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True, **BUCKETS),
-    "replicate": partial(meshard.replicate, **BUCKETS),
+    "replicate": meshard.replicate,
+    "DDP, views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
+    "DDP": DistributedDataParallel,
 }
 
 
@@ -169,8 +173,11 @@ def peaks_of(build, wrap, *, keeps_views=True):
 
 
 def compare_peaks(name):
-    build = AT_PEAK[name]
-    found = {peer: peaks_of(build, wrap, keeps_views=peer != "DDP") for peer, wrap in PEERS.items()}
+    build, cap = AT_PEAK[name]
+    found = {
+        peer: peaks_of(build, partial(wrap, bucket_cap_mb=cap), keeps_views=peer != "DDP")
+        for peer, wrap in PEERS.items()
+    }
     for one, two in zip(found["replicate"][1], found["DDP"][1], strict=True):
         assert one.any()
         assert torch.equal(one, two)
@@ -178,13 +185,25 @@ def compare_peaks(name):
     return {peer: peaks for peer, (peaks, _) in found.items()}, max(sizes) / sum(sizes)
 
 
+def column_of_page(name):
+    """Return the peaks of each peer, of a step and of a microbatch; the same where one stands."""
+    page = (ROOT / "docs" / "replicate.md").read_text()
+    table = page.partition("| at the peak |")[2].partition("\n\n")[0]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    cells = [row[1 + header.index(name)].replace(" P", "").split("; ") for row in rows]
+    return {
+        peer: [float(cell[0]), float(cell[-1])] for peer, cell in zip(PEERS, cells, strict=True)
+    }
+
+
 @pytest.mark.default_rows(1)
 @pytest.mark.parametrize("name", AT_PEAK)
 def test_gradients_at_the_peak_take_what_ddp_takes_with_views(run_ranks, name):
     for found, largest in run_ranks(compare_peaks, 2, name):
-        print(name, {peer: [f"{peak:.2f} P" for peak in peaks] for peer, peaks in found.items()})
         for ours, theirs in zip(found["replicate"], found["DDP, views"], strict=True):
             assert ours <= theirs + largest, found
+        for peer, peaks in column_of_page(name).items():
+            assert found[peer] == pytest.approx(peaks, abs=0.011), found
 
 
 # --- in later steps ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class GradientLayout:
         return self.shard_count * self.shard_numel
 
     @functools.cached_property
-    def not_waiting(self) -> frozenset[int]:
+    def packed_early(self) -> frozenset[int]:
         """The parameters whose gradients are packed as they arrive, if the buffer is there.
 
         All others together take no more memory than the largest gradient, and less time if they are
@@ -81,6 +82,11 @@ class GradientLayout:
         sums = itertools.accumulate(each.numel for each in by_size)
         most = by_size[-1].numel
         return frozenset(e.index for e, up_to in zip(by_size, sums, strict=True) if up_to > most)
+
+    def part_of(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the range of a parameter, ``[numel]``, in a ``buffer`` of one row."""
+        place = self.ranges[index]
+        return buffer.view(-1).narrow(0, place.offset, place.numel)
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
@@ -105,11 +111,19 @@ class GradientLayout:
         stride = torch.empty(shape, device="meta").stride()
         return _Owned(index, self.ranges[index].offset, tuple(shape), tuple(stride))
 
-    def pack(self, buffer: Rows, gradients: list[torch.Tensor | None]) -> None:
+    def pack(
+        self,
+        buffer: Rows,
+        gradients: list[torch.Tensor | None],
+        *,
+        factor: float = 1.0,
+        packed: AbstractSet[int] = frozenset(),
+    ) -> None:
         """Overwrite ``buffer`` with unsharded gradients; ranges without one become ``-0.0``.
 
         There is a gradient, or None, for each parameter of the unit. In a large unit they are
-        replaced by None once they are copied, so that not all exist twice.
+        replaced by None once they are copied, so that not all exist twice, and may be multiplied by
+        ``factor`` on the way. Parameters in ``packed`` are left as they are in the buffer.
         """
         ranges = self._all_ranges
         if self.regular and not self.is_large:
@@ -118,7 +132,8 @@ class GradientLayout:
                 self._concatenate(regular, buffer)
                 ranges = self.irregular
         for each in ranges:
-            self._write(buffer, each, gradients[each.index])
+            if each.index not in packed:
+                self._write(buffer, each, gradients[each.index], factor)
             if self.is_large:
                 gradients[each.index] = None
 
@@ -144,16 +159,16 @@ class GradientLayout:
         else:
             torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
 
-    def _write(self, buffer: Rows, each: ParamRange, gradient: torch.Tensor | None) -> None:
+    def _write(
+        self, buffer: Rows, each: ParamRange, gradient: torch.Tensor | None, factor: float
+    ) -> None:
         layout = self.params[each.index]
         if isinstance(buffer, torch.Tensor):
             part = buffer.narrow(1, each.offset, each.numel)
-            if gradient is not None and gradient.data_ptr() == part.data_ptr():
-                return  # packed as it arrived
             if gradient is None or not layout.is_regular:
                 part.fill_(-0.0 if gradient is None else 0.0)
             if gradient is not None:
-                _copy_into(part, gradient, layout)
+                _copy_into(part, gradient, layout, factor)
             return
         parts = [row.narrow(0, each.offset, each.numel) for row in buffer]
         if gradient is None:
@@ -164,9 +179,9 @@ class GradientLayout:
             sources = gradient.reshape(self.shard_count, -1)
         else:
             sources = parts[0].new_zeros(self.shard_count, each.numel)
-            _copy_into(sources, gradient, layout)
+            _copy_into(sources, gradient, layout, 1.0)
         for part, source in zip(parts, sources, strict=True):
-            part.copy_(source)
+            copy_multiplied(part, source, factor)
 
     def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add unsharded gradients to ``buffer``."""
@@ -226,9 +241,19 @@ class GradientLayout:
         return moved
 
 
-def _copy_into(ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
+def copy_multiplied(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
+    """Copy ``source``, times ``factor``, to ``target``."""
+    if factor == 1.0:
+        target.copy_(source)
+    else:
+        torch.mul(source, factor, out=target)
+
+
+def _copy_into(
+    ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout, factor: float
+) -> None:
     for ours, theirs in matching_parts(ranges, gradient, layout):
-        ours.copy_(theirs)
+        copy_multiplied(ours, theirs, factor)
 
 
 class FlatGradients(NamedTuple):

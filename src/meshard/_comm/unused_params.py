@@ -49,16 +49,16 @@ class UnusedParamMarks:
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return, for each range of ``flat [n]`` or ``firsts``, whether it starts with ``-0.0``."""
+        """Return for each range whether it starts with ``-0.0``; ``flat [n]`` or first elements."""
         # Where there is one element for each range, they are the first ones.
-        first = flat if flat.numel() == self._columns.numel() else self.firsts(flat)
+        first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
 
     def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
         """Return which ranges no rank used; None if this rank used all."""
         return None if self.all_used else self.is_marked(raw_sum)
 
-    def firsts(self, flat: torch.Tensor) -> torch.Tensor:
+    def first_elements(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy of the elements of ``flat [n]`` that hold the marks."""
         return flat.index_select(0, self._columns)
 
@@ -66,7 +66,7 @@ class UnusedParamMarks:
         """Restore the marks of ``flat [n]`` to what ``read`` returned."""
         if not self._columns.numel():
             return
-        first = self.firsts(flat) + 0.0
+        first = self.first_elements(flat) + 0.0
         if unused is not None:
             first.masked_fill_(unused, -0.0)
         flat.index_copy_(0, self._columns, first)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,15 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.divergence import explain_failure
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
 from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
-from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
-from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
+from meshard.foreach_reduce import ReducePlan, Reduction, early_divisor, is_narrowed_late
 
 
 @dataclass(slots=True)
@@ -58,11 +59,41 @@ class Window:
         self.is_open = self._has_divided = False
 
 
+@dataclass(slots=True, eq=False)
+class _EarlyPacking:
+    """The bucket, to which large gradients are moved as they arrive in a backward."""
+
+    layout: GradientLayout
+    flat: torch.Tensor
+    parts: dict[int, torch.Tensor]  # views of the bucket, in the shapes of the parameters
+    divisor: int = 1  # by which they are divided on the way
+    arrived: set[int] = field(default_factory=set)
+
+
 class _Arrived(NamedTuple):
     """The unsharded gradients of one backward."""
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
     used: frozenset[int]  # the indices of those that are not None
+    early: _EarlyPacking | None = None  # where some of them lie already
+
+    def leave_in(self, rows: Rows, divisor: int) -> AbstractSet[int]:
+        """Return which gradients lie in ``rows`` already, divided by ``divisor`` as others will be.
+
+        Those that were packed into other memory are taken from there.
+        """
+        early = self.early
+        if early is None or not early.arrived:
+            return frozenset()
+        is_in_place = rows[0].data_ptr() == early.flat.data_ptr()
+        factor = early.divisor / (divisor if is_in_place else 1)
+        for index in early.arrived if factor != 1 else ():
+            early.parts[index].mul_(factor)
+        if is_in_place:
+            return early.arrived
+        for index in early.arrived:
+            self.gradients[index] = early.layout.part_of(early.flat, index)
+        return frozenset()
 
 
 class ReductionInFlight(NamedTuple):
@@ -83,9 +114,12 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
         self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
-        self._arriving: FlatGradients | None = None  # where large gradients of a bucket go at once
+        self._early: _EarlyPacking | None = None  # in a backward
+        self._last_early: _EarlyPacking | None = None  # kept for its views
+        self._adds_early = False  # likewise, to what is not reduced
         self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
+        self.has_reduced = False  # ever; the same on all ranks
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
         # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
@@ -130,6 +164,8 @@ class GradientAccumulator:
         # Several optimizers may each clear a part. What counts must be the same on all ranks: the
         # cleared parameters, not those of them that this rank used.
         self._cleared |= gone
+        if self._early is not None:
+            self._early.arrived -= gone
         if self._unreduced is not None:
             self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
@@ -166,6 +202,7 @@ class GradientAccumulator:
                 param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
+        self._early, self._adds_early = None, False
         if is_void:
             self.clear(self.rules.everything)
             self.sharded.clear()
@@ -183,41 +220,55 @@ class GradientAccumulator:
 
         To the sum of the window, or to the bucket, unless a dtype or a hook wants other memory.
         """
-        self._arriving = None
+        self._early, self._adds_early = None, False
         if self._unreduced is not None:
-            if not any(hook.arrived for hook in settings.reduce_hooks):
-                self._arriving = self._unreduced
+            self._adds_early = not any(hook.arrived for hook in settings.reduce_hooks)
         elif self.storage.params:
             layout, dtype = self.rules.layout_for(frozenset(), ()), self.rules.accumulate_dtype
-            if layout.not_waiting and dtype == self._wire_dtype(layout, settings):
+            if layout.packed_early and dtype == self._wire_dtype(layout, settings):
                 flat = self._free_bucket(layout, dtype)
-                self._arriving = None if flat is None else FlatGradients(layout, flat, frozenset())
+                if flat is not None:
+                    self._early = self._begin_early(layout, flat)
+                    self._early.divisor = self._usual_divisor(layout, settings)
+
+    def _begin_early(self, layout: GradientLayout, flat: torch.Tensor) -> _EarlyPacking:
+        early = self._last_early
+        if early is None or early.flat is not flat or early.layout is not layout:
+            assert isinstance(self.storage, ReplicatedParams)
+            parts = {
+                index: self.storage.params[index].shaped(layout.part_of(flat, index))
+                for index in layout.packed_early
+            }
+            early = self._last_early = _EarlyPacking(layout, flat, parts)
+        early.arrived.clear()
+        return early
 
     def pack_arrived(self, index: int) -> None:
-        """Move a gradient that has just arrived to where ``begin_backward`` has chosen, if large.
-
-        In the bucket it stays the ``.grad``, so that autograd may add another part to it.
-        """
-        arriving = self._arriving
-        if arriving is None or index not in arriving.layout.not_waiting:
-            return
+        """Pack a gradient that has just arrived, if it is large. Another part may follow it."""
+        early, unreduced = self._early, self._unreduced if self._adds_early else None
+        into = early or unreduced
         param = self.storage.params[index]
-        gradient, place = param.unsharded.grad, arriving.layout.ranges[index]
-        if gradient is None or gradient.is_sparse:
+        gradient = param.unsharded.grad
+        if into is None or index not in into.layout.packed_early or gradient is None:
             return
-        assert isinstance(param, ReplicatedParam)
+        param.unsharded.grad = None
         with unrecorded():
-            flat = arriving.flat.view(-1).narrow(0, place.offset, place.numel)
-            if self._unreduced is not None:
-                flat.add_(param.own_part_of(gradient))
-                self._unreduced = self._unreduced._replace(used=self._unreduced.used | {index})
-                param.unsharded.grad = None
-            elif gradient.dtype == flat.dtype and gradient.data_ptr() != flat.data_ptr():
-                flat.copy_(param.own_part_of(gradient))
-                param.unsharded.grad = param.shaped(flat)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if unreduced is not None:
+                part = into.layout.part_of(into.flat, index)
+                part.add_(param.own_part_of(gradient))
+                self._unreduced = unreduced._replace(used=unreduced.used | {index})
+            elif early is not None and index in early.arrived:
+                early.parts[index].add_(gradient, alpha=1 / early.divisor)
+            elif early is not None:
+                copy_multiplied(early.parts[index], gradient, 1 / early.divisor)
+                early.arrived.add(index)
 
     def _take(self) -> _Arrived:
-        self._arriving = None
+        for index in self._early.arrived if self._early is not None else ():
+            self.pack_arrived(index)  # the last part, with which the gradients were complete
+        early, self._early, self._adds_early = self._early, None, False
         params = self.storage.params
         if not self._has_arrivals:
             return _Arrived([None] * len(params), frozenset())
@@ -236,8 +287,10 @@ class GradientAccumulator:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = params[index].own_part_of(gradient)
+        if early is not None:
+            missing = [index for index in missing if index not in early.arrived]
         used = self.rules.everything
-        return _Arrived(gradients, used.difference(missing) if missing else used)
+        return _Arrived(gradients, used.difference(missing) if missing else used, early)
 
     # --- NONE -------------------------------------------------------------------------
 
@@ -254,7 +307,7 @@ class GradientAccumulator:
         dtype = self.rules.accumulate_dtype
         flat = self._free_bucket(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        layout.pack(flat, arrived.gradients)
+        layout.pack(flat, arrived.gradients, packed=arrived.leave_in(flat, 1))
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
 
@@ -298,7 +351,30 @@ class GradientAccumulator:
         if over_replicas:
             self.window.close()
         mesh_info = self.storage.spec.mesh_info
-        plan = ReducePlan(
+        plan = self._plan(
+            layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
+        )
+        if layout.is_large:  # a small unit is packed by one kernel, which divides nothing
+            plan = plan._replace(divided_by=self._early_divisor(plan, settings))
+        rows, used = self._pack(layout, plan, arrived, settings)
+        partial = None if self._partial is None else self._partial.laid_out(layout)
+        self._unreduced = self._partial = None
+        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
+        self.num_in_flight += 1
+        self.has_reduced = True
+        publishes = over_replicas or mesh_info.replicate_group is None
+        return ReductionInFlight(reduction, layout, publishes)
+
+    def _plan(
+        self,
+        layout: GradientLayout,
+        settings: ReduceSettings,
+        *,
+        over_replicas: bool,
+        divide_factor: float | None,
+    ) -> ReducePlan:
+        mesh_info = self.storage.spec.mesh_info
+        return ReducePlan(
             wire_dtype=self._wire_dtype(layout, settings),
             accumulate_dtype=self.rules.accumulate_dtype,
             shard_group=settings.scatter_group or mesh_info.shard_group,
@@ -308,13 +384,22 @@ class GradientAccumulator:
             label=self.storage.label,
             average=self.average and functools.partial(self.average, layout),
         )
-        rows, used = self._pack(layout, plan, arrived, settings)
-        partial = None if self._partial is None else self._partial.laid_out(layout)
-        self._unreduced = self._partial = None
-        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
-        self.num_in_flight += 1
-        publishes = over_replicas or mesh_info.replicate_group is None
-        return ReductionInFlight(reduction, layout, publishes)
+
+    def _early_divisor(self, plan: ReducePlan, settings: ReduceSettings) -> int:
+        """Return by what gradients are divided while they are packed; 1 if others see them then."""
+        if settings.reduce_hooks or plan.average is not None or self._unreduced is not None:
+            return 1
+        shard_count = plan.shard_group.size()
+        if shard_count == 1 and (plan.replicate_group is None or self._partial is not None):
+            return 1
+        return early_divisor(plan.divisors, shard_count)
+
+    def _usual_divisor(self, layout: GradientLayout, settings: ReduceSettings) -> int:
+        """Return by what gradients are divided early, unless the user's factor says otherwise."""
+        if settings.divide_factor is not None:  # it is resolved when a reduction starts
+            return 1
+        plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
+        return self._early_divisor(plan, settings)
 
     def _wire_dtype(self, layout: GradientLayout, settings: ReduceSettings) -> torch.dtype:
         chosen = next((hook.wire_dtype for hook in settings.reduce_hooks if hook.wire_dtype), None)
@@ -335,7 +420,8 @@ class GradientAccumulator:
                 rows = layout.allocate(plan.accumulate_dtype)
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            layout.pack(rows, arrived.gradients)
+            packed = arrived.leave_in(rows, plan.divided_by)
+            layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
             layout.run_hooks(on_arrived, rows, used)
         if settings.zero_unused:
             used = frozenset(layout.indices)

@@ -13,7 +13,7 @@ from meshard._gradients.sharded_grads import unrecorded
 from meshard._params.sharded_param import UnitParam
 
 
-@dataclass
+@dataclass(eq=False)
 class GradBucket:
     """What a hook is given: the methods of torch's class, of which Python makes no instances."""
 
@@ -32,7 +32,11 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Return the gradients of this rank, ``[n]``, undivided; zero for unused parameters."""
+        """Return the gradients of this rank, ``[n]``, the sum of the window; 0 where unused.
+
+        A hook takes their mean over ranks. Where another divide factor ``c`` is set, they are
+        multiplied by ``ranks / c`` already.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
@@ -42,15 +46,15 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
         # As in DDP, of a parameter that is not contiguous they are in the order of its memory.
-        pairs = zip(self._layout.ranges.values(), self.parameters(), strict=True)
-        return [self._buffer.narrow(0, r.offset, r.numel).view(p.shape) for r, p in pairs]
+        pairs = zip(self._layout.ranges, self.parameters(), strict=True)
+        return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of the buffer."""
         return [self._params[index].sharded for index in self._layout.ranges]
 
 
-@dataclass
+@dataclass(eq=False)
 class CommHook:
     """A hook and its state, which averages all buckets of one replicated module."""
 

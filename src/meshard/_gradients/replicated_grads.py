@@ -154,9 +154,9 @@ class ReplicatedGrads:
                 old, new = new, old  # parameters were cast to more bits since
             old.flat.add_(new.flat)  # the range of a missing gradient is negative zero
             total = old._replace(used=old.used | new.used)
-        for index, local in total.shards(0):
-            if index in taken:
-                local.add_(self._params[index].own_part_of(self._foreign.pop(index)))
+        for index in taken:
+            part = total.layout.part_of(total.flat, index)
+            part.add_(self._params[index].own_part_of(self._foreign.pop(index)))
         self._record_taken(taken)
         self._published = total
         if not was_hidden:
@@ -234,5 +234,4 @@ class ReplicatedGrads:
         """Return the range of a published gradient in the bucket."""
         if self._published is None or index not in self._published.used:
             return None
-        param_range = self._published.layout.ranges[index]
-        return self._published.flat.view(-1).narrow(0, param_range.offset, param_range.numel)
+        return self._published.layout.part_of(self._published.flat, index)

@@ -159,18 +159,20 @@ class ShardedGrads:
         return new
 
     def _set_all(self, grads: FlatGradients) -> None:
-        shown = Published(grads._replace(used=frozenset()))
-        self._set_more(shown, grads.used)
+        shown = Published(grads)
+        self._set(shown, grads.used)
         self._shown = weakref.ref(shown)
 
     def _set_more(self, shown: Published, used: frozenset[int]) -> None:
         """Set ``.grad`` of the parameters in ``used`` that had none."""
         before = shown.grads.used
-        if used <= before:
-            return
-        shown.grads = shown.grads._replace(used=before | used)
+        if not used <= before:
+            shown.grads = shown.grads._replace(used=before | used)
+            self._set(shown, used - before)
+
+    def _set(self, shown: Published, used: frozenset[int]) -> None:
         for index, local in self._locals(shown.grads):
-            if index in before:
+            if index not in used:
                 continue
             sharded = self._storage.params[index].sharded
             if local.dtype != sharded.dtype:
