@@ -180,6 +180,15 @@ def test_without_it_buffers_stay_the_tensors_that_they_were(policy):
     assert all(a is b for a, b in zip(model.buffers(), before, strict=True))
 
 
+def test_a_buffer_of_several_units_stays_one_tensor():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    for layer in model:
+        fully_shard(layer, mp_policy=WITH_BUFFERS)
+    assert model[0].running_mean is model[1].running_mean
+    assert model[0].running_mean.dtype == BF16
+
+
 def test_what_is_no_float_and_what_is_shared_stays_so():
     model = nn.Sequential(Positions(), Positions(), nn.Linear(6, 6))
     model[1].angles = model[0].angles

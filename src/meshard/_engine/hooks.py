@@ -43,7 +43,6 @@ from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
 from meshard._engine.unit import (
     Unit,
     alive,
-    change_buffers,
     outside_units,
     own_class,
     unit_of,
@@ -96,11 +95,17 @@ def register_hooks(unit: Unit) -> None:
 
 @torch.no_grad()
 def _cast_buffers(module: nn.Module, _: Any = None) -> None:
-    """Cast the buffers of a unit, also those that ``load_state_dict`` has assigned."""
+    """Cast the buffers of a unit in place, also those that ``load_state_dict`` has assigned.
+
+    So one of several units stays one tensor.
+    """
     unit = unit_of(module)
-    if unit is not None and unit.buffer_dtype is not None:
-        cast = partial(cast_floats, dtype=unit.buffer_dtype)
-        change_buffers((inner for _, inner in outside_units("", module, set())), cast)
+    if unit is None or unit.buffer_dtype is None:
+        return
+    for _, inner in outside_units("", module, set()):
+        for buffer in inner._buffers.values():
+            if buffer is not None and buffer.is_floating_point():
+                buffer.data = buffer.to(unit.buffer_dtype)
 
 
 @functools.cache
