@@ -9,8 +9,6 @@ run in which losses differ is void.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -28,7 +26,7 @@ from tests.benchmarks.contenders import (
     SENT_WHOLE,
     Configuration,
 )
-from tests.benchmarks.rounds import on_ranks
+from tests.benchmarks.rounds import on_ranks, print_figures
 from tests.benchmarks.step_time import Result, Task, measure, report
 
 EVERYBODY = (COMPUTE, DDP, REPLICATED_SENT, SENT_WHOLE, SENT, PEER_WHOLE, PEER)
@@ -52,18 +50,5 @@ def run(ranks: int = 2, rounds: int = 40, warm_up: int = 5) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    figures = run(args.ranks, args.rounds, args.warm_up)
-    if args.json:
-        print(json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    print_figures(run, __doc__, rounds=40, warm_up=5)

@@ -7,6 +7,8 @@ medians of one run. A step lasts as long as it does on the slowest rank.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import socket
 import statistics
@@ -86,6 +88,21 @@ def on_ranks(body: Body, argument: Any, ranks: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_run_rank, (body, argument, ranks, folder), nprocs=ranks)
         return torch.load(Path(folder) / "result", weights_only=False)
+
+
+def print_figures(
+    run: Callable[[int, int, int], Any], page: str, *, rounds: int, warm_up: int
+) -> None:
+    """Run a benchmark as the command line says: ``run(ranks, rounds, warm_up)`` prints tables."""
+    parser = argparse.ArgumentParser(description=page.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--warm-up", type=int, default=warm_up)
+    parser.add_argument("--json", action="store_true", help="print the figures too")
+    args = parser.parse_args()
+    figures = run(args.ranks, args.rounds, args.warm_up)
+    if args.json:
+        print(json.dumps(figures))
 
 
 def _run_rank(rank: int, body: Body, argument: Any, ranks: int, folder: str) -> None:

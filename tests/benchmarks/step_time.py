@@ -10,9 +10,7 @@ torch's optimizer on the DTensors. A run in which losses differ is void.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -44,7 +42,7 @@ from tests.benchmarks.contenders import (
     WIDTH_512,
     Configuration,
 )
-from tests.benchmarks.rounds import Times, interleave, on_ranks
+from tests.benchmarks.rounds import Times, interleave, on_ranks, print_figures
 
 EVERYBODY = (
     COMPUTE,
@@ -156,18 +154,5 @@ def run(ranks: int = 2, rounds: int = 15, warm_up: int = 3) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
-    """Print tables, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    figures = run(args.ranks, args.rounds, args.warm_up)
-    if args.json:
-        print(json.dumps(figures))
-
-
 if __name__ == "__main__":
-    main()
+    print_figures(run, __doc__, rounds=15, warm_up=3)
