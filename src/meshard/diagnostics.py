@@ -151,6 +151,8 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
+    if group.gradients.average is not None:
+        yield "communication hook"
     if isinstance(group.storage, SubclassParams):
         yield "tensor subclass"
     if len(unit.modules) > 1:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import deprecated
 
 from meshard._comm.communicator import memory_backend
 from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as_plain
@@ -188,6 +189,7 @@ class GradientSetters(_AnyModule):
                 )
         _write(self, recurse, divide_factor=chosen)
 
+    @deprecated("call set_gradient_divide_factor, as in FSDP2")
     def set_reduce_scatter_divide_factor(self, factor: DivideFactor) -> None:
         """Call ``set_gradient_divide_factor``, of which this is FSDP2's deprecated name."""
         self.set_gradient_divide_factor(factor)
@@ -232,9 +234,19 @@ class GradientSetters(_AnyModule):
     ) -> None:
         """Sum gradients over replicas by ``comm`` instead of the backend's all-reduce.
 
-        ``comm`` has the arguments of ``torch.distributed.all_reduce``. Its operation is always SUM:
-        meshard divides by itself. A sum of negative zeros must be a negative zero, or parameters
-        that no rank used get a gradient of zero. Groups of one rank do not use it.
+        ``comm`` has the arguments of ``torch.distributed.all_reduce``, which goes back to the
+        backend's. Its operation is always SUM: meshard divides by itself. A sum of negative zeros
+        must be a negative zero, or parameters that no rank used get a gradient of zero. Groups of
+        one rank do not use it, and units with one do not share memory between ranks of a host.
+
+        **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
+
+        Raises:
+            TypeError: ``comm`` is not callable.
+
+        >>> import torch, meshard
+        >>> layer = meshard.replicate(torch.nn.Linear(1, 1))
+        >>> layer.set_custom_all_reduce(torch.distributed.all_reduce)
         """
         _replace_comm(self, recurse, all_reduce=comm)
 

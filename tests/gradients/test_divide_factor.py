@@ -23,6 +23,18 @@ def count_tokens(kind):
     return found
 
 
+def deprecated_name():
+    model = make()
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(2.0)
+    run(model, "F", 4.0)
+    return values(model)["a"]
+
+
+def test_the_deprecated_name_of_fsdp2_does_the_same_and_warns(run_ranks):
+    assert run_ranks(deprecated_name, 4) == [8.0] * 4
+
+
 @pytest.mark.parametrize("kind", ["tensor", "callable"])
 def test_a_divide_factor_may_be_read_at_each_reduction(kind):
     assert run_threads(count_tokens, 4, kind) == [[2.0, 8.0]] * 4

@@ -259,9 +259,8 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
     # After that of adopt_module: its bases FSDPModule and ReplicateModule are no modules.
-    return next(
-        each for each in classes[unit_of(module) is not None :] if issubclass(each, nn.Module)
-    )
+    first = 0 if unit_of(module) is None else 1
+    return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
 
 def link_siblings(units: list[Unit]) -> Unit:
