@@ -92,6 +92,7 @@ def test_blocks_share_names_and_a_no_run_block_is_only_compiled(run_page, tmp_pa
     assert run_page(page, tmp_path) == (0, "2\n")
 
 
+@pytest.mark.full
 def test_a_failing_block_names_its_line_of_the_page(run_page, tmp_path):
     page = _page(tmp_path, "x = 1", "y = x / 0")
     (output,) = failing_pages(run_page, [page], tmp_path)

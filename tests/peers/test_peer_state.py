@@ -221,6 +221,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.full
 def test_we_are_right(run_ranks):
     found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
     assert found == [[ours for _, _, ours in ROWS]] * 2

@@ -336,6 +336,7 @@ def another_size():
         met.receive(0, 1 - dist.get_rank(), 10 + dist.get_rank(), torch.float32)
 
 
+@pytest.mark.full
 def test_ranks_that_send_different_sizes_are_told(run_ranks):
     run_ranks(another_size, 2)
 
