@@ -207,6 +207,7 @@ def problem(name, argument, junk):
     return "accepted"
 
 
+@pytest.mark.filterwarnings("ignore:call set_gradient_divide_factor:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_junk_is_refused_by_us_in_words(name):
     problems = []
