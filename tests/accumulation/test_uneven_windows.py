@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import meshard
 from meshard import GradientSync
+from tests.support.covering import covering
 from tests.support.models import seeded
 
 COUNTS = [3, 0, 5, 1]  # batches of each rank
@@ -222,19 +224,15 @@ def misuse(wrong, on_rank, message, when, sends_buffers):
     model.zero_grad()
 
 
-CASES = [
-    (wrong, on_rank)
-    for wrong in (skip, run_no_backward, reduce_twice, keep_after_reducing)
-    for on_rank in ((0,), (2,), (0, 2))
-]
-CASES += [(keep, (0,)), (keep, (2,))]  # on both it is right
-
-
+WRONG = (skip, run_no_backward, reduce_twice, keep_after_reducing, keep)
 # Before and after buckets are rebuilt, which is a collective as sending buffers is one.
-@pytest.mark.default_rows(6)
-@pytest.mark.parametrize("sends_buffers", [False, True])
-@pytest.mark.parametrize("when", [0, 1])
-@pytest.mark.parametrize(("wrong", "on_rank"), CASES)
+CASES = itertools.product(WRONG, [(0,), (2,), (0, 2)], [0, 1], [False, True])
+
+
+@covering(
+    "wrong, on_rank, when, sends_buffers",
+    [row for row in CASES if row[:2] != (keep, (0, 2))],  # on both it is right
+)
 def test_every_rank_raises_if_one_does_not_fit(run_ranks, wrong, on_rank, when, sends_buffers):
     message = DIFFERENT if wrong is keep else SKIPPED
     run_ranks(misuse, 4, wrong, on_rank, message, when, sends_buffers)

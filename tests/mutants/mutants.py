@@ -164,9 +164,9 @@ def padding_not_zeroed(patch: Patch) -> None:
     """
     pack = GradientLayout.pack
 
-    def pack_without_padding(self: Any, buffer: torch.Tensor, gradients: Any) -> None:
+    def pack_without_padding(self: Any, buffer: torch.Tensor, gradients: Any, **how: Any) -> None:
         before = buffer.clone()
-        pack(self, buffer, gradients)
+        pack(self, buffer, gradients, **how)
         for slot in self.irregular:
             gradient = gradients[slot.index]
             if gradient is not None:
