@@ -280,6 +280,7 @@ def distributed_autograd(name):
         assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.extras  # torch's rpc needs numpy
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", SHARDING)
 def test_distributed_autograd_is_refused(run_ranks, name, world):
