@@ -222,15 +222,16 @@ def resolve_divisors(
 
 
 def early_divisor(divisors: Divisors, shard_count: int) -> int:
-    """Return what gradients may be divided by while they are packed: that saves a pass over them.
+    """Return the number by which gradients may be divided while they are packed; 1 if none.
 
-    The share of the first collective that has several ranks, if it is a power of two: that does not
-    round (but for numbers below 1e-37 in float32), so the moment makes no difference. 1: nothing.
+    That saves a pass over them. It is the divisor of the reduce-scatter, or, where the shard group
+    has one rank, of the all-reduce; but only if that is a power of two. Such a division rounds no
+    number above 1e-37 (in float32), so it may come before the sum as well as after it.
     """
     share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
     is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
-    is_whole = divisors.before_scatter == divisors.before_all_reduce == 1
-    return share.numerator if is_power and is_whole else 1
+    is_split = divisors.before_scatter != 1 or divisors.before_all_reduce != 1  # for float16
+    return share.numerator if is_power and not is_split else 1
 
 
 def _near_root(divisor: Fraction) -> Fraction:

@@ -234,10 +234,11 @@ class GradientSetters(_AnyModule):
     ) -> None:
         """Sum gradients over replicas by ``comm`` instead of the backend's all-reduce.
 
-        ``comm`` has the arguments of ``torch.distributed.all_reduce``, which goes back to the
-        backend's. Its operation is always SUM: meshard divides by itself. A sum of negative zeros
-        must be a negative zero, or parameters that no rank used get a gradient of zero. Groups of
-        one rank do not use it, and units with one do not share memory between ranks of a host.
+        ``comm`` has the arguments of ``torch.distributed.all_reduce``; pass that function itself to
+        undo an earlier call. The operation is always SUM: meshard divides by itself. A sum of
+        negative zeros must be a negative zero, or parameters that no rank used get a gradient of
+        zero. Groups of one rank do not call ``comm``. Ranks of one host exchange the gathers of
+        such a unit through sockets too, instead of shared memory.
 
         **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
 

@@ -66,7 +66,7 @@ class _EarlyPacking:
     layout: GradientLayout
     flat: torch.Tensor
     parts: dict[int, torch.Tensor]  # views of the bucket, in the shapes of the parameters
-    divisor: int = 1  # by which they are divided on the way
+    divisor: int  # by which they are divided on the way
     arrived: set[int] = field(default_factory=set)
 
 
@@ -77,10 +77,11 @@ class _Arrived(NamedTuple):
     used: frozenset[int]  # the indices of those that are not None
     early: _EarlyPacking | None = None  # where some of them lie already
 
-    def leave_in(self, rows: Rows, divisor: int) -> AbstractSet[int]:
-        """Return which gradients lie in ``rows`` already, divided by ``divisor`` as others will be.
+    def before_packing(self, rows: Rows, divisor: int) -> AbstractSet[int]:
+        """Return the parameters whose gradients are in ``rows`` already, and need not be packed.
 
-        Those that were packed into other memory are taken from there.
+        They are divided by ``divisor`` here, if they were not when they arrived. Gradients that
+        arrived in other memory than ``rows`` are put into ``gradients``, undivided.
         """
         early = self.early
         if early is None or not early.arrived:
@@ -115,7 +116,6 @@ class GradientAccumulator:
         self.sharded = _grads_of(storage)  # A
         self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
         self._early: _EarlyPacking | None = None  # in a backward
-        self._last_early: _EarlyPacking | None = None  # kept for its views
         self._adds_early = False  # likewise, to what is not reduced
         self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
@@ -227,21 +227,9 @@ class GradientAccumulator:
             layout, dtype = self.rules.layout_for(frozenset(), ()), self.rules.accumulate_dtype
             if layout.packed_early and dtype == self._wire_dtype(layout, settings):
                 flat = self._free_bucket(layout, dtype)
-                if flat is not None:
-                    self._early = self._begin_early(layout, flat)
-                    self._early.divisor = self._usual_divisor(layout, settings)
-
-    def _begin_early(self, layout: GradientLayout, flat: torch.Tensor) -> _EarlyPacking:
-        early = self._last_early
-        if early is None or early.flat is not flat or early.layout is not layout:
-            assert isinstance(self.storage, ReplicatedParams)
-            parts = {
-                index: self.storage.params[index].shaped(layout.part_of(flat, index))
-                for index in layout.packed_early
-            }
-            early = self._last_early = _EarlyPacking(layout, flat, parts)
-        early.arrived.clear()
-        return early
+                if flat is not None and self.bucket is not None:
+                    divisor = self._usual_divisor(layout, settings)
+                    self._early = _EarlyPacking(layout, flat, self.bucket.parts, divisor)
 
     def pack_arrived(self, index: int) -> None:
         """Pack a gradient that has just arrived, if it is large. Another part may follow it."""
@@ -307,7 +295,7 @@ class GradientAccumulator:
         dtype = self.rules.accumulate_dtype
         flat = self._free_bucket(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        layout.pack(flat, arrived.gradients, packed=arrived.leave_in(flat, 1))
+        layout.pack(flat, arrived.gradients, packed=arrived.before_packing(flat, 1))
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
 
@@ -420,7 +408,7 @@ class GradientAccumulator:
                 rows = layout.allocate(plan.accumulate_dtype)
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            packed = arrived.leave_in(rows, plan.divided_by)
+            packed = arrived.before_packing(rows, plan.divided_by)
             layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
             layout.run_hooks(on_arrived, rows, used)
         if settings.zero_unused:

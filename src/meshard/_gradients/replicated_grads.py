@@ -40,6 +40,8 @@ class ReplicatedGrads:
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
+        # Views of the bucket, in the shapes of the parameters: where large gradients are packed.
+        self.parts: dict[int, torch.Tensor] = {}
         self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # visible again for the rest of the present backward
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
@@ -58,11 +60,16 @@ class ReplicatedGrads:
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
+            self.parts = {
+                index: self._params[index].shaped(layout.part_of(bucket, index))
+                for index in layout.packed_early
+            }
         return bucket
 
     def leave(self) -> None:
         """Treat everything in ``.grad`` as set by the user."""
         self._published = self._bucket = None
+        self.parts = {}
 
     def give_away(self) -> None:
         """Leave copies of the gradients in ``.grad``: the bucket is about to be replaced."""
