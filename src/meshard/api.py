@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import os
 import time
@@ -32,6 +33,7 @@ from meshard._torch.private import (
     register_as_sharded,
     set_state,
     state_of,
+    too_new,
 )
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
@@ -46,6 +48,10 @@ from meshard.policies import (
 
 Module = TypeVar("Module", bound=nn.Module)
 PlacementFn = Callable[[nn.Parameter], "Shard | Replicate | ShardPlacementResult | None"]
+# The fields of torch's policy, up to torch 2.15.
+_POLICY_FIELDS = {
+    "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "param_dtype_override_fn",
+}  # fmt: skip
 
 
 @overload
@@ -117,7 +123,8 @@ def fully_shard(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: Something cannot be sharded as asked; the module is left as it was.
-        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``.
+        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``; a parameter has a
+            ``grad_dtype``; or ``mp_policy`` a field that torch has added since 2.15.
 
     >>> import torch
     >>> model = torch.nn.Sequential(fully_shard(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 1))
@@ -136,7 +143,7 @@ def fully_shard(
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
-    plans = plan(found, mesh_info, shard_placement_fn)
+    plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
     host = host_location(offload_policy, device)
     if is_debugging():
@@ -229,13 +236,14 @@ def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return torch's policy, or ours, as ours."""
     if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
+    fields = {each.name for each in dataclasses.fields(TorchMixedPrecisionPolicy)}
+    for name in sorted(fields - _POLICY_FIELDS):
+        if getattr(mp_policy, name) != getattr(TorchMixedPrecisionPolicy(), name):
+            raise too_new(f"{name} of MixedPrecisionPolicy")
     if isinstance(mp_policy, MixedPrecisionPolicy):
         return mp_policy
     return MixedPrecisionPolicy(
-        param_dtype=mp_policy.param_dtype,
-        reduce_dtype=mp_policy.reduce_dtype,
-        output_dtype=mp_policy.output_dtype,
-        cast_forward_inputs=mp_policy.cast_forward_inputs,
+        **{name: getattr(mp_policy, name) for name in fields & _POLICY_FIELDS}
     )
 
 

@@ -140,7 +140,9 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     pairs = zip(group.storage.compute_dtypes, group.params, strict=True)
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
-        yield f"param_dtype={'+'.join(computed)}"
+        num_kept = sum(param.keeps_dtype for param in group.params)
+        but = f" ({num_kept} keep their own)" if num_kept else ""
+        yield f"param_dtype={'+'.join(computed)}{but}"
     rules = group.gradients.rules
     chosen = {"reduce": rules.reduce_dtype, "accumulate": rules.chosen_dtype}
     of_unit = {"output": unit.output_dtype, "buffer": unit.buffer_dtype}

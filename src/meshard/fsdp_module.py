@@ -24,7 +24,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
-from meshard._torch.private import skip_dynamo_once
+from meshard._torch.private import skip_dynamo_once, state_of, too_new
 from meshard.policies import (
     AllGather,
     GradientSync,
@@ -521,6 +521,24 @@ def share_comm_ctx(modules: list[Any]) -> None:
 
     Memory that one has freed can then serve another. Call it after the last ``fully_shard``,
     between steps.
+
+def refuse_new_methods(ours: type, torchs: type) -> None:
+    """Make public methods that a newer torch has added raise, instead of failing inside torch."""
+    for name, method in inspect.getmembers(torchs, inspect.isfunction):
+        if not name.startswith("_") and getattr(ours, name) is method:
+            setattr(ours, name, _not_built(name, method))
+
+
+def _not_built(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise too_new(name)
+
+    return refuse
+
+
+refuse_new_methods(FSDPModule, TorchFSDPModule)
+
 
     Raises:
         ValueError: A module is not sharded by ``fully_shard``, or they are on different devices.

@@ -8,12 +8,12 @@ objects are accepted wherever these are.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
@@ -98,6 +98,9 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
             where the backend allows it. None: the wider of float32 and the parameters' dtype.
         buffer_dtype: In which floating-point buffers are kept, updated and saved from now on. None:
             the dtype that they have. Integer and complex buffers are never cast.
+        param_dtype_override_fn: Called once with each parameter of the unit, when that is made;
+            returns the parameter's own dtype to leave it in that, or None or ``param_dtype``. The
+            same on every rank. Inputs are cast to ``param_dtype`` all the same.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
     torch.bfloat16
@@ -105,6 +108,10 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
 
     accumulate_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
+    # As in torch 2.15.
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
@@ -117,6 +124,23 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         for name in ("reduce_dtype", "accumulate_dtype"):
             check_can_be_added(name, getattr(self, name))
         check_bool("cast_forward_inputs", self.cast_forward_inputs)
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(f"param_dtype_override_fn must be callable or None, got {override!r}.")
+
+    def keeps_dtype(self, fqn: str, param: nn.Parameter) -> bool:
+        """Return whether ``param_dtype_override_fn`` leaves a parameter in its own dtype."""
+        override = self.param_dtype_override_fn
+        chosen = None if override is None else override(param)
+        if chosen is None or chosen is self.param_dtype:
+            return False
+        if chosen is not param.dtype:
+            raise ValueError(
+                f"param_dtype_override_fn returned {chosen!r} for parameter {fqn!r}; return its "
+                f"own dtype, {param.dtype}, to leave it in that, or None or param_dtype, "
+                f"{self.param_dtype}, to compute in that."
+            )
+        return True
 
 
 def check_can_be_added(name: str, dtype: torch.dtype | None) -> None:

@@ -24,6 +24,7 @@ from meshard._engine.build import (
     Collected,
     adopt_inner_units,
     adopt_module,
+    check_grad_dtype,
     check_not_complex,
     collect,
     give_params,
@@ -372,6 +373,7 @@ def replicate(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: Something cannot be replicated as asked; the module is left as it was.
+        NotImplementedError: As for ``fully_shard``.
 
     >>> import torch, meshard
     >>> model = meshard.replicate(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)))
@@ -396,6 +398,10 @@ def replicate(
     mesh_info = MeshInfo.of(mesh if mesh is not None else default_mesh()).replicating_all()
     device = device_of(mesh_info.mesh)
     _check_parameters(found, device)
+    params = [
+        ReplicatedParam(fqn, owners, param, keeps_dtype=policy.keeps_dtype(fqn, param))
+        for fqn, param, owners in found
+    ]
     if init_sync or broadcast_buffers:
         _check_buffers(module)
     if init_sync:
@@ -404,7 +410,7 @@ def replicate(
                 overwrite_by_first_rank(tensor.detach(), mesh_info, label="(replicate)")
     buckets = Buckets(
         module,
-        [ReplicatedParam(fqn, owners, param) for fqn, param, owners in found],
+        params,
         spec=GroupSpec(mesh_info, device),
         policy=policy,
         cap=int(bucket_cap_mb * 2**20),
@@ -442,6 +448,7 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
                 "module there (from meta: to_empty, then initialise it) before replicate."
             )
         check_not_complex(fqn, param)
+        check_grad_dtype(fqn, param)
         if type(param) is not nn.Parameter:
             raise ValueError(
                 f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "

@@ -157,13 +157,16 @@ class UnitPlan:
 
 
 def plan(
-    found: Sequence[Collected], mesh_info: MeshInfo, placement_fn: PlacementFn | None
+    found: Sequence[Collected],
+    mesh_info: MeshInfo,
+    placement_fn: PlacementFn | None,
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
     """Return one plan per mesh and kind of gather, that for ``mesh_info`` first.
 
     A plan without parameters is returned only if there are none at all.
     """
-    planner = _Planner(mesh_info, placement_fn)
+    planner = _Planner(mesh_info, placement_fn, policy)
     for each in found:
         planner.add(each)
     check_parameters(found, device_of(mesh_info.mesh))
@@ -186,6 +189,7 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
                 "or pass it in ignored_params."
             )
         check_not_complex(fqn, param)
+        check_grad_dtype(fqn, param)
 
 
 def check_not_complex(fqn: str, param: torch.Tensor) -> None:
@@ -194,6 +198,17 @@ def check_not_complex(fqn: str, param: torch.Tensor) -> None:
         raise ValueError(
             f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
             "hold torch.view_as_real of it as the parameter."
+        )
+
+
+def check_grad_dtype(fqn: str, param: torch.Tensor) -> None:
+    """Raise a NotImplementedError if the user has chosen another dtype for ``.grad``."""
+    chosen = getattr(param, "grad_dtype", None)
+    if chosen is not None and chosen is not param.dtype:
+        raise NotImplementedError(
+            f"parameter {fqn!r}, which is {param.dtype}, has grad_dtype={chosen}, which is not "
+            "built yet: .grad has the dtype of the parameter. Sums are kept in accumulate_dtype of "
+            "mp_policy; leave grad_dtype as it is."
         )
 
 
@@ -211,10 +226,13 @@ def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Me
 class _Planner:
     """The plans of one call of ``fully_shard``, by mesh and kind of gather."""
 
-    def __init__(self, mesh_info: MeshInfo, placement_fn: PlacementFn | None) -> None:
+    def __init__(
+        self, mesh_info: MeshInfo, placement_fn: PlacementFn | None, policy: MixedPrecisionPolicy
+    ) -> None:
         self.plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
         self._default = mesh_info
         self._placement_fn = placement_fn
+        self._policy = policy
         # Units are told apart by the identity of their MeshInfo: one for each mesh and use.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
@@ -242,7 +260,9 @@ class _Planner:
         new = UnitPlan(mesh_info, is_subclass, [], [])
         unit_plan = self.plans.setdefault((mesh_info, is_subclass), new)
         unit_plan.found.append(found)
-        unit_plan.params.append(ShardedParam(fqn, owners, layout, placement))
+        keeps_dtype = self._policy.keeps_dtype(fqn, param)
+        new_param = ShardedParam(fqn, owners, layout, placement, keeps_dtype=keeps_dtype)
+        unit_plan.params.append(new_param)
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""

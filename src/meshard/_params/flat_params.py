@@ -20,7 +20,7 @@ from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._params.sharded_param import ShardedParam
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
-from meshard._params.subclass_params import PRE, SubclassParams, compute_dtype, has_own_methods
+from meshard._params.subclass_params import PRE, SubclassParams, has_own_methods
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams
 from meshard._torch.dtensor import move_local
 from meshard.policies import MixedPrecisionPolicy
@@ -75,7 +75,10 @@ class FlatParams(ShardedUnitParams):
         self._read_dtypes()
 
     def _make_pool(self) -> None:
-        dtypes = [compute_dtype(self._mp_policy, own.dtype) for own in self.locals]
+        dtypes = [
+            param.compute_dtype(own.dtype, self._mp_policy.param_dtype)
+            for param, own in zip(self.params, self.locals, strict=True)
+        ]
         on_wire = FlatLayout.build(self.layout.params, dtypes, self.layout.order)
         self.plan = GatherPlan(self.layout, on_wire)
         # A module first run under inference_mode must be able to train later.

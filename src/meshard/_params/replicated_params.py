@@ -38,9 +38,15 @@ class ReplicatedParam(UnitParam):
     needs_conversion = True
 
     def __init__(
-        self, fqn: str, owners: Sequence[tuple[nn.Module, str]], param: nn.Parameter
+        self,
+        fqn: str,
+        owners: Sequence[tuple[nn.Module, str]],
+        param: nn.Parameter,
+        *,
+        keeps_dtype: bool = False,
     ) -> None:
-        super().__init__(fqn, owners, ParamLayout(torch.Size((param.numel(),)), 0, 1))
+        layout = ParamLayout(torch.Size((param.numel(),)), 0, 1)
+        super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.sharded = self.unsharded = param
 
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -71,7 +77,8 @@ class ReplicatedParam(UnitParam):
         )
 
     def for_copy(self, memo: dict[int, Any]) -> ReplicatedParam:
-        copied = ReplicatedParam(self.fqn, [], copy.deepcopy(self.sharded, memo))
+        sharded = copy.deepcopy(self.sharded, memo)
+        copied = ReplicatedParam(self.fqn, [], sharded, keeps_dtype=self.keeps_dtype)
         memo[id(self.unsharded)] = copied.sharded
         return copied
 
@@ -137,8 +144,8 @@ class ReplicatedParams(UnitParams):
         params = [param.sharded for param in self.params]
         self._dtypes = [each.dtype for each in params]
         dtypes = [
-            self._param_dtype if self._param_dtype and each.is_floating_point() else each.dtype
-            for each in params
+            param.compute_dtype(dtype, self._param_dtype)
+            for param, dtype in zip(self.params, self._dtypes, strict=True)
         ]
         self.layout = FlatLayout.build([param.layout for param in self.params], self._dtypes)
         cast_ = [i for i, dtype in enumerate(dtypes) if dtype != self._dtypes[i]]

@@ -58,14 +58,26 @@ class UnitParam(abc.ABC):
     needs_conversion: bool  # its gradient must go through ``own_part_of``
 
     def __init__(
-        self, fqn: str, owners: Sequence[tuple[nn.Module, str]], layout: ParamLayout
+        self,
+        fqn: str,
+        owners: Sequence[tuple[nn.Module, str]],
+        layout: ParamLayout,
+        *,
+        keeps_dtype: bool = False,
     ) -> None:
         self.fqn = fqn  # dotted name from the unit's module
         self.layout = layout
+        self.keeps_dtype = keeps_dtype  # it computes in its own dtype, and not in param_dtype
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
         self.owner_dicts: list[tuple[ParamDict, str]] = []  # theirs; read often in each step
         for module, name in owners:
             self.add_owner(module, name)
+
+    def compute_dtype(self, dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the unsharded parameter, if that of the shard is ``dtype``."""
+        if self.keeps_dtype or param_dtype is None or not dtype.is_floating_point:
+            return dtype
+        return param_dtype
 
     @abc.abstractmethod
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -141,8 +153,10 @@ class ShardedParam(UnitParam):
         owners: Sequence[tuple[nn.Module, str]],
         layout: ParamLayout,
         dtensor_placement: DTensorPlacement | None = None,
+        *,
+        keeps_dtype: bool = False,
     ) -> None:
-        super().__init__(fqn, owners, layout)
+        super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.dtensor_placement = dtensor_placement
         self.needs_conversion = dtensor_placement is not None
 
@@ -168,7 +182,9 @@ class ShardedParam(UnitParam):
             self.unsharded.requires_grad_(flag)
 
     def for_copy(self, memo: dict[int, Any]) -> ShardedParam:
-        copied = ShardedParam(self.fqn, [], self.layout, self.dtensor_placement)
+        copied = ShardedParam(
+            self.fqn, [], self.layout, self.dtensor_placement, keeps_dtype=self.keeps_dtype
+        )
         copied._shard_rank = self._shard_rank
         copied.sharded = copy_dtensor(self.sharded, memo)
         memo[id(self.unsharded)] = copied.sharded

@@ -18,6 +18,7 @@ import inspect
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -89,12 +90,6 @@ def check_subclass_placement(
         )
 
 
-def compute_dtype(mp_policy: MixedPrecisionPolicy, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the unsharded parameter of a shard of ``dtype``."""
-    chosen = mp_policy.param_dtype
-    return chosen if chosen and dtype.is_floating_point else dtype
-
-
 def _are_plain(values: object) -> bool:
     return isinstance(values, (tuple, list)) and all(map(is_plain, values))
 
@@ -152,7 +147,11 @@ class CustomParam:
         self._mp_policy = mp_policy
         self._hook = hook
         self._stride = torch.empty(param.layout.shape, device="meta").stride()
-        self._param_dtype = compute_dtype(mp_policy, shard.dtype)
+        self._param_dtype = param.compute_dtype(shard.dtype, mp_policy.param_dtype)
+        self._mp_policy = mp_policy
+        if mp_policy.param_dtype_override_fn is not None:
+            own = self._param_dtype if param.keeps_dtype else mp_policy.param_dtype
+            self._mp_policy = replace(mp_policy, param_dtype=own, param_dtype_override_fn=None)
         # The methods are looked up at each call, because users may replace them.
         self._methods: Any = shard
         if not has_gather_methods(param.fqn, shard):

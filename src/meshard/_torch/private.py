@@ -45,6 +45,13 @@ def _or_error(path: str) -> Callable[..., Any]:
     return _find(path) or is_gone
 
 
+def too_new(what: str) -> NotImplementedError:
+    """Return the error for something that a newer torch has added."""
+    return NotImplementedError(
+        f"{what}, which torch {torch.__version__} has, is not built yet in meshard; leave it out."
+    )
+
+
 # --- torch.compile -------------------------------------------------------------------------
 
 _set_strategy = _find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
