@@ -385,6 +385,28 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of unsharded parameters when they are resharded.
+
+        Their ``data_ptr()`` is then the same after each gather, as CUDA graphs need it; also for
+        parameters with ``fsdp_pre_all_gather``. Between two gathers the memory has old values.
+        Casts, moves and ``meshard.offload`` free it. False frees it at the next ``reshard``, or at
+        once if the unit is resharded.
+
+        >>> import torch, meshard
+        >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+        >>> layer.set_keep_unsharded_storage(True)
+        >>> layer.unshard()
+        >>> address = layer.weight.data_ptr()
+        >>> layer.reshard()
+        >>> layer.unshard()
+        >>> layer.weight.data_ptr() == address
+        True
+        """
+        check_bool("keep", keep)
+        for group in _groups(self, recurse):
+            group.keep_storage(keep)
+
     def set_allocate_memory_from_process_group_for_comm(
         self, enable: bool, *, recurse: bool = True
     ) -> None:
@@ -486,6 +508,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
 
 class StageState(UnitHook):
     """The answers to what ``torch.distributed.pipelining`` asks of a stage, under torch's names.
+            group.storage.free_unsharded()  # also where reshard keeps it
 
     Its schedules turn reductions off, and after the last backward they go through the states of
     all units of the stage and reduce their parameter groups. This one stands for all of them.

@@ -89,6 +89,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
         if group.storage.is_offloaded is not to_host:
             group.reshard()
+            group.storage.free_unsharded()  # also where reshard keeps it
             group.adopt_edits()
             sources.append(group.storage.move(location))
             assert isinstance(gradients.sharded, ShardedGrads)

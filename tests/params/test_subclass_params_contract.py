@@ -19,6 +19,7 @@ from tests.support.extensions import (
     quantised,
     with_matrices_as,
 )
+from tests.support.threads import run_threads
 
 
 def mesh_of(*shape):
@@ -148,6 +149,50 @@ def test_memory_is_given_back(run_ranks, kind, whole_kind, num_bytes, reshard_af
         # What nothing refers to any more is freed while the parameter is whole.
         assert set(outputs + held) <= {0}
         assert whole == num_bytes
+
+
+class Releasing(Bfloat16Whole):
+    """Stays a subclass when whole, over memory of its own, and says whether outputs may go."""
+
+    answer: object = True
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self):
+        return self.answer
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        Releasing.outputs = all_gather_outputs
+        if out is not None:
+            out.inner.copy_(all_gather_outputs[0][: out.shape[0]])
+            return None
+        own = all_gather_outputs[0].clone()
+        return WholeBfloat16(own, param_dtype), (own,)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_class_may_say_whether_outputs_are_freed_early(monkeypatch, answer):
+    monkeypatch.setattr(Releasing, "answer", answer)
+
+    def run():
+        layer = meshard.fully_shard(linear(Releasing), mesh_of(1))
+        for _ in range(2):
+            layer.unshard()
+            assert (_bytes_of(Releasing.outputs[0]) == 0) is answer
+            assert torch.equal(layer.weight.inner[:, 0], 3.0 * torch.arange(5) - 4)
+            layer.reshard()
+            assert _bytes_of(Releasing.outputs[0]) == 0
+
+    run_threads(run, 1)
+
+
+def test_an_answer_must_be_a_bool(monkeypatch):
+    monkeypatch.setattr(Releasing, "answer", None)
+
+    def run():
+        layer = meshard.fully_shard(linear(Releasing), mesh_of(1))
+        with pytest.raises(TypeError, match=r"fsdp_should_release_all_gather_outputs.* 'weight'"):
+            layer.unshard()
+
+    run_threads(run, 1)
 
 
 class Telling(Int8OnWire):

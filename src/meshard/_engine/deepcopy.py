@@ -101,6 +101,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     with torch.no_grad():
         storage = source.for_copy(params, gradient_hook_maker(copied))
     copied.group = ParamGroup(storage, unit.gradients.for_copy(storage))
+    copied.group.keeps_storage = unit.group.keeps_storage
     return copied
 
 

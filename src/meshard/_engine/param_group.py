@@ -129,6 +129,7 @@ class ParamGroup:
         self.num_steps = 0  # steps of optimizers: foreach kernels on DTensors raise no version
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.saves_memory = False  # it was resharded between forward and backward of this step
+        self.keeps_storage = False  # reshard leaves the memory of the unsharded parameters
         # Of the whole root: not empty after a backward that raised, until that is cleaned up.
         self.failures: list[object] = []
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
@@ -376,6 +377,12 @@ class ParamGroup:
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             self._move(ParamState.SHARDED)
             self.storage.free_unsharded()
+            if not self.keeps_storage:
+                self.storage.free_unsharded()
+
+    def keep_storage(self, keep: bool) -> None:
+        self.keeps_storage = keep
+        if not keep and self.state in (ParamState.SHARDED, ParamState.SUMMONED):
 
     # --- what modules hold ------------------------------------------------------------
 

@@ -36,9 +36,10 @@ from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams, UnitParams
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
-from meshard.policies import MixedPrecisionPolicy
+from meshard.policies import MixedPrecisionPolicy, check_bool
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # optional
 _SHORT, _LONG = 1, 5  # arguments of the two signatures of fsdp_pre_all_gather
 
 # --- the contract --------------------------------------------------------------------------
@@ -144,7 +145,6 @@ class CustomParam:
         self._param = param
         self._shard = shard
         self._mesh = mesh
-        self._mp_policy = mp_policy
         self._hook = hook
         self._stride = torch.empty(param.layout.shape, device="meta").stride()
         self._param_dtype = param.compute_dtype(shard.dtype, mp_policy.param_dtype)
@@ -221,7 +221,10 @@ class CustomParam:
             # Padding is behind the rows of the last rank that owns any. Not narrow: torch's
             # fully_shard requires as_strided of tensor subclasses.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
-        if type(unsharded) is torch.Tensor:
+        if hasattr(self._methods, RELEASE):
+            self.may_free_outputs = getattr(self._methods, RELEASE)()
+            check_bool(f"what {RELEASE} of {self._name(unit)} returns", self.may_free_outputs)
+        elif type(unsharded) is torch.Tensor:
             taken = {storage.data_ptr() for storage, _ in (*self._inner, *_memory_of([unsharded]))}
             self.may_free_outputs = all(
                 storage.data_ptr() not in taken for storage, _ in _memory_of(outputs)
@@ -329,7 +332,8 @@ class PackedGather:
 
     def allocate(self) -> None:
         for flat in self._bytes:
-            flat.untyped_storage().resize_(flat.numel())
+            if flat.untyped_storage().nbytes() != flat.numel():  # resizing moves it in any case
+                flat.untyped_storage().resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:
         """Free the memory of the outputs, or of some."""
