@@ -17,6 +17,7 @@ from meshard.clipping import clip_grad_norm_, get_total_norm
 from meshard.diagnostics import CommLedger, describe
 from meshard.fsdp_module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -44,12 +45,12 @@ from meshard.weights import unsharded_params
 # fmt: off
 __all__ = [
     "AllGather", "CPUOffloadPolicy", "Comm", "CommLedger", "DataParallelMeshDims", "FSDPModule",
-    "FlatOptimizer", "GradientSync", "MixedPrecisionPolicy", "OffloadPolicy", "Offloaded",
-    "OverlappedOptimizer", "PendingGradients", "ReduceScatter", "ReplicateModule",
-    "ShardPlacementResult", "ShardedGradScaler", "UnshardHandle", "WireCompression",
-    "clip_grad_norm_", "describe", "finalize_gradients", "flat_optimizer", "fully_shard",
-    "fully_shard_units", "get_total_norm", "gradient_sync", "materialize", "microbatches",
-    "no_sync", "offload", "onload", "overlap_optimizer", "pending_gradients",
+    "FlatOptimizer", "GradientReductionHandle", "GradientSync", "MixedPrecisionPolicy",
+    "OffloadPolicy", "Offloaded", "OverlappedOptimizer", "PendingGradients", "ReduceScatter",
+    "ReplicateModule", "ShardPlacementResult", "ShardedGradScaler", "UnshardHandle",
+    "WireCompression", "clip_grad_norm_", "describe", "finalize_gradients", "flat_optimizer",
+    "fully_shard", "fully_shard_units", "get_total_norm", "gradient_sync", "materialize",
+    "microbatches", "no_sync", "offload", "onload", "overlap_optimizer", "pending_gradients",
     "register_fsdp_forward_method", "register_reduce_hook", "replicate", "share_comm_ctx",
     "uneven_batches", "unsharded_params",
 ]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_from_all
+from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import GroupSpec
@@ -170,13 +171,13 @@ def finalize_gradients(module: nn.Module) -> None:
     >>> bool(meshard.pending_gradients(layer)), layer.bias.grad.full_tensor()
     (False, tensor([1., 1.]))
     """
-    units = require_units(module)
-    for unit in reversed(units):
-        unit.lifecycle.flush(unit)
-    for unit in units:
-        unit.lifecycle.finish_reductions()
-    for unit in reversed(units):
-        unit.lifecycle.end_window(unit)
+    by_root: dict[Lifecycle, list[Unit]] = {}
+    for unit in require_units(module):
+        by_root.setdefault(unit.lifecycle, []).append(unit)
+    for lifecycle, units in by_root.items():
+        lifecycle.start_flush(units)
+    for lifecycle, units in by_root.items():
+        lifecycle.finish_flush(units)
 
 
 # --- ranks with different numbers of batches -----------------------------------------------------
@@ -252,6 +253,11 @@ def _uneven_batches(
     buckets, lifecycle = module.__dict__["_meshard_buckets"], loop.lifecycle
     if buckets.is_looped:
         raise RuntimeError("a loop over uneven_batches of this module is under way; end it first.")
+    if lifecycle.is_manual:
+        raise RuntimeError(
+            "uneven_batches goes without set_manual_backward_finalization(True): ranks without a "
+            "batch take part in the reductions of a backward. Disable it for the loop."
+        )
     buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     remaining = iter(batches)
     try:

@@ -10,7 +10,13 @@ from meshard._torch.patches import unpatch_zero_grad
 
 # Where code finds these names: the public module, and the name it had before torch 2.6.
 _MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-_NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle")
+_NAMES = (
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "GradientReductionHandle",
+    "UnshardHandle",
+)
 
 
 class TorchPatch(contextlib.ExitStack):

@@ -46,6 +46,15 @@ def _lifecycle(module: Any) -> Lifecycle:
     return require_units(module, recurse=False)[0].lifecycle
 
 
+def _lifecycle_of_root(module: Any, caller: str) -> Lifecycle:
+    unit = require_units(module, recurse=False)[0]
+    if not unit.is_root:
+        raise RuntimeError(
+            f"{caller} must be called on the root, and unit {unit.label!r} is inside another one."
+        )
+    return unit.lifecycle
+
+
 def _write(module: Any, recurse: bool, **settings: Any) -> None:
     """Write ``settings`` of each selected unit."""
     for unit in require_units(module, recurse=recurse):
@@ -165,6 +174,54 @@ class GradientSetters(_AnyModule):
         """
         check_bool("is_last_backward", is_last_backward)
         _lifecycle(self).is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Choose whether ``finalize_backward`` ends windows, or the last backward. Root only.
+
+        While enabled, every backward reduces as one that is not the last, whatever
+        ``set_is_last_backward`` says, and leaves units that have not run to ``finalize_backward``.
+
+        Raises:
+            RuntimeError: This is not the root; a backward is under way, or not finalized yet; or a
+                loop over ``uneven_batches`` is, which goes without.
+        """
+        check_bool("enabled", enabled)
+        _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what is pending, and end the window. Root only.
+
+        For ``set_manual_backward_finalization(True)``. Gradients are reduced as far as their unit's
+        ``GradientSync`` says now: FULL leaves them in ``.grad``, and ``overlap_optimizer`` steps.
+        NONE and REDUCE_SCATTER leave them pending. Units are resharded, unless
+        ``set_reshard_after_backward(False)``. Before the first backward this does nothing.
+
+        **Collective:** every rank of the meshes, and so is ``wait`` of the handle.
+
+        Args:
+            async_op: Start the reductions and return a handle. Until its ``wait`` the gradients may
+                not be used, and a forward, a backward and another ``finalize_backward`` raise.
+
+        Raises:
+            RuntimeError: This is not the root; finalization is not manual; a forward or backward is
+                under way; or a handle is not waited for.
+
+        >>> import torch, meshard
+        >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+        >>> layer.set_manual_backward_finalization(True)
+        >>> for _ in range(3):
+        ...     layer(torch.ones(1, 2)).sum().backward()
+        >>> handle = layer.finalize_backward(async_op=True)
+        >>> handle.wait()
+        >>> layer.bias.grad.full_tensor()
+        tensor([3., 3.])
+        """
+        check_bool("async_op", async_op)
+        handle = GradientReductionHandle(_lifecycle_of_root(self, "finalize_backward"))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_gradient_divide_factor(
         self, factor: DivideFactor | None, *, recurse: bool = True
@@ -328,6 +385,28 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         check_bool("reshard_after_backward", reshard_after_backward)
         _write(self, recurse, reshard_after_backward=reshard_after_backward)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of unsharded parameters when they are resharded.
+
+        Their ``data_ptr()`` is then the same after each gather, as CUDA graphs need it; also for
+        parameters with ``fsdp_pre_all_gather``. Between two gathers the memory has old values.
+        Casts, moves and ``meshard.offload`` free it. False frees it at the next ``reshard``, or at
+        once if the unit is resharded.
+
+        >>> import torch, meshard
+        >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+        >>> layer.set_keep_unsharded_storage(True)
+        >>> layer.unshard()
+        >>> address = layer.weight.data_ptr()
+        >>> layer.reshard()
+        >>> layer.unshard()
+        >>> layer.weight.data_ptr() == address
+        True
+        """
+        check_bool("keep", keep)
+        for group in _groups(self, recurse):
+            group.keep_storage(keep)
+
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Gather this unit in backward, or not because its backward does not read parameters."""
         check_bool("unshard_in_backward", unshard_in_backward)
@@ -385,28 +464,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of unsharded parameters when they are resharded.
-
-        Their ``data_ptr()`` is then the same after each gather, as CUDA graphs need it; also for
-        parameters with ``fsdp_pre_all_gather``. Between two gathers the memory has old values.
-        Casts, moves and ``meshard.offload`` free it. False frees it at the next ``reshard``, or at
-        once if the unit is resharded.
-
-        >>> import torch, meshard
-        >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
-        >>> layer.set_keep_unsharded_storage(True)
-        >>> layer.unshard()
-        >>> address = layer.weight.data_ptr()
-        >>> layer.reshard()
-        >>> layer.unshard()
-        >>> layer.weight.data_ptr() == address
-        True
-        """
-        check_bool("keep", keep)
-        for group in _groups(self, recurse):
-            group.keep_storage(keep)
-
     def set_allocate_memory_from_process_group_for_comm(
         self, enable: bool, *, recurse: bool = True
     ) -> None:
@@ -437,6 +494,10 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             raise TypeError(f"event must be a torch.Event, got {event!r}.")
         _lifecycle(self).comm.gather_after(event)
 
+    def _get_fsdp_state(self) -> Any:
+        """Return what ``torch.distributed.pipelining`` asks for, since torch 2.15."""
+        return state_of(self)
+
     # --- moves, casts and copies ---------------------------------------------------------------
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -447,6 +508,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.finish_pending_step()
             group.end_manual_unshard()
             group.reshard()
+            group.storage.free_unsharded()  # also where reshard keeps it
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
@@ -458,6 +520,24 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for group in groups:
             group.adopt_edits()
         return result
+
+
+def refuse_new_methods(ours: type, torchs: type) -> None:
+    """Make public methods that a newer torch has added raise, instead of failing inside torch."""
+    for name, method in inspect.getmembers(torchs, inspect.isfunction):
+        if not name.startswith("_") and getattr(ours, name) is method:
+            setattr(ours, name, _not_built(name, method))
+
+
+def _not_built(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise too_new(name)
+
+    return refuse
+
+
+refuse_new_methods(FSDPModule, TorchFSDPModule)
 
 
 class UnshardHandle:
@@ -478,6 +558,25 @@ class UnshardHandle:
             if group is not None:
                 group.finish_manual_unshard(manual_unshard)
         self._manual_unshards.clear()
+
+
+class GradientReductionHandle:
+    """A ``finalize_backward(async_op=True)`` in flight."""
+
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = weakref.ref(lifecycle)
+        self._started = lifecycle.start_finalization()  # None: there is nothing to wait for
+
+    def wait(self) -> None:
+        """Finish the reductions; a second call does nothing. **Collective:** every rank.
+
+        Raises:
+            RuntimeError: ``reset_iter_state`` was called, or a step failed, which has dropped them.
+        """
+        lifecycle = self._lifecycle()
+        if lifecycle is not None and self._started is not None:
+            lifecycle.finish_finalization(self._started)
+        self._started = None
 
 
 def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
@@ -508,7 +607,6 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
 
 class StageState(UnitHook):
     """The answers to what ``torch.distributed.pipelining`` asks of a stage, under torch's names.
-            group.storage.free_unsharded()  # also where reshard keeps it
 
     Its schedules turn reductions off, and after the last backward they go through the states of
     all units of the stage and reduce their parameter groups. This one stands for all of them.
@@ -518,7 +616,7 @@ class StageState(UnitHook):
     def _state_ctx(self) -> StageState:
         return self
 
-    _fsdp_param_group = _state_ctx
+    _fsdp_param_group = _comm_ctx = _state_ctx
 
     @property
     def all_states(self) -> list[StageState]:
@@ -544,24 +642,6 @@ def share_comm_ctx(modules: list[Any]) -> None:
 
     Memory that one has freed can then serve another. Call it after the last ``fully_shard``,
     between steps.
-
-def refuse_new_methods(ours: type, torchs: type) -> None:
-    """Make public methods that a newer torch has added raise, instead of failing inside torch."""
-    for name, method in inspect.getmembers(torchs, inspect.isfunction):
-        if not name.startswith("_") and getattr(ours, name) is method:
-            setattr(ours, name, _not_built(name, method))
-
-
-def _not_built(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise too_new(name)
-
-    return refuse
-
-
-refuse_new_methods(FSDPModule, TorchFSDPModule)
-
 
     Raises:
         ValueError: A module is not sharded by ``fully_shard``, or they are on different devices.

@@ -53,6 +53,7 @@ TAKES = {
     "output_dtype": "None",
     "overrides": CALLABLE,
     "param_dtype": "None",
+    "param_dtype_override_fn": CALLABLE,
     "param_groups": "None",
     "parameters": "tensor module",
     "process_group": "None",
@@ -140,7 +141,8 @@ VALID = {
 
 
 NOT_CALLED_BY_USERS = {
-    "AllGather", "Comm", "ReduceScatter", "FSDPModule", "FlatOptimizer", "GradientSync",
+    "AllGather", "Comm", "ReduceScatter", "FSDPModule", "FlatOptimizer",
+    "GradientReductionHandle", "GradientSync",
     "OffloadPolicy", "Offloaded", "OverlappedOptimizer", "PendingGradients", "ReplicateModule",
     "UnshardHandle",
 }  # fmt: skip

@@ -77,7 +77,7 @@ class Step:
     reduced: list[str]  # the units that our library has reduced
 
 
-def in_pipeline(name: str, is_peer: bool, reshard: bool | None) -> list[Step]:
+def in_pipeline(name: str, is_peer: bool, reshard: bool | None, **kwargs: bool) -> list[Step]:
     """Train by one schedule: a function for four ranks."""
     fully_shard = torch_fsdp.fully_shard if is_peer else meshard.fully_shard
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -92,9 +92,9 @@ def in_pipeline(name: str, is_peer: bool, reshard: bool | None) -> list[Step]:
         PipelineStage(part, index, len(modules), torch.device("cpu"), group=pp.get_group())
         for index, part in own.items()
     ]
-    schedule = getattr(schedules, name)(
-        stages[0] if name in SINGLE else stages, NUM_MICROBATCHES, nn.functional.mse_loss
-    )
+    first_or_all = stages[0] if name in SINGLE else stages
+    loss_fn = nn.functional.mse_loss
+    schedule = getattr(schedules, name)(first_or_all, NUM_MICROBATCHES, loss_fn, **kwargs)
     optimizer = torch.optim.SGD([p for part in own.values() for p in part.parameters()], lr=0.1)
     steps = []
     for number in range(NUM_STEPS):
@@ -171,6 +171,14 @@ def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks,
 
 @pytest.mark.extras
 @pytest.mark.full
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="schedules defer the wait since torch 2.15")
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"])
+def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
+    assert_right(run_ranks(in_pipeline, 4, name, False, False, defer_reduce_grad_wait=True), name)
+
+
+@pytest.mark.extras
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_the_peer_gives_the_same(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, True, False), name)
@@ -185,8 +193,11 @@ def test_the_peer_loses_gradients_in_silence_if_it_reshards_after_forward(run_ra
         assert_right(of_ranks, name)
 
 
-def in_a_split_backward(reshard: bool | None) -> tuple[str, bool]:
-    """Do on one stage what a schedule does; return the error and whether gradients are right."""
+def in_a_split_backward(reshard: bool | None, is_manual: bool) -> tuple[str, bool]:
+    """Do on one stage what a schedule does; return the error and whether gradients are right.
+
+    ``is_manual``: as the schedules of torch 2.15 do it.
+    """
     plain, part = parts(1)[0], parts(1)[0]
     for unit in (*part.blocks, part):
         meshard.fully_shard(unit, reshard_after_forward=reshard)
@@ -195,6 +206,7 @@ def in_a_split_backward(reshard: bool | None) -> tuple[str, bool]:
     plain(inputs).sum().backward()
     for handle in [module.unshard(async_op=True) for module in sharded]:
         handle.wait()
+    part.set_manual_backward_finalization(is_manual)
     loss = part(inputs).sum()
     part.set_is_last_backward(False)
     part.set_reshard_after_backward(False)
@@ -208,7 +220,11 @@ def in_a_split_backward(reshard: bool | None) -> tuple[str, bool]:
     part.set_is_last_backward(True)
     part.set_reshard_after_backward(True)
     part.set_requires_gradient_sync(True)
-    for state in meshard.fully_shard.state(part)._state_ctx.all_states:
+    states = meshard.fully_shard.state(part)._state_ctx.all_states
+    if is_manual:
+        part.finalize_backward(async_op=True).wait()
+        states = []
+    for state in states:
         for group in (state._fsdp_param_group, *state._fsdp_param_groups):
             group.post_backward()
         state._root_post_backward_final_callback()
@@ -216,10 +232,11 @@ def in_a_split_backward(reshard: bool | None) -> tuple[str, bool]:
     return "", True
 
 
-def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(run_ranks):
-    assert run_ranks(in_a_split_backward, 1, False) == [("", True)]
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(run_ranks, is_manual):
+    assert run_ranks(in_a_split_backward, 1, False, is_manual) == [("", True)]
     for reshard in (True, None):
-        text, _ = run_ranks(in_a_split_backward, 1, reshard)[0]
+        text, _ = run_ranks(in_a_split_backward, 1, reshard, is_manual)[0]
         assert "unit 'blocks.1' would get no gradients from this schedule" in text
         assert "reshard_after_forward=False" in text
 

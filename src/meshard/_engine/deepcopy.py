@@ -127,7 +127,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                     own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
     lifecycle = give_lifecycle(copies)
-    lifecycle.is_last_backward = units[0].lifecycle.is_last_backward
+    source = units[0].lifecycle
+    lifecycle.is_last_backward, lifecycle.is_manual = source.is_last_backward, source.is_manual
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from meshard._engine.lifecycle import Lifecycle, OtherThreadError
+from meshard._engine.lifecycle import Lifecycle, OtherThreadError, RefusedError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -274,7 +274,7 @@ class ModuleHooks(UnitHook):
         failed = output is None and has_raised(module)
         if failed:
             explain(sys.exc_info()[1], unit, module, (args, kwargs))
-        if unit.group.is_summoned or (failed and _is_of_other_thread(unit)):
+        if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
             # torch would report a second error, of a gather that fails too, as a warning.
@@ -439,10 +439,10 @@ def _runs_elsewhere(module: nn.Module) -> bool:
     return any(_num_calls_of(module, frame) for thread, frame in frames if thread != own)
 
 
-def _is_of_other_thread(unit: Unit) -> bool:
-    """Whether the exception that is being handled has refused a second thread in this root."""
+def _was_refused(unit: Unit) -> bool:
+    """Whether the exception that is being handled has refused this forward."""
     error = sys.exc_info()[1]
-    return isinstance(error, OtherThreadError) and error.lifecycle is unit.lifecycle
+    return isinstance(error, RefusedError) and error.lifecycle is unit.lifecycle
 
 
 def register_load_hooks(unit: Unit) -> None:

@@ -59,16 +59,31 @@ _NOT_DISTRIBUTED = (
 _backward_ids = itertools.count()
 
 
-class OtherThreadError(RuntimeError):
+class RefusedError(RuntimeError):
+    """A forward or backward was refused before it changed anything."""
+
+    def __init__(self, lifecycle: Lifecycle, message: str) -> None:
+        self.lifecycle = lifecycle
+        super().__init__(message)
+
+
+class OtherThreadError(RefusedError):
     """A second thread has come into a step; the step of the first goes on."""
 
     def __init__(self, lifecycle: Lifecycle, what: str) -> None:
-        self.lifecycle = lifecycle
         super().__init__(
+            lifecycle,
             f"{what} while another thread runs a forward or backward of the same model, whose "
             "parameters are gathered and freed in between; let one thread at a time run it "
-            "(threading.Lock), or give each thread a copy.deepcopy of the model."
+            "(threading.Lock), or give each thread a copy.deepcopy of the model.",
         )
+
+
+class Finalization:
+    """A ``finalize_backward`` that was started."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = [weakref.ref(unit) for unit in units]  # whose window it ends
 
 
 @skip_dynamo
@@ -99,6 +114,10 @@ class Lifecycle:
     def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.phase = Phase.IDLE
         self.is_last_backward = True
+        self.is_manual = False  # windows end in finalize_backward, not in the last backward
+        self._is_due = False  # in that mode, a backward has run since
+        self._is_split = False  # likewise, one that kept its graph: its gradients may come later
+        self._finalized: Finalization | None = None  # started, and not waited for
         # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
         # off, cleared after it; shared with the parameter groups.
         self.failures: list[object] = []
@@ -147,6 +166,7 @@ class Lifecycle:
         """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
         self.abort_if_failed()
         if self.phase is Phase.IDLE:
+            self._refuse_unless_waited("a forward")
             self._refuse_other_reductions()
             scalar_reads.forget()  # of a step that raised
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
@@ -241,6 +261,11 @@ class Lifecycle:
     # --- backward ---------------------------------------------------------------------
 
     @property
+    def _ends_window(self) -> bool:
+        """Whether the backward that runs ends the window of units that it reduces fully."""
+        return self.is_last_backward and not self.is_manual
+
+    @property
     def backward_number(self) -> int:
         """The number of the backward that runs, or of the next one."""
         return self._num_backwards + (self.phase is not Phase.BACKWARD)
@@ -252,6 +277,7 @@ class Lifecycle:
             if graph_task_id() != self._graph_task:
                 self._check_nested()
             return
+        self._refuse_unless_waited("a backward")
         if is_distributed_backward():
             warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)  # torch drops the text of the error
             raise RuntimeError(_NOT_DISTRIBUTED)
@@ -259,6 +285,8 @@ class Lifecycle:
         self.phase = Phase.BACKWARD
         self._thread = threading.get_ident()
         self._num_backwards += 1
+        self._is_due = self.is_manual
+        self._is_split |= self.is_manual and keeps_graph()
         self._backward_id = next(_backward_ids)
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
@@ -374,7 +402,7 @@ class Lifecycle:
                 self._queue.accumulate(unit.gradients, unit.settings)
             else:
                 is_full = unit.settings.sync is GradientSync.FULL
-                ends_window = is_full and self.is_last_backward
+                ends_window = is_full and self._ends_window
                 self._start_reduction(unit, over_replicas=is_full, ends_window=ends_window)
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
@@ -429,10 +457,10 @@ class Lifecycle:
         for unit in reversed(units):  # units inside before the unit around them
             self._complete(unit)
         for unit in reversed(units):
-            if unit.settings.sync is GradientSync.FULL:
+            if unit.settings.sync is GradientSync.FULL and not self.is_manual:
                 # It may have got nothing today, and hold gradients of earlier microbatches.
-                self._flush(unit, ends_window=self.is_last_backward)
-        if self.is_last_backward:
+                self._flush(unit, ends_window=self._ends_window)
+        if self._ends_window:
             self._queue.finish_all()
             for unit in reversed(units):
                 if unit.settings.sync is GradientSync.FULL:
@@ -449,25 +477,102 @@ class Lifecycle:
     def finish_split_backward(self) -> None:
         """Take the gradients that a pipeline schedule wrote outside of any backward, and finish.
 
-        Taken where a window is open, which all ranks agree on; they may have written different
-        ones.
+        Taken where others were accumulated, which all ranks agree on; they may have written
+        different ones.
         """
         self.abort_if_failed()
-        for unit in self.units():
-            if unit.gradients.window.is_open:
-                self._queue.accumulate(unit.gradients, unit.settings)
+        self._take_split_gradients()
         self.finish_backward()
 
-    def flush(self, unit: Unit, *, ends_window: bool = True) -> None:
+    def _take_split_gradients(self) -> None:
+        for unit in self.units():
+            if unit.gradients.is_unreduced:
+                self._queue.accumulate(unit.gradients, unit.settings)
+
+    def start_flush(self, units: Sequence[Unit]) -> None:
+        """Start reducing fully what is pending in ``units``, which ends their window."""
         self.abort_if_failed()
         with self._recorded_failure():
-            self._flush(unit, ends_window=ends_window)
+            for unit in reversed(units):
+                self._flush(unit, ends_window=True)
+
+    def finish_flush(self, units: Sequence[Unit]) -> None:
+        self.finish_reductions()
+        for unit in reversed(units):
+            self.end_window(unit)
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         self._queue.finish_partials_of(unit.gradients)
         if unit.gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         unit.gradients.window.close()
+
+    def set_manual(self, enabled: bool) -> None:
+        """Choose whether ``finalize_backward`` ends windows, or the last backward."""
+        self.abort_if_failed()
+        if enabled is self.is_manual:
+            return
+        is_due = self._is_due or self._finalized is not None
+        if is_due or graph_task_id() >= 0 or self.before_reduction is not None:
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change the mode during a backward, "
+                "between a backward and its finalize_backward() (or reset_iter_state()), or in a "
+                "loop over uneven_batches; change it before the first forward of a step."
+            )
+        self.is_manual = enabled
+
+    def start_finalization(self) -> Finalization | None:
+        """Reshard, and start reducing what is pending, as far as the settings say.
+
+        None: no backward has run yet.
+        """
+        units = self.units()
+        self.check_between_steps(units[0], "finalize_backward")
+        self._refuse_unless_waited("another finalize_backward")
+        if graph_task_id() >= 0:
+            raise RuntimeError("finalize_backward was called inside a backward; call it after.")
+        if not self.is_manual:
+            raise RuntimeError(
+                "finalize_backward needs set_manual_backward_finalization(True) before the "
+                "backward; without it the last backward has reduced everything. "
+                "meshard.finalize_gradients(module) reduces what is pending in either mode."
+            )
+        if not self._num_backwards:
+            return None
+        if self._is_split:
+            self._take_split_gradients()
+        for unit in units:
+            # Not one whose backward is to come.
+            is_over = not unit.step.awaits_gradients and not unit.step.is_retained
+            if is_over and unit.settings.reshard_after_backward:
+                unit.group.reshard()
+        full = [unit for unit in units if unit.settings.sync is GradientSync.FULL]
+        self.start_flush(full)
+        self._finalized = Finalization(full)
+        return self._finalized
+
+    def finish_finalization(self, started: Finalization) -> None:
+        """Finish the reductions that were started, and end the windows."""
+        self.abort_if_failed()
+        if self._finalized is not started:
+            raise RuntimeError(
+                "this handle of finalize_backward is not valid any more: reset_iter_state() was "
+                "called, or a step failed, which has dropped the gradients."
+            )
+        self.finish_flush(alive(started.units))
+        self._end_finalization()
+
+    def _end_finalization(self) -> None:
+        self._finalized, self._is_due, self._is_split = None, False, False
+
+    def _refuse_unless_waited(self, what: str) -> None:
+        if self._finalized is not None:
+            raise RefusedError(
+                self,
+                f"{what} began before the wait() of the handle that finalize_backward("
+                "async_op=True) has returned; call wait() first, or reset_iter_state() to drop "
+                "the step.",
+            )
 
     def finish_reductions(self) -> None:
         self.abort_if_failed()
@@ -526,6 +631,7 @@ class Lifecycle:
         """
         is_void = bool(self.failures) or not self._queue.is_idle
         is_void = is_void or any(group.gradients.window.is_open for group in self.groups())
+        is_void = is_void or self._is_due
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
@@ -533,6 +639,7 @@ class Lifecycle:
         self.schedule.forget()
         self.retained.release()
         self._queue.abandon()
+        self._end_finalization()
         for unit in self.units():
             unit.step.reset()
         for group in self.groups():

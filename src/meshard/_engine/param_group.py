@@ -253,7 +253,8 @@ class ParamGroup:
                 f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
                 "would be missed; end the window with a backward under GradientSync.FULL (the last "
                 "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
-                "drop them with zero_grad()."
+                "finalize_backward() of the root under set_manual_backward_finalization(True) and "
+                "wait() of what it returns, or drop them with zero_grad()."
             )
         self.settle()
 
@@ -376,13 +377,13 @@ class ParamGroup:
             self._post_forward_shard = None
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             self._move(ParamState.SHARDED)
-            self.storage.free_unsharded()
             if not self.keeps_storage:
                 self.storage.free_unsharded()
 
     def keep_storage(self, keep: bool) -> None:
         self.keeps_storage = keep
         if not keep and self.state in (ParamState.SHARDED, ParamState.SUMMONED):
+            self.storage.free_unsharded()
 
     # --- what modules hold ------------------------------------------------------------
 

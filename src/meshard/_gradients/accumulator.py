@@ -141,13 +141,20 @@ class GradientAccumulator:
         return self._unreduced is not None or self._partial is not None
 
     @property
+    def is_unreduced(self) -> bool:
+        """Whether gradients are accumulated that no collective has reduced."""
+        return self._unreduced is not None
+
+    @property
     def pending(self) -> str:
         """What is missing before accumulated gradients are in ``.grad``; empty if nothing is."""
         if self._unreduced is not None:
             return "not reduced yet (GradientSync.NONE)"
         if self._partial is not None:
             return "not reduced across the replicas yet (GradientSync.REDUCE_SCATTER)"
-        return "still in flight (set_is_last_backward(False))" if self.num_in_flight else ""
+        if self.num_in_flight:
+            return "still in flight (set_is_last_backward(False), or not finalized)"
+        return ""
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None for unreduced gradients."""

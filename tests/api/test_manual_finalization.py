@@ -1,0 +1,432 @@
+"""``finalize_backward``: the caller ends a window, instead of its last backward.
+
+Integer gradients, so the bits of any order of sums are those of one process.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, GradientSync
+from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
+from tests.support.models import Tables
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.sharding import shard_blocks
+from tests.support.strategies import MODES
+from tests.support.threads import run_threads
+
+MESHES = [(2,), (2, 2)]
+SCHEDULES = ["F", "N", "NF", "RF", "FF", "NRN", "RR"]
+
+
+def sharded(mesh_shape=None, **kwargs):
+    mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
+    return by_hand(shard_blocks(IntegerModel(), mesh, **kwargs))
+
+
+def replicated(mesh_shape=None):
+    mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
+    return by_hand(meshard.replicate(IntegerModel(), mesh))
+
+
+def by_hand(model):
+    model.set_gradient_divide_factor(1.0)
+    model.set_manual_backward_finalization(True)
+    return model
+
+
+def backward(model, place=0, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    integer_loss(model(integer_batch(place, rank))).backward()
+
+
+def finalize(model, is_async):
+    handle = model.finalize_backward(async_op=is_async)
+    assert isinstance(handle, GradientReductionHandle) is is_async
+    if handle is not None:
+        handle.wait()
+
+
+def window(model, step, schedule, is_async=False):
+    for place, letter in enumerate(schedule):
+        model.set_gradient_sync(MODES[letter])
+        backward(model, 10 * step + place)
+    model.set_gradient_sync(GradientSync.FULL)
+    finalize(model, is_async)
+
+
+def plain_window(model, step, schedule):
+    for place in range(len(schedule)):
+        for rank in range(dist.get_world_size()):
+            backward(model, 10 * step + place, rank)
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+def steps(make, mesh_shape, schedule, is_async):
+    model, plain = make(mesh_shape), IntegerModel()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE) for each in (model, plain)]
+    for step in range(3):
+        window(model, step, schedule, is_async)
+        plain_window(plain, step, schedule)
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("mesh_shape", MESHES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_are_those_of_one_process(mesh_shape, schedule, is_async):
+    ranks = 2 * len(mesh_shape)
+    run_threads(steps, ranks, sharded, mesh_shape, schedule, is_async)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("schedule", ["F", "NF", "NN"])
+def test_gradients_of_a_replicated_module_are_those_of_one_process(schedule, is_async):
+    run_threads(steps, 2, replicated, (2,), schedule, is_async)
+
+
+def on_processes():
+    steps(sharded, (2,), "NF", True)
+    steps(replicated, (2,), "NF", True)
+
+    def offloaded(mesh_shape):
+        return sharded(mesh_shape, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    steps(offloaded, (2,), "NF", False)
+
+
+def test_on_processes_too(run_ranks):
+    run_ranks(on_processes, 2)
+
+
+def a_unit_rests():
+    shapes = [[(5,)], [(4,)], [(3,)]]
+    model, gradients = Tables(shapes), [[torch.ones(shape)] for (shape,) in shapes]
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*model.units, model):
+        meshard.fully_shard(module, mesh)
+    model.set_manual_backward_finalization(True)
+    with meshard.no_sync(model):
+        model(gradients).backward()
+    with CommLedger(model) as in_backward:
+        model([None, *gradients[1:]]).backward()
+    with CommLedger(model) as finally_:
+        model.finalize_backward()
+    first = model.units[0].params[0].grad.full_tensor()
+    return [
+        [each.unit for each in ledger.events if each.op == "reduce_scatter"]
+        for ledger in (in_backward, finally_)
+    ], first.tolist()
+
+
+def test_a_unit_that_has_not_run_is_left_to_finalization():
+    for units, first in run_threads(a_unit_rests, 2):
+        assert units == [["units.1", "(root)"], ["units.0"]]
+        assert first == [1.0] * 5
+
+
+@pytest.mark.parametrize("mode", ["N", "R"])
+def test_what_is_not_fully_reduced_stays_pending(mode):
+    def run():
+        model, plain = sharded((2, 2)), IntegerModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model.set_gradient_sync(MODES[mode])
+        backward(model)
+        finalize(model, True)
+        assert meshard.pending_gradients(model)
+        with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
+            optimizer.step()
+        model.set_gradient_sync(GradientSync.FULL)
+        finalize(model, False)
+        optimizer.step()
+        plain_window(plain, 0, "F")
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+
+    run_threads(run, 4)
+
+
+def test_several_backwards_before_and_after_the_mode_is_changed():
+    def run():
+        model, plain = sharded((2,)), IntegerModel()
+        for is_manual in (True, False, True):
+            model.set_manual_backward_finalization(is_manual)
+            model.zero_grad()
+            plain.zero_grad()
+            for place in range(2):
+                backward(model, place)
+            if is_manual:
+                model.finalize_backward()
+            plain_window(plain, 0, "FF")
+            assert_same(full_grads(model), full_grads(plain), bitwise=True)
+
+    run_threads(run, 2)
+
+
+# --- optimizers in backward ------------------------------------------------------------------
+
+
+def overlapped(schedule, is_async, is_replicated):
+    make = replicated if is_replicated else sharded
+    ours, theirs = make((2,)), make((2,))
+    theirs.set_manual_backward_finalization(False)
+    optimizers = [
+        meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE)
+        for each in (ours, theirs)
+    ]
+    for step in range(3):
+        before = full_state(ours)
+        for place, letter in enumerate(schedule):
+            is_last = place == len(schedule) - 1
+            theirs.set_is_last_backward(is_last)
+            for model in (ours, theirs):
+                model.set_gradient_sync(MODES[letter])
+                backward(model, 10 * step + place)
+        assert_same(full_state(ours), before, bitwise=True)
+        finalize(ours, is_async)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(full_state(ours), full_state(theirs), bitwise=True)
+        assert all(param.grad is None for param in ours.parameters())
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("schedule", ["F", "NF", "FF"])
+def test_optimizers_step_at_finalization(run_ranks, schedule, is_async, is_replicated):
+    run_ranks(overlapped, 2, schedule, is_async, is_replicated)
+
+
+# --- the handle ------------------------------------------------------------------------------
+
+
+def nothing_may_begin():
+    model, plain = sharded((2,)), IntegerModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    early = integer_loss(model(integer_batch(1, dist.get_rank())))
+    backward(model)
+    handle = model.finalize_backward(async_op=True)
+    for began in (
+        lambda: backward(model),
+        early.backward,
+        model.finalize_backward,
+        lambda: model.finalize_backward(async_op=True),
+        lambda: model.set_manual_backward_finalization(False),
+        optimizer.step,
+        lambda: meshard.clip_grad_norm_(model, 1.0),
+        model.state_dict,
+    ):
+        with pytest.raises(RuntimeError, match=r"wait\(\)|set_manual"):
+            began()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"a forward began before the wait\(\)"):
+        model.blocks[1](torch.ones(1, 5))
+    handle.wait()
+    handle.wait()
+    plain_window(plain, 0, "F")
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
+    optimizer.step()
+
+
+def test_nothing_may_begin_until_the_handle_is_waited_for(run_ranks):
+    run_ranks(nothing_may_begin, 2)
+
+
+@pytest.mark.parametrize("make", [sharded, replicated])
+def test_a_reset_invalidates_the_handle(make):
+    def run():
+        model, plain = make((2,)), IntegerModel()
+        backward(model)
+        handle = model.finalize_backward(async_op=True)
+        model.reset_iter_state()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"reset_iter_state\(\) was called"):
+                handle.wait()
+        window(model, 0, "F", True)  # the mode is still there
+        plain_window(plain, 0, "F")
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        handle = model.finalize_backward(async_op=True)
+        handle.wait()
+        model.reset_iter_state()
+        handle.wait()
+
+    # Each rank gives up reductions that it has started.
+    run_threads(run, 2, may_leave_unwaited=True)
+
+
+def test_before_the_first_backward_there_is_nothing_to_finalize():
+    model = sharded()
+    try:
+        model.finalize_backward()
+        handle = model.finalize_backward(async_op=True)
+        backward(model)  # although the handle is not waited for
+        handle.wait()
+        model.finalize_backward()
+        model.finalize_backward()
+        assert all(param.grad is not None for param in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_handle_does_not_keep_the_model():
+    try:
+        model = sharded()
+        backward(model)
+        handle = model.finalize_backward(async_op=True)
+        del model
+        handle.wait()
+    finally:
+        dist.destroy_process_group()
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    yield sharded()
+    dist.destroy_process_group()
+
+
+def test_only_the_root_is_finalized(model):
+    inner = model.blocks[0]
+    with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
+        inner.set_manual_backward_finalization(True)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
+        inner.finalize_backward()
+
+
+def test_without_the_mode_nothing_is_finalized(model):
+    model.set_manual_backward_finalization(False)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"needs set_manual_backward_finalization\(True\)"):
+        model.finalize_backward()
+
+
+def test_nothing_is_finalized_inside_a_step(model):
+    model.blocks[0].register_forward_hook(lambda *_: model.finalize_backward())
+    with pytest.raises(RuntimeError, match="called inside the forward or backward"):
+        backward(model)
+    model.blocks[0]._forward_hooks.popitem()
+    output = model(integer_batch(0, 0))
+    output.register_hook(lambda _: model.finalize_backward())
+    with pytest.raises(RuntimeError, match="called inside the forward or backward"):
+        integer_loss(output).backward()
+    loss = integer_loss(model(integer_batch(0, 0)))
+    loss.register_hook(lambda _: model.finalize_backward())  # it has not reached the model yet
+    with pytest.raises(RuntimeError, match="called inside a backward"):
+        loss.backward()
+
+
+def test_the_mode_stays_as_it_is_until_a_backward_is_finalized(model):
+    loss = integer_loss(model(integer_batch(0, 0)))
+    loss.register_hook(lambda _: model.set_manual_backward_finalization(False))
+    with pytest.raises(RuntimeError, match="cannot change the mode"):
+        loss.backward()
+    model.reset_iter_state()
+    backward(model)
+    with pytest.raises(RuntimeError, match="cannot change the mode"):
+        model.set_manual_backward_finalization(False)
+    model.set_manual_backward_finalization(True)
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+
+
+# --- together with others --------------------------------------------------------------------
+
+
+def test_microbatches_need_one_finalization():
+    def run():
+        model, plain = sharded((2, 2)), IntegerModel()
+        for place in meshard.microbatches(model, range(3)):
+            backward(model, place)
+        model.finalize_backward()
+        plain_window(plain, 0, "FFF")
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+
+    run_threads(run, 4)
+
+
+def test_finalize_gradients_reduces_everything_in_this_mode_too():
+    def run():
+        model, plain = sharded((2, 2)), IntegerModel()
+        model.set_gradient_sync(GradientSync.NONE)
+        backward(model)
+        meshard.finalize_gradients(model)
+        plain_window(plain, 0, "F")
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model.finalize_backward()
+
+    run_threads(run, 4)
+
+
+def test_uneven_batches_go_without():
+    try:
+        model = replicated()
+        with pytest.raises(RuntimeError, match="uneven_batches goes without"):
+            next(meshard.uneven_batches(model, [1]))
+        model.set_manual_backward_finalization(False)
+        for _ in meshard.uneven_batches(model, [1]):
+            with pytest.raises(RuntimeError, match="in a loop over uneven_batches"):
+                model.set_manual_backward_finalization(True)
+            backward(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_zero_grad_drops_what_is_not_finalized():
+    def run():
+        model, plain = sharded((2,)), IntegerModel()
+        for schedule in ("F", "N"):
+            model.set_gradient_sync(MODES[schedule])
+            backward(model, 5)
+            model.zero_grad()
+            window(model, 0, "NF")
+            plain_window(plain, 0, "NF")
+            assert_same(full_grads(model), full_grads(plain), bitwise=True)
+            model.zero_grad()
+            plain.zero_grad()
+
+    run_threads(run, 2)
+
+
+def test_a_forward_that_raises_drops_what_is_not_finalized(model):
+    backward(model)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    model.finalize_backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_units_are_resharded_as_their_settings_say(model):
+    model.set_reshard_after_backward(False)
+    backward(model)
+    assert model.blocks[0]._meshard_unit.group.is_stale is False
+    model.finalize_backward()
+    states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
+    assert states == ["UNSHARDED"] * 4
+    backward(model)
+    model.set_reshard_after_backward(True)
+    model.finalize_backward()
+    states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
+    assert states == ["SHARDED"] * 4
+
+
+def test_a_copy_has_the_mode(model):
+    copied = copy.deepcopy(model)
+    backward(copied)
+    copied.finalize_backward()
+    copied.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match="needs set_manual"):
+        copied.finalize_backward()
+    model.finalize_backward()
