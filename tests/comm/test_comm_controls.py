@@ -10,6 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api as peer
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from meshard._torch.private import all_gather_single
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
@@ -44,7 +45,7 @@ class MyAllGather(Counting, peer.AllGather):
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.note(output_tensor, input_tensor, group)
-        return dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
 
 
 class MyReduceScatter(Counting, peer.ReduceScatter):

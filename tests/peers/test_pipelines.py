@@ -215,7 +215,7 @@ def in_a_split_backward(reshard: bool | None, is_manual: bool) -> tuple[str, boo
         _, groups = stage_backward_input([loss], None, [inputs], part.parameters())
     except RuntimeError as error:
         part.reset_iter_state()
-        return str(error.__cause__), False
+        return str(error.__cause__ or error), False  # torch 2.13 wraps it
     stage_backward_weight(part.parameters(), groups)
     part.set_is_last_backward(True)
     part.set_reshard_after_backward(True)

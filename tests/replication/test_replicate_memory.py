@@ -38,7 +38,7 @@ def stack():
 
 def allocations(act):
     """Return the sizes in bytes of all that ``act`` allocated (or, negative, freed)."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         act()
     events = seen.profiler.kineto_results.events()
     return [event.nbytes() for event in events if event.name() == "[memory]"]

@@ -43,7 +43,9 @@ def recorded(least: int = 1) -> Iterator[Allocations]:
     gc.collect()
     gc.disable()
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
             yield found
     finally:
         gc.enable()

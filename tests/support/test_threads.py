@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from meshard._torch.private import all_gather_single, reduce_scatter_single
 from tests.support.rendezvous import DeadlockError
 from tests.support.threads import ThreadRankError, run_threads
 
@@ -25,9 +26,9 @@ def test_collectives_compute_what_their_names_say(dtype):
     def step():
         size = dist.get_world_size()
         gathered = torch.empty(size, dtype=dtype)
-        dist.all_gather_single(gathered, _mine(0, dtype=dtype))
+        all_gather_single(gathered, _mine(0, dtype=dtype))
         scattered = torch.empty(1, dtype=dtype)
-        dist.reduce_scatter_single(scattered, torch.arange(size, dtype=dtype))
+        reduce_scatter_single(scattered, torch.arange(size, dtype=dtype))
         exchanged = torch.empty(size, dtype=dtype)
         dist.all_to_all_single(exchanged, _mine(*[0] * size, dtype=dtype))
         reduced = _mine(1, dtype=dtype)
@@ -67,7 +68,7 @@ def test_objects_and_lists_travel():
 def test_an_output_is_unusable_until_its_wait():
     def step():
         gathered = torch.zeros(2)
-        work = dist.all_gather_single(gathered, _mine(0), async_op=True)
+        work = all_gather_single(gathered, _mine(0), async_op=True)
         early = gathered.clone()
         work.wait()
         assert work.is_completed()
@@ -79,7 +80,7 @@ def test_an_output_is_unusable_until_its_wait():
 def test_an_input_overwritten_before_the_wait_spoils_the_result():
     def step():
         gathered, mine = torch.zeros(2), _mine(0)
-        work = dist.all_gather_single(gathered, mine, async_op=True)
+        work = all_gather_single(gathered, mine, async_op=True)
         mine.fill_(9)
         work.wait()
         return gathered.tolist()
@@ -91,7 +92,7 @@ def test_an_input_overwritten_before_the_wait_spoils_the_result():
 def test_an_input_freed_before_the_wait_is_told():
     def step():
         gathered, mine = torch.zeros(2), _mine(0)
-        work = dist.all_gather_single(gathered, mine, async_op=True)
+        work = all_gather_single(gathered, mine, async_op=True)
         mine.untyped_storage().resize_(0)
         work.wait()
 
@@ -103,7 +104,7 @@ def test_writing_an_output_does_not_bump_its_version():
     def step():
         gathered = torch.zeros(2)
         before = gathered._version
-        dist.all_gather_single(gathered, _mine(0))
+        all_gather_single(gathered, _mine(0))
         return gathered._version - before
 
     assert run_threads(step, 2) == [0, 0]
@@ -176,7 +177,7 @@ def test_a_work_never_waited_for_is_told():
 
 def test_a_collective_between_tensors_that_do_not_fit_is_told():
     def step():
-        dist.all_gather_single(torch.empty(5), torch.empty(2))
+        all_gather_single(torch.empty(5), torch.empty(2))
 
     with pytest.raises(ThreadRankError, match="all_gather over 2 ranks cannot turn"):
         run_threads(step, 2)

@@ -19,6 +19,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     ThreadLocalWorld,
 )
 
+if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 asks for it, and forgot it here
+    ThreadLocalWorld.comms = ()
+
 __all__ = [
     "FakeStore",
     "ThreadLocalWorld",

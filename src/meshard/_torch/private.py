@@ -338,7 +338,7 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
-# Since torch 2.13; an instance of () does not exist.
+# Since torch 2.12; an instance of () does not exist.
 TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 
