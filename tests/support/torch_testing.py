@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -19,8 +20,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     ThreadLocalWorld,
 )
 
-if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 asks for it, and forgot it here
-    ThreadLocalWorld.comms = ()
+if torch.__version__ < "2.12":
+    ThreadLocalWorld.comms = []  # asked for, and forgotten here
+    # Two threads inside it at the same time end the process (measured); DTensor calls it often.
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
 
 __all__ = [
     "FakeStore",
