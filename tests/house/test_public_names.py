@@ -26,13 +26,17 @@ FSDP2_NAMES = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
-SINCE_2_15 = [
-    "GradientReductionHandle",
-    "finalize_backward",
-    "set_keep_unsharded_storage",
-    "set_manual_backward_finalization",
-]
-TOO_NEW = SINCE_2_15 if torch.__version__ < "2.15" else []
+SINCE = {
+    "DataParallelMeshDims": "2.12",
+    "set_symm_mem_for_comm": "2.12",
+    "set_reduce_scatter_max_input_buffers": "2.13",
+    "set_separate_reduce_scatter_group": "2.13",
+    "GradientReductionHandle": "2.15",
+    "finalize_backward": "2.15",
+    "set_keep_unsharded_storage": "2.15",
+    "set_manual_backward_finalization": "2.15",
+}
+TOO_NEW = [name for name, since in SINCE.items() if torch.__version__ < since]
 OWN_NAMES = [
     "CommLedger",
     "GradientSync",

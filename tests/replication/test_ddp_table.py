@@ -9,15 +9,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 PAGE = Path(__file__).parents[2] / "docs" / "replicate.md"
 OF_JOIN = set(inspect.signature(DistributedDataParallel.join).parameters) - {"self"}
-# Names that torch 2.15 has added: there are rows for them, also where torch is older.
-SINCE_2_15 = {
-    "finalize_backward",
-    "lazy_bucket_allocation",
-    "require_manual_backward_finalization",
-    "should_finalize_after_backward",
+# There are rows for them, also where torch is older.
+SINCE = {
+    "batched_grad_copy": "2.12",
+    "forward_sync_buffers": "2.13",
+    "finalize_backward": "2.15",
+    "lazy_bucket_allocation": "2.15",
+    "require_manual_backward_finalization": "2.15",
+    "should_finalize_after_backward": "2.15",
 }
-IS_OLDER = torch.__version__ < "2.15"
-ROWS = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+ROWS = re.findall(r"^\| `(\w+)`(?: \(torch 2\.\d+\))? \|", PAGE.read_text(), re.MULTILINE)
 
 
 def test_every_argument_has_a_row():
@@ -36,7 +37,7 @@ def test_every_public_method_has_a_row():
 
 def test_every_row_is_about_something_that_is_there():
     known = {*inspect.signature(DistributedDataParallel).parameters, *dir(DistributedDataParallel)}
-    assert IS_OLDER or known >= SINCE_2_15
-    known |= SINCE_2_15
-    assert sorted(set(ROWS) - known - OF_JOIN - {"replicate"}) == []
+    for name, since in SINCE.items():
+        assert (name in known) == (torch.__version__ >= since), name
+    assert sorted(set(ROWS) - known - set(SINCE) - OF_JOIN - {"replicate"}) == []
     assert len(ROWS) == len(set(ROWS)), "a row is there twice"
