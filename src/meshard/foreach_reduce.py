@@ -338,7 +338,7 @@ class Reduction:
 
     def _start_scatter(self) -> InFlight:
         plan, buffer, marks = self._plan, self._buffer, self._marks
-        if plan.shard_group.size() == 1 and self._comm.waits_block_host:
+        if plan.shard_group.size() == 1:
             buffer = [_parts(buffer)[0].view(-1)]  # sum in place
         if self._divisors.before_scatter is not _ONE:
             for part in _parts(buffer):
@@ -416,10 +416,8 @@ class Reduction:
     def _start_all_reduce(self, group: dist.ProcessGroup) -> None:
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
-            # In place if no stream uses it; the caller may read the result on another.
-            self._wire = self._result if self._comm.waits_block_host else self._result.clone()
-            self._divide(self._wire, self._divisors.before_all_reduce)
-            self._wire = self._wire.to(self._plan.wire_dtype)
+            self._divide(self._result, self._divisors.before_all_reduce)
+            self._wire = self._result.to(self._plan.wire_dtype)
             self._marks.write(self._wire, self._unused)
             average, label = self._plan.average, self._plan.label
             # What averages may overwrite the marks.
