@@ -9,7 +9,7 @@ import meshard
 import meshard._engine.build
 from meshard import MixedPrecisionPolicy
 from meshard._comm import streams
-from meshard._comm.communicator import CommStream
+from meshard._comm.communicator import CommStream, Communicator
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -24,8 +24,8 @@ def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy):
     device, recorder = run_steps(monkeypatch, mesh_shape, mp_policy=mp_policy)
     assert device.races == []
     assert recorder.num_checked > 1000
-    # A shard group of one rank may have nothing to do on the scatter stream.
-    assert len(recorder.streams_used) >= 2 + (mesh_shape[-1] > 1) + (len(mesh_shape) == 2)
+    # A shard group of one rank may have nothing to do on the gather and scatter streams.
+    assert len(recorder.streams_used) >= 1 + 2 * (mesh_shape[-1] > 1) + (len(mesh_shape) == 2)
 
 
 def add_idle(model):
@@ -42,6 +42,16 @@ def test_unused_and_frozen_parameters_cause_no_race(monkeypatch, mesh_shape, mp_
     device, _ = run_steps(
         monkeypatch, mesh_shape, prepare=add_idle, mp_policy=mp_policy, is_last=is_last
     )
+    assert device.races == []
+
+
+def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
+    gathered = []
+    monkeypatch.setattr(
+        Communicator, "all_gather", lambda self, *_, label, **__: gathered.append(label)
+    )
+    device, _ = run_steps(monkeypatch, (2, 1), mp_policy=MIXED)
+    assert gathered == []
     assert device.races == []
 
 
