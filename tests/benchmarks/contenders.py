@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -49,12 +49,13 @@ class Configuration:
     depth: int = 8
     narrow: bool = False  # compute in bfloat16, reduce in float32
 
-    def make_model(self) -> GPT:
-        """Return the model, the same on every rank."""
+    def make_model(self, device: torch.device | None = None) -> GPT:
+        """Return the model, the same on every rank; None: on the CPU."""
         torch.manual_seed(0)
         heads = self.width // 64
         shape = {"width": self.width, "depth": self.depth, "context": self.context}
-        return GPT(GPTConfig(**shape, heads=heads, shifts_tokens=False))  # a plain transformer
+        with device or nullcontext():  # large models take minutes to initialise on the CPU
+            return GPT(GPTConfig(**shape, heads=heads, shifts_tokens=False))  # a plain transformer
 
     def make_batch(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of a rank, and what follows each."""
@@ -101,7 +102,7 @@ def make(
     gradients as views of its buckets and a static graph; FSDP1 with the original parameters. So has
     ours: see ``make_own_optimizer``.
     """
-    model, narrow = configuration.make_model().to(device), configuration.narrow
+    model, narrow = configuration.make_model(device), configuration.narrow
     if name == COMPUTE:
         return model.bfloat16() if narrow else model
     if name == DDP:

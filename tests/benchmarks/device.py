@@ -38,17 +38,21 @@ _TOLERANCE = 2e-2  # bfloat16, over all steps
 _COPIES = ("copy", "split", "cat", "memcpy", "memset")
 
 
-def host_times(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def host_times(
+    steps: dict[str, Callable[[], object]],
+    rounds: int,
+    synchronize: Callable[[], object] = torch.cuda.synchronize,
+) -> dict[str, float]:
     """Return the median milliseconds until a step is queued, in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(WARM_UP + rounds):
         for name, step in steps.items():
-            torch.cuda.synchronize()
+            synchronize()
             start = time.perf_counter()
             step()
             if round_number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
-    torch.cuda.synchronize()
+    synchronize()
     return {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
 
 

@@ -96,10 +96,16 @@ def measure(name: str) -> Peak:
     )
 
 
-def sizes_of(ranks: int, *, reshards: bool) -> Sizes:
+def sizes_of(
+    ranks: int,
+    *,
+    reshards: bool,
+    configuration: Configuration = WIDTH_512,
+    device: torch.device | None = None,
+) -> Sizes:
     """Return what the formula wants to know of the model."""
-    model = WIDTH_512.make_model()
-    tokens, following = WIDTH_512.make_batch(0)
+    model = configuration.make_model(device)
+    tokens, following = (each.to(device) for each in configuration.make_batch(0))
 
     def loss() -> torch.Tensor:
         logits = model(tokens).float()

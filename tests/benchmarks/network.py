@@ -56,9 +56,15 @@ def step_seconds(
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def measure(ranks: int, network: Network, device: torch.device, rounds: int) -> dict[str, Any]:
+def measure(
+    ranks: int,
+    network: Network,
+    device: torch.device,
+    rounds: int,
+    configuration: Configuration | None = None,
+) -> dict[str, Any]:
     """Return median seconds per step of everybody, and seconds that a step communicates for."""
-    configuration = CONFIGURATIONS[device.type]
+    configuration = configuration or CONFIGURATIONS[device.type]
     with pretend_group(ranks, network):
         mesh = init_device_mesh(device.type, (ranks,))
         tokens, following = (each.to(device) for each in configuration.make_batch(0))

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -85,6 +86,7 @@ class Task(NamedTuple):
     warm_up: int
     everybody: tuple[str, ...] = EVERYBODY
     clock: Callable[[], float] = time.perf_counter
+    device: str = "cpu"
 
 
 class Result(NamedTuple):
@@ -103,14 +105,18 @@ def measure(task: Task) -> Result:
         RuntimeError: The losses differ, so the times are worth nothing.
     """
     configuration = task.configuration
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    batch = configuration.make_batch(dist.get_rank())
+    mesh, device = (
+        init_device_mesh(task.device, (dist.get_world_size(),)),
+        torch.device(task.device),
+    )
+    tokens, following = configuration.make_batch(dist.get_rank())
+    batch = tokens.to(device), following.to(device)
     # DDP has no bfloat16 compute with float32 gradients in its public interface.
     whole = (DDP, REPLICATED, REPLICATED_SENT)
     names = [name for name in task.everybody if not (configuration.narrow and name in whole)]
     steps = {}
     for name in names:
-        model = contenders.make(name, configuration, mesh)
+        model = contenders.make(name, configuration, mesh, device)
         optimizer = functools.partial(contenders.make_own_optimizer, name)
         steps[name] = contenders.trainer(model, batch, optimizer)
     times, losses = interleave(steps, rounds=task.rounds, warm_up=task.warm_up, clock=task.clock)

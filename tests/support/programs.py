@@ -32,7 +32,7 @@ from meshard import CPUOffloadPolicy, FSDPModule, GradientSync, MixedPrecisionPo
 from tests.support.integer_model import LEARNING_RATE, integer_loss, ternary
 
 DIM, NUM_BLOCKS, NUM_EXPERTS = 5, 2, 2
-MESHES = [(2, 2), (1,), (2,), (3,), (4,), (1, 2), (2, 1)]
+MESHES = [(2, 2), (1,), (2,), (3,), (4,), (1, 2), (2, 1), (1, 1)]
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
@@ -154,8 +154,8 @@ def _windows(draw: st.DrawFn, num_ranks: int) -> Window:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    layout = draw(layouts())
+def programs(draw: st.DrawFn, num_ranks: int | None = None) -> Program:
+    layout = draw(layouts(num_ranks))
     num_ranks = math.prod(layout.mesh)
     factors = [1.0, 2.0] if num_ranks == 3 else [None, 1.0, 2.0]  # a third is not exact
     return Program(
@@ -281,10 +281,11 @@ def own_part(unsharded: torch.Tensor, like: Any) -> torch.Tensor:
 class Player:
     """Runs a program on one rank."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, device: str = "cpu") -> None:
         self.program = program
+        self.device = device
         self.rank = dist.get_rank()
-        self.plain = Net((None,) * NUM_BLOCKS)
+        self.plain = Net((None,) * NUM_BLOCKS).to(device)
         for name in program.frozen:
             self.plain.get_parameter(name).requires_grad_(False)
         self.model = self.shard(program.layout)
@@ -300,12 +301,12 @@ class Player:
         model: Any = Net(self.program.checkpoints)
         for name, param in self.plain.named_parameters():
             model.get_parameter(name).requires_grad_(param.requires_grad)
-        mesh = init_device_mesh("cpu", layout.mesh)
+        mesh = init_device_mesh(self.device, layout.mesh)
         kwargs: dict[str, Any] = {"mp_policy": POLICIES[self.program.policy]}
         if layout.shards_last_dim:
             kwargs["shard_placement_fn"] = lambda param: Shard(param.dim() - 1)
         if self.program.offloads:
-            kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+            kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device != "cpu")
         shards = list(zip(model.blocks, layout.reshard, strict=False))
         for (block, reshard), is_unit in zip(shards, layout.inner_units, strict=True):
             if is_unit:
@@ -426,7 +427,7 @@ class Player:
         return lambda: None
 
     def inputs(self, seed: int) -> torch.Tensor:
-        return inputs_of(seed, self.rows)
+        return inputs_of(seed, self.rows).to(self.device)
 
     def plain_forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Compute in the dtype of the policy."""
@@ -474,6 +475,7 @@ class Player:
         found = get_model_state_dict(self.model, options=options)
         saved = {name: value.clone() for name, value in found.items()}  # on one rank, they alias
         for name, value in self.plain.state_dict().items():
+            value = value.to(saved[name].device)
             assert torch.equal(saved[name], value), f"{self.where}: {name}"
         with torch.no_grad():
             for param in self.model.parameters():
@@ -532,10 +534,11 @@ class Player:
 
     def check(self, found: Any, unsharded: torch.Tensor, where: str) -> None:
         local, wanted = found.detach().to_local(), own_part(unsharded.detach(), found)
+        wanted = wanted.to(local.device)  # shards may be in host memory
         assert torch.equal(local, wanted), f"{where}: {local}, not {wanted}"
 
 
-def play(program: Program) -> None:
+def play(program: Program, device: str = "cpu") -> None:
     """Run a program: a function for the ranks of its mesh."""
     warnings.simplefilter("ignore")  # of checkpoints whose input needs no gradient, and late edits
-    Player(program).play()
+    Player(program, device).play()

@@ -67,7 +67,7 @@ def serve(rank: int, connection: Connection, store_port: int, dump_path: str) ->
             # would differ from those of the other ranks, which would wait. The pool starts anew.
             return
         # Only now: where a rank failed, leaving the group may block on the ranks that did not.
-        _leave_group()
+        leave_group()
         del call, reply
         gc.collect()
         if len(sys.modules) != num_modules:
@@ -118,7 +118,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return pickle.dumps(fn(*args, **kwargs))
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
     import torch
     import torch.distributed as dist
 

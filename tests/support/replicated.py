@@ -29,11 +29,13 @@ class Pair:
 
     Args:
         model: Its copy is kept plain. None: an ``IntegerModel``.
+        device: Where both are.
         **kwargs: Of ``replicate``.
     """
 
-    def __init__(self, model: nn.Module | None = None, **kwargs: Any) -> None:
-        model = IntegerModel() if model is None else model
+    def __init__(self, model: nn.Module | None = None, device: str = "cpu", **kwargs: Any) -> None:
+        model = (IntegerModel() if model is None else model).to(device)
+        self.device = device
         self.plain = copy.deepcopy(model)
         self.ours: Any = meshard.replicate(model, **{"bucket_cap_mb": SMALL, **kwargs})
         self.ours.set_gradient_divide_factor(1.0)
@@ -48,9 +50,9 @@ class Pair:
 
     def backward(self, number: int, ours: Run = run, plain: Run = run) -> None:
         """Run both once, and compare nothing."""
-        ours(self.ours, integer_batch(number, dist.get_rank()))
+        ours(self.ours, integer_batch(number, dist.get_rank()).to(self.device))
         for rank in range(dist.get_world_size()):
-            plain(self.plain, integer_batch(number, rank))
+            plain(self.plain, integer_batch(number, rank).to(self.device))
 
     def compare(self, *, bitwise: bool = True) -> None:
         """Compare gradients, values and strides."""
