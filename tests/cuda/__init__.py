@@ -1,0 +1,1 @@
+"""Checks that need a CUDA device: see ``run_all.py``."""

@@ -1,0 +1,142 @@
+"""What the backends do with tensors on a device: collectives, negative zeros, memory of NCCL."""
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm import blocking
+from meshard._comm.communicator import memory_backend
+from meshard._comm.streams import StreamCommunicator
+from meshard._torch.private import start_all_to_all_on
+from tests.cuda.device import Issuing, NotRehearsed, on_ranks
+from tests.cuda.parity import trained
+from tests.support.integer_model import IntegerModel, integer_batch
+from tests.support.parity import assert_same
+from tests.support.sharding import shard_blocks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUMEL = 1024
+
+
+def unsupported(device):
+    """Return which of the collectives that meshard issues raise, or give a wrong number."""
+    group, ranks, comm = dist.group.WORLD, dist.get_world_size(), Issuing(device.streams)
+
+    def all_gather(source, rows, output):
+        comm.all_gather(rows.view(-1), source, group=group, label="").wait()
+        return rows.sum(0)
+
+    def reduce_scatter(source, rows, output):
+        comm.reduce_scatter(output, rows, group=group, label="").wait()
+        return output
+
+    def all_reduce(source, rows, output):
+        comm.all_reduce(source, group=group, label="").wait()
+        return source
+
+    def broadcast(source, rows, output):
+        source += dist.get_rank()
+        blocking.broadcast(source, group, label="")
+        return source * ranks
+
+    def all_to_all(source, rows, output):
+        received = torch.zeros_like(rows)
+        start_all_to_all_on(group, received, rows, []).wait()
+        return received.sum(0)
+
+    def gather_and_scatter(source, rows, output):
+        gathered = blocking.gather_to_first(source, group, "")
+        blocking.scatter_from_first(output, gathered, group, "")
+        return output * ranks
+
+    found = []
+    for function in (
+        all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, gather_and_scatter
+    ):  # fmt: skip
+        for dtype in DTYPES:
+            rows = torch.ones(ranks, NUMEL, dtype=dtype, device=device.kind)
+            try:
+                result = function(rows[0].clone(), rows, torch.zeros_like(rows[0]))
+                assert bool((result == ranks).all()), "a wrong number"
+            except (RuntimeError, AssertionError) as error:
+                found.append(f"{function.__name__} of {dtype}: {str(error)[:80]}")
+    return found
+
+
+def lost_marks(device):
+    """Return where a sum of negative zeros is none, or one of others is a negative zero."""
+    group, ranks, comm = dist.group.WORLD, dist.get_world_size(), Issuing(device.streams)
+    found = []
+    for dtype in DTYPES:
+        for used_by in (None, 0, ranks - 1):
+            value = 0.0 if used_by == dist.get_rank() else -0.0
+            sent = torch.full((ranks, NUMEL), value, dtype=dtype, device=device.kind)
+            scattered, buffer = torch.ones_like(sent[0]), sent[0].clone()
+            comm.reduce_scatter(scattered, sent, group=group, label="").wait()
+            comm.all_reduce(buffer, group=group, label="").wait()
+            for name, result in (("reduce_scatter", scattered), ("all_reduce", buffer)):
+                if not bool((torch.signbit(result) == (used_by is None)).all()):
+                    found.append(f"{name} of {dtype}, used by {used_by}")
+    return found
+
+
+def told(found):
+    assert not found, "; ".join(found)
+    return "all of float32, bfloat16, float16"
+
+
+class FromGroup(Issuing):
+    """Takes memory of the group in groups of one rank too."""
+
+    def allocate(self, numel, comm_stream, *, dtype, device, group):
+        backend = memory_backend(group, device)
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)
+
+
+def memory_of_the_group(device):
+    """Train with memory that NCCL allocates."""
+    results = []
+    for make in (Issuing, FromGroup if device.is_real else Issuing):
+        with device.group_of_one(make):
+            results.append(trained(shard_blocks(IntegerModel(), device.mesh()), device))
+    assert_same(*results, bitwise=True)
+    return "the same bits"
+
+
+def cuda_graph(device):
+    """Capture an evaluation, and replay it after a step of training."""
+    if not device.is_real:
+        raise NotRehearsed
+    with device.group_of_one(StreamCommunicator), torch.no_grad():
+        model = shard_blocks(IntegerModel(), device.mesh())
+        x, graph = integer_batch(0, 0).cuda(), torch.cuda.CUDAGraph()
+        model(x)
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                output = model(x)
+        except RuntimeError as error:
+            return f"not supported: {str(error).splitlines()[0]}"
+        with torch.enable_grad():
+            trained(model, device)
+        graph.replay()
+        assert_same(output, model(x), bitwise=True)
+    return "the same bits"
+
+
+def checks(device):
+    def on_one(function):
+        with device.group_of_one():
+            return function(device)
+
+    found = {
+        "collectives, NCCL": lambda: told(on_one(unsupported)),
+        "negative zeros, NCCL": lambda: told(on_one(lost_marks)),
+        "collectives, 2 gloo ranks": lambda: told(on_ranks(device, unsupported, 2)[0]),
+    }
+    for ranks in (2, 4):
+        found[f"negative zeros, {ranks} gloo ranks"] = lambda n=ranks: told(
+            on_ranks(device, lost_marks, n)[0]
+        )
+    found["memory of the process group"] = lambda: memory_of_the_group(device)
+    found["CUDA graph of an evaluation"] = lambda: cuda_graph(device)  # last: it may break CUDA
+    return found
