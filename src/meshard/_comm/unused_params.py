@@ -19,6 +19,13 @@ from meshard._comm.buffers import ScalarOperands
 _SMALL, _FEW = 2**14, 8
 
 
+def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
+    """Return ``numbers`` on ``device``. With experts this comes in every step: no wait for it."""
+    is_pinned = device.type not in ("cpu", "meta")
+    host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
+    return host.to(device, non_blocking=True)
+
+
 class UnusedParamMarks:
     """The marks of one rank for one set of gradients. Immutable, reused from step to step."""
 
@@ -35,8 +42,8 @@ class UnusedParamMarks:
         self.all_used = all(index in used for index in offsets)  # then this rank reads no mark
         self._all = used | frozenset(offsets)
         columns = [offset for index, offset in offsets.items() if index in used]
-        self._used_columns = torch.tensor(columns, dtype=torch.long, device=device)
-        self._columns = torch.tensor(list(offsets.values()), dtype=torch.long, device=device)
+        self._used_columns = _sent_to(device, columns)
+        self._columns = _sent_to(device, list(offsets.values()))
 
     def mark_sent(self, buffer: torch.Tensor) -> None:
         """Make ``-0.0`` at the start of used ranges of ``buffer [..., n]`` positive."""
