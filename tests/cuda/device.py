@@ -77,6 +77,17 @@ class Device:
         finally:
             leave_group()
 
+    @contextmanager
+    def refused_waits(self):
+        """Raise where the host waits for the device."""
+        if self.is_real:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if self.is_real:
+                torch.cuda.set_sync_debug_mode("default")
+
     def seconds(self, step):
         """Return how long ``step`` takes, with all that it queues."""
         self.synchronize()

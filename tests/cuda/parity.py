@@ -5,12 +5,14 @@ Where nothing else is said, gradients are integers, and every bit must be the sa
 
 import copy
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import meshard
+from meshard import MixedPrecisionPolicy
 from tests.cuda.device import on_ranks
 from tests.support.cases import CASES
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
@@ -26,6 +28,9 @@ from tests.support.parity import (
 from tests.support.programs import play, programs
 from tests.support.replicated import Pair
 from tests.support.sharding import shard_blocks
+from tests.support.strategies import MODES
+
+ADAMW = torch.optim.AdamW
 
 
 def drawn(num_ranks, count):
@@ -148,20 +153,54 @@ def on_another_stream(device):
         assert_same(found, expected, bitwise=True)
 
 
+def without_host_waits(device):
+    """Once ranks have compared what they brought, the host waits for nothing in a step."""
+    tokens = CASES["transformer"].batch(0, 0).to(device.kind)
+    narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def sharded(*shape, **kwargs):
+        return shard_blocks(Transformer(), device.mesh(*shape), **kwargs)
+
+    def adamw(model):
+        return ADAMW(model.parameters(), foreach=True)
+
+    for model, make in (
+        (sharded(), adamw),
+        (sharded(1, 1, mp_policy=narrow), adamw),
+        (sharded(reshard_after_forward=False), partial(meshard.flat_optimizer, optimizer=ADAMW)),
+        (sharded(), partial(meshard.overlap_optimizer, optimizer=ADAMW, wait="gather")),
+        (meshard.replicate(Transformer().to(device.kind), device.mesh()), adamw),
+    ):
+        optimizer = make(model)
+
+        def step(model=model, optimizer=optimizer):
+            for mode in "NF":
+                model.set_gradient_sync(MODES[mode])
+                model(tokens).float().square().mean().backward()
+            if not isinstance(optimizer, meshard.OverlappedOptimizer):
+                meshard.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            step()
+        with device.refused_waits():
+            step()
+
+
 # --- checks --------------------------------------------------------------------------------
 
 EVERYWHERE = {
     "replicate": (replicated,),
-    "a transformer in float64 with AdamW": (
-        floats,
-        "transformer_tied",
-        torch.float64,
-        torch.optim.AdamW,
-    ),
+    "a transformer in float64": (floats, "transformer_tied", torch.float64, ADAMW),
     "mixed dtypes": (floats, "mixed_dtype", None, torch.optim.SGD),
     "loss scaling": (scaled,),
 }
-ON_ONE = {"compiled blocks": (compiled,), "another stream": (on_another_stream,)}
+ON_ONE = {
+    "compiled blocks": (compiled,),
+    "another stream": (on_another_stream,),
+    "no waits of the host": (without_host_waits,),
+}
 
 
 def one_rank(device):
