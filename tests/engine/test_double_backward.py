@@ -255,7 +255,7 @@ def differentiate_by_transforms():
     with pytest.raises(RuntimeError, match=r"torch\.func .* unit '\(root\)'.*unsharded_params"):
         torch.func.jacrev(lambda x: model(x).sum(0))(x)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its first use
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
         assert_same(torch.func.jacfwd(lambda x: model(x).sum(0))(x).detach(), wanted.detach())
     with meshard.unsharded_params(model):
         assert_same(torch.func.jacrev(lambda x: model(x).sum(0))(x), wanted)

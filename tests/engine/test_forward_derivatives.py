@@ -35,7 +35,7 @@ def shard(kind):
 
 def loss_of(model, x, tangent):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its first use
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
         out, derivative = torch.func.jvp(model, (x,), (tangent,))
     return out.square().mean() + derivative.square().mean()
 
