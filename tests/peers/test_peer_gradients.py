@@ -225,7 +225,7 @@ def uneven_on_dim_one(lib):
     return "works"
 
 
-# what is done, what torch 2.13 gives, what we give
+# what is done, what torch's fully_shard gives, what we give
 ROWS = [
     (other_parameter_of_same_size, (None, 27.5), (2.5, 25.0)),
     (set_grows, "RuntimeError", (5.0, 25.0)),

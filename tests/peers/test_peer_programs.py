@@ -297,13 +297,13 @@ def a_module_of_a_unit_is_not_used(lib):
 
 def jvp_by_transform(model, x, tangent):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its first use
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
         return torch.func.jvp(model, (x,), (tangent,))
 
 
 def jvp_by_dual_numbers(model, x, tangent):
     with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its first use
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
         dual = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
         return dual.primal, dual.tangent
 
@@ -451,7 +451,7 @@ def test_uneven_shards_of_the_largest_dim(run_ranks, num_ranks):
     run_ranks(check_uneven_shards, num_ranks)
 
 
-# what is done, what torch 2.13 gives, what we give
+# what is done, what torch's fully_shard gives, what we give
 BY_HAND = [[4, 0], [4, 1], [4, 1], [4, 4]]
 AFTER_FORWARD = [[4, 3], [4, 2], [4, 3], [4, 0], [4, 2], [4, 4]]
 AFTER_BACKWARD = [*[[4, 3], [3, 3], [3, 3]] * 3, [4, 3], [1, 3], [1, 3]]

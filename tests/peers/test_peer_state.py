@@ -196,7 +196,7 @@ def hooked(lib):
     return both.is_right()
 
 
-# what is done, what torch 2.13 gives, what we give
+# what is done, what torch's fully_shard gives, what we give
 ROWS = [
     (frozen_between_steps, ("wrong", "wrong"), ("right", "right")),
     (frozen_while_whole, ("wrong", "wrong"), ("right", "right")),

@@ -171,7 +171,7 @@ def norms_over_meshes(lib):
     return "right"
 
 
-# what is done, what torch 2.13 gives, what we give
+# what is done, what torch's fully_shard gives, what we give
 ROWS = [
     (replicas_that_start_apart, False, True),
     (a_child_after_its_parent, "TypeError", "ValueError"),
