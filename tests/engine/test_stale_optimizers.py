@@ -41,7 +41,7 @@ def built_before(lib_name):
 
 
 def test_an_optimizer_built_before_fully_shard_is_told_so(run_ranks):
-    # FSDP2 of torch 2.13: not a word, and the model has not changed.
+    # FSDP2: not a word, and the model has not changed.
     assert run_ranks(built_before, 2, "peer") == [True, True], "the peer has changed"
     with (
         fake_group(2),

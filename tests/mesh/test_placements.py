@@ -78,7 +78,7 @@ def test_dims_that_nothing_divides_train_like_one_process(
 
 
 def test_torch_shards_dim_1_evenly_only():
-    """Measured on torch 2.13: refused where the ranks do not divide the dim."""
+    """Measured on torch 2.13 and 2.15: refused where the ranks do not divide the dim."""
     with fake_group(4):
         mesh = init_device_mesh("cpu", (4,))
         meshard.fully_shard(nn.Linear(7, 8), mesh, shard_placement_fn=last_dim)
@@ -97,7 +97,7 @@ def forward_backward_of_dim_1(shard):
 
 
 def test_torch_keeps_no_neighbours_of_dim_1(run_ranks):
-    """Measured on torch 2.13: an int for reshard_after_forward fails in backward."""
+    """Measured on torch 2.13 and 2.15: an int for reshard_after_forward fails in backward."""
     plain = nn.Sequential(seeded(nn.Linear(8, 8)))
     plain(batch_of(0, 0, width=8)).square().sum().backward()
     for grads in run_ranks(forward_backward_of_dim_1, 4, meshard.fully_shard, timeout=200):

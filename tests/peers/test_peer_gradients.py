@@ -3,6 +3,7 @@
 The peer runs beside us: see ``tests.support.side_by_side``.
 """
 
+import copy
 from itertools import product
 
 import pytest
@@ -14,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import meshard
+from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads
 from tests.support.rank_pool import RankError, RankPool
-from tests.support.side_by_side import CountOps, assert_row, parametrize_rows, run_both
+from tests.support.side_by_side import CountOps, assert_row, parametrize_rows, run_both, run_ours
+from tests.support.torch_versions import Changed, on_torch
 
 NAMES = ("replicate", "shard")
 
@@ -149,10 +153,20 @@ def factor_of_nan(lib):
     return str(both.values()[0])
 
 
-def ranks_use_different_parameters(lib, numel_b=64):
+def different_parameters_of_the_same_size(lib, numel_b=64, sends_zeros=False):
     both = Both(lib, model=Two(numel_b=numel_b))
+    if sends_zeros:
+        both.net.set_reduce_scatter_unused_params(True)
     both.reduce(*((4.0, None) if dist.get_rank() % 2 else (None, 8.0)))
     return both.values()
+
+
+def different_parameters_of_other_sizes(lib):
+    return different_parameters_of_the_same_size(lib, numel_b=32)
+
+
+def different_parameters_with_zeros_for_others(lib):
+    return different_parameters_of_the_same_size(lib, numel_b=32, sends_zeros=True)
 
 
 def reductions(lib, net):
@@ -209,39 +223,51 @@ class MixedDtypes(nn.Module):
         return self.linear(self.norm(x).bfloat16())
 
 
+def like_plain(lib, plain, inputs, **kwargs):
+    net = lib.fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (4,)), **kwargs)
+    for each in (net, plain):
+        each(inputs).sum().backward()
+    assert_same(full_grads(net), full_grads(plain))
+    return "right"
+
+
 def mixed_dtypes_in_a_unit(lib):
-    net = lib.fully_shard(MixedDtypes(), mesh=init_device_mesh("cpu", (4,)))
-    net(torch.ones(2, 8)).sum().backward()
-    return "works"
+    return like_plain(lib, seeded(MixedDtypes()), torch.ones(2, 8))
 
 
 def uneven_on_dim_one(lib):
-    net = lib.fully_shard(
-        nn.Linear(7, 8),
-        mesh=init_device_mesh("cpu", (4,)),
-        shard_placement_fn=lambda param: Shard(param.dim() - 1),
-    )
-    net(torch.ones(2, 7)).sum().backward()
-    return "works"
+    def last_dim(param):
+        return Shard(param.dim() - 1)
+
+    return like_plain(lib, seeded(nn.Linear(7, 8)), torch.ones(2, 7), shard_placement_fn=last_dim)
 
 
 # what is done, what torch's fully_shard gives, what we give
+ZEROS = Changed("AttributeError", {"2.13": (2.0, 4.0)})
+LEAKS, FLUSHED = ((None, None), (3.5, 2.0)), ((2.5, 1.0), (1.0, 1.0))
 ROWS = [
-    (other_parameter_of_same_size, (None, 27.5), (2.5, 25.0)),
-    (set_grows, "RuntimeError", (5.0, 25.0)),
-    (set_shrinks, "RuntimeError", (5.0, 25.0)),
-    (nothing_at_the_end, ((None, None), (3.5, 2.0)), ((2.5, 1.0), (1.0, 1.0))),
+    (other_parameter_of_same_size, Changed((None, 27.5), {"2.15": (2.5, 25.0)}), (2.5, 25.0)),
+    (set_grows, Changed("RuntimeError", {"2.15": (5.0, 25.0)}), (5.0, 25.0)),
+    (set_shrinks, Changed("RuntimeError", {"2.15": (5.0, 25.0)}), (5.0, 25.0)),
+    (nothing_at_the_end, Changed(LEAKS, {"2.15": FLUSHED}), FLUSHED),
     (zero_grad_in_window, 5.0, 2.5),
     (many_ones, 256.0, 512.0),
     (one_shard_float16, 0.625, 2.5),
     (divide_by_three, "RuntimeError", 3.33),
-    (first_used_at_the_end, "AssertionError", (2.0, 3.0)),
+    (first_used_at_the_end, Changed("AssertionError", {"2.15": (2.0, 3.0)}), (2.0, 3.0)),
     (step_in_an_open_window, 0.0, "RuntimeError"),
     (factor_of_zero, "ZeroDivisionError", "ValueError"),
     (factor_of_nan, "nan", "ValueError"),
+    (different_parameters_with_zeros_for_others, ZEROS, (2.0, 4.0)),
     (gathers_after_a_forward_alone, 1, 0),
-    (mixed_dtypes_in_a_unit, "AssertionError", "works"),
-    (uneven_on_dim_one, "NotImplementedError", "works"),
+    (mixed_dtypes_in_a_unit, "AssertionError", "right"),
+    (uneven_on_dim_one, "NotImplementedError", "right"),
+]
+
+# Of all ranks. 4 for one parameter, 8 for the other: neither mean is 6, and all ranks have both.
+DIVERGENT = [
+    (different_parameters_of_the_same_size, [(None, 6.0), (6.0, None)] * 2, [(2.0, 4.0)] * 4),
+    (different_parameters_of_other_sizes, "RankError", [(2.0, 4.0)] * 4),
 ]
 
 
@@ -259,25 +285,24 @@ def test_every_order_of_the_boolean_setters_means_what_it_means_to_the_peer(run_
         assert ours[1, 2, 1] == (True, True)  # the last call turns everything on
 
 
-def use_different_parameters(lib_name, numel_b):
-    lib = torch_fsdp if lib_name == "peer" else meshard
-    return ranks_use_different_parameters(lib, numel_b)
+@parametrize_rows(DIVERGENT)
+def test_ranks_that_use_different_parameters(run_ranks, row, peer, ours):
+    assert run_ranks(run_ours, 4, [row]) == [[each] for each in ours]
 
 
-@pytest.mark.parametrize("numel_b", [64, 32])
-def test_ranks_that_use_different_parameters(run_ranks, numel_b):
-    assert run_ranks(use_different_parameters, 4, "ours", numel_b) == [(2.0, 4.0)] * 4
+def run_peer(row):
+    return row(torch_fsdp)
 
 
 @pytest.mark.full
-def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies():
+@parametrize_rows(DIVERGENT)
+def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies(row, peer, ours):
     """Also a test that these two cases are what they are said to be. In processes of its own."""
     pool = RankPool()
     try:
-        mixed = pool.run(use_different_parameters, 4, "peer", 64)
-        # 4 for one parameter and 8 for the other: neither is 6, and both ranks have both.
-        assert mixed == [(None, 6.0), (6.0, None)] * 2, "the peer has changed"
-        with pytest.raises(RankError, match="the process died with exit code -6"):
-            pool.run(use_different_parameters, 4, "peer", 32)
+        found = pool.run(run_peer, 4, row)
+    except RankError as error:
+        found = "RankError" if "the process died with exit code -6" in str(error) else error
     finally:
         pool.close()
+    assert found == on_torch(peer), "the peer has changed"
