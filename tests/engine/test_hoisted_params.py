@@ -184,5 +184,6 @@ def peer():
         model(integer_batch(0, 0))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not notice them")
 def test_the_peer_refuses_a_tie_across_units_in_the_first_forward(run_ranks):
     run_ranks(peer, 2)

@@ -28,6 +28,15 @@ SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 SPLIT = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
+runs_on_gloo = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="V-shaped schedules of torch 2.11 fail on gloo, of whatever library the stages are",
+)
+
+
+def by_name(*names: str) -> pytest.MarkDecorator:
+    rows = [pytest.param(each, marks=runs_on_gloo if each in V_SHAPED else ()) for each in names]
+    return pytest.mark.parametrize("name", rows)
 
 
 class Part(nn.Module):
@@ -151,7 +160,7 @@ def assert_right(of_ranks: list[list[Step]], name: str) -> None:
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", *SINGLE, *LOOPED, "ScheduleDualPipeV"])
+@by_name("ScheduleZBVZeroBubble", *SINGLE, *LOOPED, "ScheduleDualPipeV")
 @pytest.mark.default_rows(1)
 def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
     of_ranks = run_ranks(in_pipeline, 4, name, False, False)
@@ -164,7 +173,7 @@ def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
 
 @pytest.mark.extras
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*SINGLE, *LOOPED[:2]])
+@by_name(*SINGLE, *LOOPED[:2])
 def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, False, None), name)
 
@@ -172,21 +181,21 @@ def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks,
 @pytest.mark.extras
 @pytest.mark.full
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="schedules defer the wait since torch 2.15")
-@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"])
+@by_name("ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
 def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, False, False, defer_reduce_grad_wait=True), name)
 
 
 @pytest.mark.extras
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V_SHAPED])
+@by_name(*SINGLE, *LOOPED, *V_SHAPED)
 def test_the_peer_gives_the_same(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, True, False), name)
 
 
 @pytest.mark.extras
 @pytest.mark.full
-@pytest.mark.parametrize("name", SPLIT)
+@by_name(*SPLIT)
 def test_the_peer_loses_gradients_in_silence_if_it_reshards_after_forward(run_ranks, name):
     of_ranks = run_ranks(in_pipeline, 4, name, True, None)
     with pytest.raises(AssertionError):
