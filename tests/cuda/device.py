@@ -118,7 +118,8 @@ def pool():
 
 def on_ranks(device, function, num_ranks, *args):
     """Call ``function(device, *args)`` on gloo ranks that share the device; return the results."""
-    return pool().run(_run, num_ranks, function, device.kind, args, timeout=80)
+    timeout = 80 if device.is_real else 290
+    return pool().run(_run, num_ranks, function, device.kind, args, timeout=timeout)
 
 
 def _run(function, kind, args):

@@ -40,6 +40,7 @@ PARTS = {
 }
 ALONE = ("memory", "times")  # after the others
 SECONDS_OF_A_CHECK = 90
+SLOWER = {"cuda": 1, "cpu": 4}  # a rehearsal shares its cores with others
 BAD = ("failed", "died", "hung", "not run")
 
 
@@ -69,7 +70,7 @@ def run_checks(part, kind, out, *skipped):
             if name in skipped:
                 continue
             write("begun", name)
-            faulthandler.dump_traceback_later(SECONDS_OF_A_CHECK, exit=True)
+            faulthandler.dump_traceback_later(SLOWER[kind] * SECONDS_OF_A_CHECK, exit=True)
             start, result = time.monotonic(), "passed"
             try:
                 figure = check() or ""
@@ -135,10 +136,9 @@ def table(rows):
 
 def run(parts, kind, jobs, folder):
     """Run parts beside each other, then those that must be alone; return all rows."""
-    slower = 1 if kind == "cuda" else 5
 
     def run_one(part):
-        return run_part(part, kind, slower * PARTS[part][2], folder / f"{part}.log")
+        return run_part(part, kind, SLOWER[kind] * PARTS[part][2], folder / f"{part}.log")
 
     with ThreadPoolExecutor(jobs) as pool:
         rows = list(pool.map(run_one, [part for part in parts if part not in ALONE]))
