@@ -172,7 +172,7 @@ def copies(when, as_views):
     assert all(param.grad is None for param in twin.parameters())  # as of any module
     pair.update()
     pair.steps((9, 10))
-    other = object.__new__(Pair)
+    other = copy.copy(pair)
     other.ours, other.plain = twin, plain_twin
     other.renew_optimizers()
     other.steps((11, 12, 13))
