@@ -206,6 +206,24 @@ def test_optimizers_step_at_finalization(run_ranks, schedule, is_async, is_repli
     run_ranks(overlapped, 2, schedule, is_async, is_replicated)
 
 
+def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
+    def run():
+        models = [sharded((2,)), sharded((2,))]
+        optimizers = [
+            meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE) for each in models
+        ]
+        models[0].blocks[1].set_gradient_sync(GradientSync.NONE)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model)
+            finalize(model, True)
+            model.set_gradient_sync(GradientSync.FULL)
+            finalize(model, True)
+            optimizer.step()
+        assert_same(*map(full_state, models), bitwise=True)
+
+    run_threads(run, 2)
+
+
 # --- the handle ------------------------------------------------------------------------------
 
 
@@ -370,10 +388,36 @@ def test_finalize_gradients_reduces_everything_in_this_mode_too():
     run_threads(run, 4)
 
 
-def test_uneven_batches_go_without():
+def test_gradients_of_finalize_gradients_survive_a_forward_that_raises(model):
+    backward(model)
+    meshard.finalize_gradients(model)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_units_whose_backward_is_to_come_stay_unsharded():
+    def run():
+        model, plain = sharded((2,), reshard_after_forward=False), IntegerModel()
+        losses = [integer_loss(model(integer_batch(place, dist.get_rank()))) for place in range(2)]
+        losses[1].backward()
+        plain_window(plain, 0, "FF")
+        later = model(integer_batch(2, dist.get_rank()))
+        finalize(model, True)
+        states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
+        assert states == ["UNSHARDED"] * 4
+        losses[0].backward()
+        finalize(model, True)
+        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        del later
+
+    run_threads(run, 2)
+
+
+def test_uneven_batches_do_not_work_with_it():
     try:
         model = replicated()
-        with pytest.raises(RuntimeError, match="uneven_batches goes without"):
+        with pytest.raises(RuntimeError, match="uneven_batches does not work with set_manual"):
             next(meshard.uneven_batches(model, [1]))
         model.set_manual_backward_finalization(False)
         for _ in meshard.uneven_batches(model, [1]):

@@ -631,7 +631,6 @@ class Lifecycle:
         """
         is_void = bool(self.failures) or not self._queue.is_idle
         is_void = is_void or any(group.gradients.window.is_open for group in self.groups())
-        is_void = is_void or self._is_due
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
