@@ -399,17 +399,15 @@ def test_gradients_of_finalize_gradients_survive_a_forward_that_raises(model):
 def test_units_whose_backward_is_to_come_stay_unsharded():
     def run():
         model, plain = sharded((2,), reshard_after_forward=False), IntegerModel()
-        losses = [integer_loss(model(integer_batch(place, dist.get_rank()))) for place in range(2)]
-        losses[1].backward()
-        plain_window(plain, 0, "FF")
-        later = model(integer_batch(2, dist.get_rank()))
+        backward(model, 0)
+        loss = integer_loss(model(integer_batch(1, dist.get_rank())))
         finalize(model, True)
         states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
         assert states == ["UNSHARDED"] * 4
-        losses[0].backward()
+        loss.backward()
         finalize(model, True)
+        plain_window(plain, 0, "FF")
         assert_same(full_grads(model), full_grads(plain), bitwise=True)
-        del later
 
     run_threads(run, 2)
 
