@@ -255,8 +255,8 @@ def _uneven_batches(
         raise RuntimeError("a loop over uneven_batches of this module is under way; end it first.")
     if lifecycle.is_manual:
         raise RuntimeError(
-            "uneven_batches goes without set_manual_backward_finalization(True): ranks without a "
-            "batch take part in the reductions of a backward. Disable it for the loop."
+            "uneven_batches does not work with set_manual_backward_finalization(True): ranks "
+            "without a batch take part in the reductions of a backward. Disable it for the loop."
         )
     buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     remaining = iter(batches)

@@ -182,8 +182,8 @@ class GradientSetters(_AnyModule):
         ``set_is_last_backward`` says, and leaves units that have not run to ``finalize_backward``.
 
         Raises:
-            RuntimeError: This is not the root; a backward is under way, or not finalized yet; or a
-                loop over ``uneven_batches`` is, which goes without.
+            RuntimeError: This is not the root; a backward is under way or not finalized yet; or a
+                loop over ``uneven_batches`` is under way, which does not work with it.
         """
         check_bool("enabled", enabled)
         _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)

@@ -98,7 +98,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
             where the backend allows it. None: the wider of float32 and the parameters' dtype.
         buffer_dtype: In which floating-point buffers are kept, updated and saved from now on. None:
             the dtype that they have. Integer and complex buffers are never cast.
-        param_dtype_override_fn: Called once with each parameter of the unit, when that is made;
+        param_dtype_override_fn: Called once with each parameter when its unit is made; it
             returns the parameter's own dtype to leave it in that, or None or ``param_dtype``. The
             same on every rank. Inputs are cast to ``param_dtype`` all the same.
 

@@ -107,7 +107,7 @@ def test_dtypes_of_single_parameters(run_ranks):
 
 
 def addresses(lib):
-    """Whether addresses stay over gathers: with the setting, and of the parts that lost it."""
+    """Whether addresses of unsharded parameters stay over gathers."""
     model = sharded(lib, is_manual=False)
     model.set_keep_unsharded_storage(True)
     seen = []

@@ -252,9 +252,9 @@ class ParamGroup:
             raise RuntimeError(
                 f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
                 "would be missed; end the window with a backward under GradientSync.FULL (the last "
-                "one, set_is_last_backward(True)), call meshard.finalize_gradients(module), or "
-                "finalize_backward() of the root under set_manual_backward_finalization(True) and "
-                "wait() of what it returns, or drop them with zero_grad()."
+                "one, set_is_last_backward(True)), or call meshard.finalize_gradients(module); "
+                "under set_manual_backward_finalization(True) call finalize_backward() of the "
+                "root, and wait() of its handle. Or drop them with zero_grad()."
             )
         self.settle()
 
