@@ -284,8 +284,9 @@ def _settings(
 # --- the default mesh ----------------------------------------------------------------------
 
 _EXIT_SECONDS = 0.05  # see _destroy_group
-# By identity: successive default groups have the same name, by which a mesh finds its group.
-_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh]
+# By identity: successive default groups have the same name, by which a mesh finds its group. Both
+# weakly: a mesh keeps its group, which keeps threads and sockets.
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
 _default_meshes = weakref.WeakKeyDictionary()
 
 
@@ -296,10 +297,10 @@ def default_mesh() -> DeviceMesh:
         _init_default_group(device_type)
     world = dist.group.WORLD
     assert world is not None
-    mesh = _default_meshes.get(world)
+    mesh = _default_meshes[world]() if world in _default_meshes else None
     if mesh is None or mesh.device_type != device_type:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-        _default_meshes[world] = mesh
+        _default_meshes[world] = weakref.ref(mesh)
     return mesh
 
 

@@ -1,5 +1,8 @@
 """The mesh that units get where none is passed."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,3 +44,16 @@ def test_a_new_world_gets_a_new_mesh_while_the_old_one_is_alive(start_world):
     model = meshard.fully_shard(nn.Linear(2, 2))
     assert mesh_of(model) is default_mesh() is not old_mesh
     model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_group_that_was_destroyed_is_freed_with_the_model(start_world):
+    """It has threads and sockets."""
+    start_world()
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    world = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    del model
+    gc.collect()
+    assert world() is None
+    start_world()
