@@ -170,12 +170,12 @@ def outcome(row, way, shape, start, expected):
 
 
 def outcomes(row, shape):
-    """Return the line of the page, as far as it can be measured on a mesh of ``shape``."""
+    """Return the cells of the page, as far as they can be measured on a mesh of ``shape``."""
     plain = seeded(row.model())
     start = full_state(plain)
     expected = trained(row, plain, lambda m, params: row.cls(params, **row.options))
     cells = [outcome(row, way, shape, start, expected) for way in ways_on(shape)]
-    return " | ".join([row.name, *cells])
+    return [row.name, *cells]
 
 
 def ways_on(shape):
@@ -309,9 +309,11 @@ def test_the_page_has_a_row_for_each_and_no_other():
 @pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.name for row in ROWS])
 def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
-    expected = " | ".join(rows_of_page()[number][: 1 + len(ways_on(shape))])
+    page = rows_of_page()[number][: 1 + len(ways_on(shape))]
     for found in run_ranks(outcomes, torch.Size(shape).numel(), ROWS[number], shape):
-        assert found == expected
+        pairs = zip(found, page, strict=True)
+        # Whether sums over ranks round as those of one process depends on the processor.
+        assert [b if (a, b) == ("exact", "to rounding") else a for a, b in pairs] == page
 
 
 def test_every_optimizer_of_torch_has_a_row():
