@@ -191,9 +191,9 @@ class GradientSetters(_AnyModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what is pending, and end the window. Root only.
 
-        For ``set_manual_backward_finalization(True)``. Gradients are reduced as far as their unit's
-        ``GradientSync`` says now: FULL leaves them in ``.grad``, and ``overlap_optimizer`` steps.
-        NONE and REDUCE_SCATTER leave them pending. Units are resharded, unless
+        For ``set_manual_backward_finalization(True)``. What units hold whose ``GradientSync`` is
+        now FULL is reduced into ``.grad``, and ``overlap_optimizer`` steps. Units under NONE and
+        REDUCE_SCATTER stay as their backwards have left them. Units are resharded, unless
         ``set_reshard_after_backward(False)``. Before the first backward this does nothing.
 
         **Collective:** every rank of the meshes, and so is ``wait`` of the handle.
@@ -271,10 +271,10 @@ class GradientSetters(_AnyModule):
     ) -> None:
         """Call ``hook(shard)`` on what is about to be added to ``.grad``, to change it in place.
 
-        ``hook`` gets the flat shard ``[shard_numel]`` of a unit, once per window, after the
-        reduction over replicas, on ``stream`` (None: the current one), which the current stream
-        waits for. A second call replaces the hook, None removes it;
-        ``meshard.register_reduce_hook`` chains several.
+        ``hook`` gets the flat shard ``[shard_numel]`` of a unit, once per reduction that ends in
+        ``.grad`` (the last of a window), after that over replicas. It runs on ``stream`` (None: the
+        current one), which the current stream waits for. A second call replaces the hook, None
+        removes it; ``meshard.register_reduce_hook`` chains several.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be callable or None, got {hook!r}.")
