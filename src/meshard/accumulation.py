@@ -16,7 +16,6 @@ from meshard._comm.blocking import gather_from_all
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.unit_params import GroupSpec
 from meshard.policies import GradientSync, check_bool, check_iterable
 
 Batch = TypeVar("Batch")
@@ -240,7 +239,6 @@ def uneven_batches(
     check_iterable("batches", batches)
     loop = _UnevenLoop(
         units,
-        units[0].group.spec,
         divides_by_all=divide_by_initial_world_size,
         ends_early=throw_on_early_termination,
     )
@@ -307,9 +305,8 @@ class _UnevenLoop:
     next one, before any rank issues another collective.
     """
 
-    def __init__(
-        self, units: list[Unit], spec: GroupSpec, *, divides_by_all: bool, ends_early: bool
-    ) -> None:
+    def __init__(self, units: list[Unit], *, divides_by_all: bool, ends_early: bool) -> None:
+        spec = units[0].group.spec
         assert spec.mesh_info.replicate_group is not None
         self.lifecycle = units[0].lifecycle
         self.having: list[int] = []  # the ranks that have a batch in the present iteration

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.unit import UnitSettings, change_buffers, link_siblings, unit_of
+from meshard._engine.unit import UnitSettings, link_siblings, move_buffers, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import host_location
@@ -31,7 +31,6 @@ from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import (
     TorchDataParallelMeshDims,
     register_as_sharded,
-    set_state,
     state_of,
     too_new,
 )
@@ -157,11 +156,10 @@ def fully_shard(
         units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
     if device.type != "cpu":
         inner = itertools.chain.from_iterable(each.modules() for each in modules)
-        change_buffers(inner, lambda held: held.to(device) if held.device.type == "cpu" else held)
+        move_buffers(inner, device)
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
-        register_as_sharded(sharded)
-        set_state(sharded, StageState(units[0]))
+        register_as_sharded(sharded, StageState(units[0]))
     tag_left_out(ignored)
     patch_zero_grad(clear_pending)
     return module

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import ScalarOperands
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
-from meshard._comm.cpu import WorkCommunicator, wider
+from meshard._comm.cpu import WorkCommunicator
 from meshard._comm.gradient_buffer import GradientLayout
+from meshard._comm.operands import ScalarOperands
 from meshard._comm.streams import StreamCommunicator
 from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import ParamLayout
@@ -239,6 +239,11 @@ def _near_root(divisor: Fraction) -> Fraction:
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
+def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that holds both."""
+    return one if one is other else torch.promote_types(one, other)
+
+
 def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -> None:
     """Divide in place. Rounds once where the divisor or its reciprocal is a float."""
     numerator, denominator = divisor.as_integer_ratio()
@@ -254,7 +259,7 @@ def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -
         if tensor.is_cpu:
             tensor.div_(operands.as_operand(quotient, tensor))
         else:
-            dtype = wider(tensor.dtype, torch.float32)
+            dtype = _wider(tensor.dtype, torch.float32)
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
 
 
@@ -330,7 +335,7 @@ class Reduction:
         if plan.average is not None:
             self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
         # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
-        self._sum_dtype = wider(plan.wire_dtype, plan.accumulate_dtype)
+        self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # after the last work on each stream
         self._result: torch.Tensor
         self._unused: torch.Tensor | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,17 +24,15 @@ from meshard._engine.build import (
     Collected,
     adopt_inner_units,
     adopt_module,
-    check_grad_dtype,
-    check_not_complex,
+    check_dtype,
     collect,
     give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, UnitSettings, nest, units_in, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
-from meshard._gradients.replicated_grads import ReplacedCount, ReplicatedGrads
+from meshard._gradients.replicated_grads import ReplacedCount
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.sharded_param import UnitParam
@@ -168,16 +166,16 @@ class Buckets:
 
     def _configure_gradients(self) -> None:
         later: list[UnitParam] = []  # in the buckets that are reduced after this one
-        for position, (group, grads) in enumerate(_buckets_in(self.units), 1):
+        for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
             grads.are_views, grads.replaced = self._are_views, self.replaced
             if self._comm_hook is not None:
-                group.gradients.average = partial(
+                unit.gradients.average = partial(
                     self._comm_hook.average,
-                    params=group.params,
+                    params=unit.params,
                     later=later,
                     index=len(self.units) - position,
                 )
-                later = [*later, *group.params]
+                later = [*later, *unit.params]
 
     def use_hook(self, hook: CommHook) -> None:
         """Let ``hook`` average the buckets from now on."""
@@ -215,10 +213,10 @@ class Buckets:
         for handle in self._recorders:
             handle.remove()
         order = self._agreed_order()
-        for group, grads in _buckets_in(self.units):
-            assert isinstance(group.storage, ReplicatedParams)
+        for unit, grads in buckets_in(self.units):
+            assert isinstance(unit.group.storage, ReplicatedParams)
             grads.give_away()
-            group.storage.unhook()
+            unit.group.storage.unhook()
         self._fill(order)
         for unit in self.units:
             unit.group.failures = unit.lifecycle.failures
@@ -243,13 +241,6 @@ class Buckets:
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-
-def _buckets_in(units: Iterable[Unit]) -> Iterator[tuple[ParamGroup, ReplicatedGrads]]:
-    """Iterate over the buckets among ``units``, with their gradients."""
-    for unit in units:
-        if unit.gradients.bucket is not None:
-            yield unit.group, unit.gradients.bucket
 
 
 def _is_in_use(unit: Unit) -> bool:
@@ -324,10 +315,10 @@ class ReplicateModule(GradientSetters):
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of nn.Module, mixed in
-        for group, grads in _buckets_in(units_in(self)):
-            group.reshard()
-            group.storage.take_replacements()
-            group.storage.rebuild()
+        for unit, grads in buckets_in(units_in(self)):
+            unit.group.reshard()
+            unit.group.storage.take_replacements()
+            unit.group.storage.rebuild()
             grads.leave()  # torch has cast or moved .grad too
         return result
 
@@ -447,8 +438,7 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
                 f"parameter {fqn!r} is on {param.device}, but the mesh is on {device}; move the "
                 "module there (from meta: to_empty, then initialise it) before replicate."
             )
-        check_not_complex(fqn, param)
-        check_grad_dtype(fqn, param)
+        check_dtype(fqn, param)
         if type(param) is not nn.Parameter:
             raise ValueError(
                 f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "

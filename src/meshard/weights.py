@@ -25,9 +25,9 @@ from meshard._comm.blocking import (
     gather_to_first,
     scatter_from_first,
 )
-from meshard._comm.buffers import matching_parts
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, require_units
+from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam
@@ -150,7 +150,6 @@ class SummonedUnit:
         self.params = sharded_params(unit.group)
         self._options = options
         self.group = unit.group
-        self.group.reshard()
         self.group.summon(options)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)

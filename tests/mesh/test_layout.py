@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshard._comm.all_gather import GatherPlan
-from meshard._comm.buffers import matching_parts
 from meshard._comm.cpu import WorkCommunicator
-from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._mesh.layout import FlatLayout, ParamLayout, matching_parts
 from meshard._params.storage import FlatShard, MemoryLocation
 
 CPU = torch.device("cpu")

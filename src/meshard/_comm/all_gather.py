@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.buffers import matching_parts
 from meshard._comm.communicator import CommStream, Communicator, Gathered, GatherInFlight, Rows
-from meshard._mesh.layout import FlatLayout, ParamRange
+from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
 from meshard._torch.private import foreach_copy_
 
 _TINY = 2**14  # bytes: malloc does not return such a small block to the OS

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from meshard._comm.divergence import check_fingerprint, is_debugging, number_root
+from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, ReduceScatter
 
@@ -241,10 +241,6 @@ class Communicator:
         variant._custom, variant.may_keep_buffers = custom, False
         return variant
 
-    def number_root(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """Give the root, which communicates in ``groups``, a number in each."""
-        self.root_numbers = number_root(groups)
-
     def shared_with(self, own: Communicator) -> Communicator:
         """Return this communicator for another root, which keeps the number it has in ``own``."""
         variant = copy.copy(self)
@@ -329,7 +325,7 @@ class Communicator:
 
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
-        return None
+        return Gathered([source], self.record(source)) if group.size() == 1 else None
 
     def all_gather(
         self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str

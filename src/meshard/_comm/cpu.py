@@ -12,18 +12,11 @@ from meshard._comm.communicator import (
     DONE,
     CommStream,
     Communicator,
-    Gathered,
-    GatherInFlight,
     InFlight,
     RecordedWork,
     Rows,
 )
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
-
-
-def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype that holds both."""
-    return one if one is other else torch.promote_types(one, other)
 
 
 def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> None:
@@ -40,29 +33,21 @@ _SMALL = 2**19  # elements: up to here one kernel is faster than one per halving
 
 
 def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = True) -> None:
-    """Add ``rows [ranks, n]``, which are overwritten, in the wider of the two dtypes.
+    """Add ``rows [ranks, n]``, which are overwritten, in the dtype of ``output``, the wider one.
 
     With ``keep_signs`` a sum of negative zeros is a negative zero; no other bit changes.
     """
-    count = rows.size(0)
-    wide = wider(rows.dtype, output.dtype)
-    if count > 2 and rows.numel() <= _SMALL:
-        total = torch.sum(rows, 0, dtype=wide, out=output if output.dtype == wide else None)
+    if rows.numel() <= _SMALL:
+        torch.sum(rows, 0, dtype=output.dtype, out=output)
         if keep_signs:  # torch.sum starts from +0.0
-            total.masked_fill_(torch.signbit(rows).all(0) & (total == 0), -0.0)
-        if total is not output:
-            output.copy_(total)
+            output.masked_fill_(torch.signbit(rows).all(0) & (output == 0), -0.0)
         return
-    if rows.dtype != wide and (count > 2 or output.dtype != wide):
-        rows = rows.to(wide)
+    rows, count = rows.to(output.dtype), rows.size(0)
     while count > 2:
         half = (count + 1) // 2
         rows[: count - half].add_(rows[half:count])
         count = half
-    if output.dtype == wide:
-        sum_two(output, rows[0], rows[1])
-    else:
-        output.copy_(rows[0].add_(rows[1]))
+    torch.add(rows[0], rows[1], out=output)
 
 
 _NO_STREAM = contextlib.nullcontext()
@@ -122,11 +107,6 @@ class WorkCommunicator(Communicator):
 
     def record(self, *keep: torch.Tensor) -> RecordedWork:
         return DONE  # the host has done it
-
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatherInFlight | None:
-        return Gathered([source], DONE) if group.size() == 1 else None
 
     def allocate_rows(
         self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.buffers import ScalarOperands, matching_parts
 from meshard._comm.communicator import Rows
+from meshard._comm.operands import ScalarOperands
 from meshard._comm.unused_params import UnusedParamMarks
-from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment
+from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, matching_parts
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16

@@ -34,8 +34,6 @@ import torch.distributed as dist
 from meshard._comm.communicator import (
     CommStream,
     Communicator,
-    Gathered,
-    GatherInFlight,
     InFlight,
     Pending,
     RecordedWork,
@@ -132,11 +130,6 @@ class StreamCommunicator(Communicator):
     def record(self, *keep: torch.Tensor) -> RecordedWork:
         event = self._device_module.current_stream().record_event()
         return _EventInFlight(self._device_module, event, keep)
-
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatherInFlight | None:
-        return Gathered([source], self.record(source)) if group.size() == 1 else None
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.buffers import ScalarOperands
+from meshard._comm.operands import ScalarOperands
 
 # Adding to all elements is faster than indexing some in small buffers, and where there are few
 # elements per index (measured: 4 against 120 us for six of six parameters on 4096 ranks).

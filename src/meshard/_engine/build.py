@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import is_debugging
+from meshard._comm.divergence import is_debugging, number_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -188,21 +188,16 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
                 f"parameter {fqn!r} is a scalar and cannot be sharded; give it shape (1,), "
                 "or pass it in ignored_params."
             )
-        check_not_complex(fqn, param)
-        check_grad_dtype(fqn, param)
+        check_dtype(fqn, param)
 
 
-def check_not_complex(fqn: str, param: torch.Tensor) -> None:
-    """Raise a ValueError if a parameter is complex."""
+def check_dtype(fqn: str, param: torch.Tensor) -> None:
+    """Raise if a parameter is complex, or the user has chosen another dtype for its ``.grad``."""
     if param.is_complex():
         raise ValueError(
             f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
             "hold torch.view_as_real of it as the parameter."
         )
-
-
-def check_grad_dtype(fqn: str, param: torch.Tensor) -> None:
-    """Raise a NotImplementedError if the user has chosen another dtype for ``.grad``."""
     chosen = getattr(param, "grad_dtype", None)
     if chosen is not None and chosen is not param.dtype:
         raise NotImplementedError(
@@ -469,5 +464,5 @@ def give_lifecycle(units: list[Unit]) -> Lifecycle:
     """Return the lifecycle of these units of one root, in module order, from now on."""
     specs = [unit.group.spec for unit in units if unit.params]
     comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
-    comm.number_root([group for spec in specs for group in spec.mesh_info.groups])
+    comm.root_numbers = number_root(group for spec in specs for group in spec.mesh_info.groups)
     return Lifecycle(units, comm)

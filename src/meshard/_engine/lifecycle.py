@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import warnings
 import weakref
@@ -26,16 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._comm.communicator import Communicator
+from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
-from meshard._engine.unit import Unit, alive
+from meshard._engine.unit import Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
-from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._torch.dtensor import scalar_reads
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -55,8 +53,7 @@ _NOT_DISTRIBUTED = (
     "The backward() there does not reduce its gradients, nor put them into .grad; run the module "
     "and loss.backward() outside of the context."
 )
-# Numbers of backwards, over all roots: a unit may get another root.
-_backward_ids = itertools.count()
+Finalized = list[weakref.ref[Unit]]
 
 
 class RefusedError(RuntimeError):
@@ -77,13 +74,6 @@ class OtherThreadError(RefusedError):
             "parameters are gathered and freed in between; let one thread at a time run it "
             "(threading.Lock), or give each thread a copy.deepcopy of the model.",
         )
-
-
-class Finalization:
-    """A ``finalize_backward`` that was started."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = [weakref.ref(unit) for unit in units]  # whose window it ends
 
 
 @skip_dynamo
@@ -117,7 +107,8 @@ class Lifecycle:
         self.is_manual = False  # windows end in finalize_backward, not in the last backward
         self._is_due = False  # in that mode, a backward has run since
         self._is_split = False  # likewise, one that kept its graph: its gradients may come later
-        self._finalized: Finalization | None = None  # started, and not waited for
+        # The units whose window a ``finalize_backward`` ends that was not waited for.
+        self._finalized: Finalized | None = None
         # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
         # off, cleared after it; shared with the parameter groups.
         self.failures: list[object] = []
@@ -128,21 +119,19 @@ class Lifecycle:
         self.usual_divide_factor: float | None = None  # of units that have none of the user's
         # Called before each reduction over replicas: see ``meshard.uneven_batches``.
         self.before_reduction: Callable[[], None] | None = None
-        self.comm = comm
         self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         # The forwards that have begun and not ended, outermost first.
         self.running: list[tuple[Unit, ForwardCall]] = []
         self._num_backwards = 0
         self._has_compared = is_debugging()  # the values that ranks brought; fully_shard then has
-        self._backward_id = next(_backward_ids)
         self._graph_task = -1  # the autograd run in which the present backward began
         self._thread = 0  # likewise, its thread
         self._has_nested = False  # another autograd run began inside it
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
         for number, unit in enumerate(units):
-            unit.number = number
-            unit.lifecycle = self
+            unit.number, unit.lifecycle = number, self
+            unit.reduced_in = -1
             unit.group.storage.label = unit.label
             unit.group.failures = self.failures
         self.use(comm)
@@ -171,7 +160,7 @@ class Lifecycle:
             scalar_reads.forget()  # of a step that raised
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
-            self._queue.begin_forward()
+            self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
         call = None
         if self.phase is Phase.FORWARD:
@@ -187,8 +176,7 @@ class Lifecycle:
             voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
             group.forget_stale(voids_graphs=voids_graphs)
             up_next = self._prefetcher.after_entry(unit, self.schedule)
-        keeps_shard = unit.settings.post_forward_group is not None and with_graph
-        keeps_shard = keeps_shard and unit.reshards_after_forward
+        keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward)
         if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
@@ -253,8 +241,8 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                if unit.reshards_after_forward:
-                    # Of several modules, not all have run.
+                have_all_run = len(unit.step.modules_run) == len(unit.modules)
+                if not have_all_run and unit.reshards_after_forward:
                     unit.group.reshard(keep_post_forward=True)
                 unit.step.modules_run.clear()
 
@@ -287,7 +275,6 @@ class Lifecycle:
         self._num_backwards += 1
         self._is_due = self.is_manual
         self._is_split |= self.is_manual and keeps_graph()
-        self._backward_id = next(_backward_ids)
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
         patch_new_optimizers()
@@ -295,7 +282,7 @@ class Lifecycle:
         # by a method of C, which no interrupt can cut off; only then modules get shards again.
         end, me = functools.partial(_end_backward, weakref.ref(self)), weakref.ref(self)
         queue_backward_callback(end)
-        for unit, grads in self._replicated():
+        for unit, grads in buckets_in(self.units()):
             grads.hide(early[1] if early is not None and early[0] is unit else None)
             unit.gradients.begin_backward(unit.settings)
         self.retained.begin_backward()
@@ -414,7 +401,7 @@ class Lifecycle:
         on_reduced = None
         if unit.on_reduced:
             self._queue.finish_of(unit.gradients)
-            if unit.reduced_in == self._backward_id:
+            if unit.reduced_in == self._num_backwards:
                 raise RuntimeError(
                     f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
                     "this backward: its parameters take part in something that autograd runs "
@@ -445,8 +432,8 @@ class Lifecycle:
 
     def end_window(self, unit: Unit) -> None:
         """Call the subscribers of a unit, once: its gradient is published."""
-        if unit.on_reduced and unit.reduced_in != self._backward_id:
-            unit.reduced_in = self._backward_id
+        if unit.on_reduced and unit.reduced_in != self._num_backwards:
+            unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
@@ -467,7 +454,7 @@ class Lifecycle:
                     self.end_window(unit)
             self._settle_host()
         self._prefetcher.drop_unused()
-        for _, grads in self._replicated():
+        for _, grads in buckets_in(units):
             grads.show()
         self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
         self._ends = []  # last: until here the backward counts as failed if it does not go on
@@ -521,7 +508,7 @@ class Lifecycle:
             )
         self.is_manual = enabled
 
-    def start_finalization(self) -> Finalization | None:
+    def start_finalization(self) -> Finalized | None:
         """Reshard, and start reducing what is pending, as far as the settings say.
 
         None: no backward has run yet.
@@ -548,10 +535,10 @@ class Lifecycle:
                 unit.group.reshard()
         full = [unit for unit in units if unit.settings.sync is GradientSync.FULL]
         self.start_flush(full)
-        self._finalized = Finalization(full)
+        self._finalized = [weakref.ref(unit) for unit in full]
         return self._finalized
 
-    def finish_finalization(self, started: Finalization) -> None:
+    def finish_finalization(self, started: Finalized) -> None:
         """Finish the reductions that were started, and end the windows."""
         self.abort_if_failed()
         if self._finalized is not started:
@@ -559,7 +546,7 @@ class Lifecycle:
                 "this handle of finalize_backward is not valid any more: reset_iter_state() was "
                 "called, or a step failed, which has dropped the gradients."
             )
-        self.finish_flush(alive(started.units))
+        self.finish_flush(alive(started))
         self._end_finalization()
 
     def _end_finalization(self) -> None:
@@ -585,11 +572,6 @@ class Lifecycle:
         for group in self.groups():
             if group.storage.host_copies is not None:
                 group.settle()
-
-    def _replicated(self) -> Iterator[tuple[Unit, ReplicatedGrads]]:
-        for unit in self.units():
-            if unit.gradients.bucket is not None:
-                yield unit, unit.gradients.bucket
 
     # --- failures ---------------------------------------------------------------------
 
@@ -644,7 +626,7 @@ class Lifecycle:
         for group in self.groups():
             group.reshard()
             group.gradients.abandon(is_void=is_void)
-        for _, grads in self._replicated():
+        for _, grads in buckets_in(self.units()):
             grads.show()
         self._settle_host()
         self.running.clear()

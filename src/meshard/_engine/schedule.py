@@ -30,7 +30,6 @@ class ForwardCall:
     """One run of one unit's forward."""
 
     unit: int
-    entered: int  # in ticks of the pass
     is_first: bool = True  # the first of its unit in this pass, so the last in the backward
     exited: int = -1  # in ticks of the pass
     exit_position: int = -1  # index in ForwardPass.exits
@@ -97,7 +96,7 @@ class StepSchedule:
     def enter(self, unit: int) -> ForwardCall:
         now = self.current
         is_first = unit not in now.units
-        call = ForwardCall(unit, now.ticks, is_first)
+        call = ForwardCall(unit, is_first)
         if is_first:
             now.units.add(unit)
             now.first_entries.append((unit, now.ticks))

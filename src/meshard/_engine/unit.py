@@ -22,6 +22,7 @@ from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import ReduceSettings
+from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
@@ -155,16 +156,13 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        for ref in self.children:
-            child = ref()
-            if child is None:
-                continue
-            if child.step.awaits_gradients or child.step.may_run_again:
-                return True
-            # The child may have nothing to train, but a unit further inside.
-            if child.children and child.has_open_children:
-                return True
-        return False
+        return any(
+            child.step.awaits_gradients
+            or child.step.may_run_again
+            or child.has_open_children  # it may have nothing to train, but a unit further inside
+            for ref in self.children
+            if (child := ref()) is not None
+        )
 
     def distrust_leftovers(self) -> None:
         """Gather again in the next forward: the unit was left unsharded for its backward only.
@@ -219,17 +217,22 @@ def outside_units(
             yield from outside_units(joined(prefix, name), child, seen)
 
 
-def change_buffers(
-    modules: Iterable[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Replace each buffer by ``change(buffer)``; one of several modules stays one tensor."""
-    changed: dict[torch.Tensor, torch.Tensor] = {}
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move each buffer that is on the CPU; one of several modules stays one tensor."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if buffer not in changed:
-                    changed[buffer] = change(buffer)
-                module._buffers[name] = changed[buffer]
+            if buffer is not None and buffer.is_cpu:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
+
+
+def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
+    """Iterate over the replicated units among ``units``, with their gradients."""
+    for unit in units:
+        if unit.gradients.bucket is not None:
+            yield unit, unit.gradients.bucket
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:

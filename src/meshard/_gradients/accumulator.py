@@ -474,9 +474,8 @@ class GradientAccumulator:
 
 
 def _grads_of(storage: UnitParams) -> ShardedGrads | HostGrads | ReplicatedGrads:
-    host_copies, host = storage.host_copies, storage.spec.host
-    if host_copies is not None and host is not None:
-        return HostGrads(storage, host_copies, host)
+    if storage.host_copies is not None:
+        return HostGrads(storage)
     if isinstance(storage, ReplicatedParams):
         return ReplicatedGrads(storage)
     return ShardedGrads(storage)

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from meshard._comm.communicator import RecordedWork
 from meshard._comm.gradient_buffer import FlatGradients
-from meshard._comm.host_copies import HostCopies
 from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
-from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import UnitParams
 
 
 class HostGrads:
     """The ``.grad`` of the sharded parameters of one unit, in host memory."""
 
-    def __init__(
-        self, storage: UnitParams, host_copies: HostCopies, location: MemoryLocation
-    ) -> None:
+    def __init__(self, storage: UnitParams) -> None:
+        assert storage.host_copies is not None
         self._storage = storage
-        self._host_copies = host_copies
-        self._location = location
+        self._host_copies = storage.host_copies
         self._in_host_memory = ShardedGrads(storage)
         self._arriving: FlatGradients | None = None  # copied to a buffer that no .grad shows yet
 
@@ -45,7 +41,7 @@ class HostGrads:
             return self._host_copies.store(sums, new.flat, comm, add=True)
         # New memory each time: the user may still hold the last gradient. torch caches pinned
         # memory, so this costs no call of the driver in later steps.
-        host = self._location.empty_like(new.flat)
+        host = self._storage.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm)
         arriving = new._replace(flat=host)
         if not self._in_host_memory.publish_unread(arriving):

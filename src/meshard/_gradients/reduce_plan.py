@@ -56,13 +56,6 @@ class ReduceSettings:
     scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
 
-    def resolve_divide_factor(self) -> float | None:
-        """Return the factor of a reduction that starts now. Reads and waits for a tensor."""
-        factor = self.divide_factor
-        if factor is None or isinstance(factor, float):
-            return factor
-        return check_divide_factor(factor() if callable(factor) else factor)
-
 
 class GradientRules:
     """Layouts and dtypes of the gradients of one unit."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
 from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceSettings, TensorHook
+from meshard._gradients.reduce_plan import ReduceSettings, TensorHook, check_divide_factor
 from meshard._gradients.sharded_grads import unrecorded
 from meshard._params.unit_params import UnitParams
 
@@ -35,7 +35,7 @@ class ReduceQueue:
         self._is_checked = is_debugging()
         self._queue: deque[_Queued] = deque()
         # By the id of what was set, which is held so that no other object gets that id.
-        self._factors: dict[int, tuple[object, float | None]] = {}
+        self._factors: dict[int, tuple[object, float]] = {}
         self.has_sent_input = False  # memory that was sent may be freed before the next start
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
@@ -43,19 +43,19 @@ class ReduceQueue:
     def is_idle(self) -> bool:
         return not self._queue
 
-    def begin_forward(self) -> None:
-        """Release cached memory that only a backward needs."""
-        self._comm.release_cached_memory(keep_for=StepPhase.FORWARD)
-
     def begin_backward(self) -> None:
         """Release cached memory that only a forward needs; resolve divide factors anew."""
         self._factors.clear()
         self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
 
     def _divide_factor(self, settings: ReduceSettings) -> float | None:
+        """Return the user's factor; one that has to be read, once per backward."""
         chosen = settings.divide_factor
+        if chosen is None or isinstance(chosen, float):
+            return chosen
         if id(chosen) not in self._factors:
-            self._factors[id(chosen)] = chosen, settings.resolve_divide_factor()
+            factor = chosen() if callable(chosen) else chosen
+            self._factors[id(chosen)] = chosen, check_divide_factor(factor)
         return self._factors[id(chosen)][1]
 
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:

@@ -84,6 +84,29 @@ class ParamLayout:
         return torch.Size(shape)
 
 
+def matching_parts(
+    ranges: torch.Tensor, unsharded: torch.Tensor, layout: ParamLayout
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return pairs of views with the same elements, of ``ranges`` and of the unsharded tensor.
+
+    At most two pairs: all full chunks, and the chunk of the rank that owns fewer rows. ``ranges``
+    is ``[shard_count, range_numel]``; ``unsharded`` may have any strides.
+    """
+    parts = []
+    chunk, full = layout.chunk_rows, layout.full_chunks
+    # A view: unsharded parameters, which are written to, are contiguous.
+    rows = unsharded.reshape(layout.prefix, layout.rows, layout.suffix)
+    if full and layout.range_numel:
+        ours = ranges[:full].view(full, layout.prefix, chunk, layout.suffix)
+        theirs = rows[:, : full * chunk].unflatten(1, (full, chunk))
+        parts.append((ours.transpose(0, 1), theirs))
+    rest = layout.rows - full * chunk
+    if rest and layout.range_numel:
+        owned = ranges[full, : layout.prefix * rest * layout.suffix]
+        parts.append((owned.view(layout.prefix, rest, layout.suffix), rows[:, full * chunk :]))
+    return parts
+
+
 @dataclass(frozen=True, slots=True)
 class ParamRange:
     """The range of one parameter in a flat shard."""

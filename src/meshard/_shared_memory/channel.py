@@ -33,7 +33,6 @@ from meshard._torch.private import timeout_of
 
 # Messages that may be in flight at once: the start of a segment has five words for each.
 _MESSAGES = 4096
-_PUBLISHED, _POSITION, _SIZE, _NAME, _ACKNOWLEDGED = range(5)
 _TOKEN_WORD = 5 * _MESSAGES
 _TEXTS = 8 * (_TOKEN_WORD + 1)  # then the names, each once and with a zero at its end
 _START = aligned(_TEXTS + 2**20)
@@ -86,8 +85,7 @@ class Channel:
         self._own = segments[rank]
         words = [segment.words(0, 5 * _MESSAGES) for segment in segments]
         self._published, self._position, self._size, self._name, self._acknowledged = (
-            [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words]
-            for kind in (_PUBLISHED, _POSITION, _SIZE, _NAME, _ACKNOWLEDGED)
+            [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words] for kind in range(5)
         )
         self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
         self._num_text_bytes = 0  # of this rank

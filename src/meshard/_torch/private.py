@@ -261,23 +261,19 @@ _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
 
 
-def register_as_sharded(module: nn.Module) -> None:
-    """Let torch's own ``replicate``, around ``module``, leave its parameters alone."""
-    if _registry is not None:
-        module.__dict__.setdefault(_registry, {})["fully_shard"] = None
-
-
 # torch's own, whatever is patched later. Its pipeline stages call ``fully_shard.state(module)``.
 _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
 # The key in a module's ``__dict__`` under which that looks.
 _STATES = getattr(_contract, "STATE_KEY", "")
-# The keys in a module's ``__dict__`` that ``register_as_sharded`` and ``set_state`` write.
+# The keys in a module's ``__dict__`` that ``register_as_sharded`` writes.
 composable_keys = {key for key in (_registry, _STATES) if key}
 
 
-def set_state(module: torch.nn.Module, state: object) -> None:
-    """Make ``state_of(module)`` return ``state``."""
+def register_as_sharded(module: nn.Module, state: object) -> None:
+    """Make ``state_of(module)`` return ``state``; torch's ``replicate`` leaves its parameters."""
+    if _registry is not None:
+        module.__dict__.setdefault(_registry, {})["fully_shard"] = None
     if _STATES:
         module.__dict__.setdefault(_STATES, {})[inspect.unwrap(_fully_shard)] = state
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard.optim.flat import loss_of
+from meshard.optim.flat import MakeOptimizer, loss_of
 
 _EMPTY = torch.empty(0)  # between two steps
 
@@ -23,9 +23,7 @@ class UnshardedStep(Optimizer):
     every rank, so it is for optimizers whose states are small.
     """
 
-    def __init__(
-        self, param_groups: list[dict[str, Any]], cls: Callable[[list[dict[str, Any]]], Optimizer]
-    ) -> None:
+    def __init__(self, param_groups: list[dict[str, Any]], cls: MakeOptimizer) -> None:
         super().__init__(param_groups, {})
         self._inner = cls(
             [
