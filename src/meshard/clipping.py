@@ -19,7 +19,7 @@ from meshard._comm.blocking import gather_from_all
 from meshard._engine.optimizer_hooks import (
     check_may_step,
     find_overlapped,
-    sharded_of_all,
+    sharded_params_of,
     warn_about_strays,
 )
 from meshard._mesh.mesh_info import device_of
@@ -137,7 +137,7 @@ def clip_grad_norm_(
         named = dict(parameters.named_parameters())
         names = {id(param): name for name, param in named.items()}
         parameters = named.values()
-    listed = sharded_of_all(_list_tensors("parameters", parameters))
+    listed = sharded_params_of(_list_tensors("parameters", parameters))
     if find_overlapped(listed, in_backward=True) is not None:
         raise RuntimeError(
             "clip_grad_norm_ comes too late: an optimizer of overlap_optimizer steps each unit in "

@@ -19,6 +19,7 @@ from meshard._comm.blocking import agree_on_max
 from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
+from meshard._torch.patches import params_in
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
 from meshard.policies import check_bool, check_int
 
@@ -135,7 +136,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
         **Collective:** every rank of the process group, also those without a gradient.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_in(optimizer)
         check_may_step(params)
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for param in params:

@@ -79,7 +79,7 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> 
 
 def register_hooks(unit: Unit) -> None:
     """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
-    _check_registrations()
+    _watch_registrations()
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -109,7 +109,7 @@ def _cast_buffers(module: nn.Module, _: Any = None) -> None:
 
 
 @functools.cache
-def _check_registrations() -> None:
+def _watch_registrations() -> None:
     register_module_parameter_registration_hook(_before_registration)
 
 

@@ -611,8 +611,8 @@ class Lifecycle:
         Gradients of an interrupted window are dropped, because its microbatches are not all there.
         Gradients of a window that had ended stay, unless a backward failed.
         """
-        is_void = bool(self.failures) or not self._queue.is_idle
-        is_void = is_void or any(group.gradients.window.is_open for group in self.groups())
+        pending = (group.gradients for group in self.groups())
+        is_void = bool(self.failures) or any(g.num_in_flight or g.window.is_open for g in pending)
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []

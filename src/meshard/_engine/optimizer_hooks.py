@@ -27,7 +27,7 @@ from meshard._comm.communicator import StepPhase
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
-from meshard._torch.patches import hold_pending
+from meshard._torch.patches import hold_pending, params_in
 from meshard._torch.private import (
     accumulation_hooks_of,
     before_compiling,
@@ -95,7 +95,7 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     hold_pending(owner)  # zero_grad sees the unsharded parameters, and .grad is on the shards
 
 
-def sharded_of_all(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``params`` with the sharded parameter in the place of every unsharded one."""
     if not _manually_unsharded:
         return list(params)
@@ -139,7 +139,7 @@ def clear_pending(params: Sequence[torch.Tensor]) -> None:
 
     Those unsharded by ``unshard()`` stand for their shards, whose ``.grad`` is set to None here.
     """
-    sharded = sharded_of_all(params)
+    sharded = sharded_params_of(params)
     owners = owners_of(sharded)
     for owner in owners:
         owner.finish_copies()
@@ -203,7 +203,7 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     known = _stepped_by.get(optimizer)
     if known is not None and known[0] == shape:
         return [owner for ref in known[1] if (owner := ref()) is not None]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_in(optimizer)
     for param in params:
         tag, fqn = tag_of(param)
         if tag in _NEVER_TRAINED:

@@ -39,10 +39,6 @@ class ReduceQueue:
         self.has_sent_input = False  # memory that was sent may be freed before the next start
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._queue
-
     def begin_backward(self) -> None:
         """Release cached memory that only a forward needs; resolve divide factors anew."""
         self._factors.clear()

@@ -193,8 +193,7 @@ class ShardedGrads:
     def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``location``. The ``.grad`` objects stay the same.
 
-        Returns:
-            The old memory, to be kept until the copies are over.
+        Return the old memory, to be kept until the copies are over.
         """
         shown, moved = self._shown(), None
         sources, views = list[torch.Tensor](), dict[int, torch.Tensor]()

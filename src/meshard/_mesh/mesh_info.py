@@ -20,7 +20,7 @@ class FullMesh:
     """A mesh of which only some axes are data-parallel."""
 
     mesh: DeviceMesh  # all axes, as users have placed parameters on it
-    sharded_of_all: DeviceMesh  # the same with the shard axes flattened into one
+    flattened: DeviceMesh  # the same with the shard axes flattened into one
     origins: tuple[int | None, ...]  # of its axes: the axis of mesh; None: the shard axis
     data_axes: frozenset[int]  # the data-parallel axes of mesh
 
@@ -242,7 +242,7 @@ def mesh_info_of_named_axes(
         replicate_count=replicate_mesh.size() if replicate_mesh else 1,
         full=FullMesh(
             mesh=mesh,
-            sharded_of_all=mesh if len(shard) < 2 else _join(parts),
+            flattened=mesh if len(shard) < 2 else _join(parts),
             origins=tuple(origins),
             data_axes=data_axes,
         ),

@@ -24,8 +24,8 @@ from meshard._torch.private import strided_shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlacedTensor:
-    """The mesh and placements of a tensor of global ``shape``."""
+class GlobalPlacement:
+    """Mesh and placements of a tensor of global ``shape``."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -36,20 +36,20 @@ class PlacedTensor:
 class DTensorPlacement:
     """The placements of a DTensor parameter, sharded and unsharded."""
 
-    in_use: PlacedTensor  # the unsharded parameter, as users placed it
+    in_use: GlobalPlacement  # the unsharded parameter, as users placed it
     mesh: DeviceMesh  # of the sharded parameter
     data_positions: tuple[int | None, ...]  # of each axis of mesh among the data-parallel ones
     others: tuple[Placement, ...]  # on each axis of mesh: Replicate along data-parallel ones
     # The data-parallel axes of in_use.mesh: along them a gradient may be a partial sum.
     data_axes: frozenset[int]
 
-    def sharded_of_all(self, data_placements: Sequence[Placement]) -> PlacedTensor:
+    def while_sharded(self, data_placements: Sequence[Placement]) -> GlobalPlacement:
         """Return the sharded parameter's placements, with these on the data-parallel axes."""
         placements = list(self.others)
         for axis, position in enumerate(self.data_positions):
             if position is not None:
                 placements[axis] = self._after_others(axis, data_placements[position])
-        return PlacedTensor(self.mesh, tuple(placements), self.in_use.shape)
+        return GlobalPlacement(self.mesh, tuple(placements), self.in_use.shape)
 
     def _after_others(self, axis: int, placement: Placement) -> Placement:
         """Return ``placement`` as one that shards after the axes further right."""
@@ -86,7 +86,7 @@ class DTensorPlacement:
         )
 
 
-def _check_composable(placed: PlacedTensor, mesh_info: MeshInfo) -> None:
+def _check_composable(placed: GlobalPlacement, mesh_info: MeshInfo) -> None:
     """Raise a ValueError if a DTensor parameter cannot be sharded again."""
     mesh, full = placed.mesh, mesh_info.full
     for axis, placement in enumerate(placed.placements):
@@ -120,7 +120,7 @@ def _check_composable(placed: PlacedTensor, mesh_info: MeshInfo) -> None:
 
 def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
     """Return the placements of a DTensor parameter once it is sharded, or raise a ValueError."""
-    placed = PlacedTensor(param.device_mesh, tuple(param.placements), param.shape)
+    placed = GlobalPlacement(param.device_mesh, tuple(param.placements), param.shape)
     _check_composable(placed, mesh_info)
     full, num_data = mesh_info.full, mesh_info.mesh.ndim
     if full is None:
@@ -136,7 +136,7 @@ def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return DTensorPlacement(
         in_use=placed,
-        mesh=full.sharded_of_all,
+        mesh=full.flattened,
         data_positions=tuple(next(counter) if each else None for each in is_data),
         others=tuple(
             Replicate() if origin is None else placed.placements[origin] for origin in full.origins

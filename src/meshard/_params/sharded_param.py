@@ -206,7 +206,7 @@ class ShardedParam(UnitParam):
     ) -> DTensor:
         if self.dtensor_placement is None:
             return make_dtensor(local, mesh_info.mesh, data_placements, self.layout.shape)
-        placed = self.dtensor_placement.sharded_of_all(data_placements)
+        placed = self.dtensor_placement.while_sharded(data_placements)
         return make_dtensor(local, placed.mesh, placed.placements, placed.shape)
 
     def as_used(self, unsharded: nn.Parameter) -> nn.Parameter:

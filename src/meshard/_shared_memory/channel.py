@@ -55,7 +55,7 @@ class _Allocation:
     begin: int
     num_bytes: int
     message: int = -1  # the last one that was published from it
-    watch: weakref.ref[Any] | None = None
+    watch: weakref.ref[Any] | None = None  # held for its callback; read by nobody
 
 
 class _Process:

@@ -27,7 +27,7 @@ def patch_zero_grad(clear: Callable[[list[torch.Tensor]], None]) -> None:
     global _clear
     _clear = clear
     if not _replaced:
-        _replace(Optimizer, _params_of)
+        _replace(Optimizer, params_in)
         _replace(nn.Module, nn.Module.parameters)
         patch_new_optimizers()
 
@@ -50,7 +50,8 @@ def release_pending(holder: object) -> None:
     _holders.discard(holder)
 
 
-def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def params_in(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all param groups, in order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -65,7 +66,7 @@ def patch_new_optimizers() -> None:
     for each in classes:
         classes += each.__subclasses__()
         if each not in _replaced and "zero_grad" in vars(each):
-            _replace(each, _params_of)
+            _replace(each, params_in)
 
 
 def _replace(owner: type, params_of: Callable[[Any], Iterable[torch.Tensor]]) -> None:

@@ -21,6 +21,7 @@ from meshard._engine.optimizer_hooks import (
     owner_of,
 )
 from meshard._engine.unit import Unit, require_units, units_in
+from meshard._torch.patches import params_in
 from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
 from meshard.grad_scaler import is_backward_scaled
 from meshard.optim.flat import (
@@ -253,7 +254,7 @@ class OverlappedOptimizer(Optimizer):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        params = self._params()
+        params = params_in(self)
         is_planned = (
             len(params) == len(self._planned)
             and all(map(is_, params, self._planned))
@@ -263,9 +264,6 @@ class OverlappedOptimizer(Optimizer):
         if not is_planned:
             self._plan()
         return list(self._steppers.values())
-
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
 
     def _plan(self) -> None:
         units: dict[object, Unit] = {unit.group: unit for unit in self._units}
@@ -286,7 +284,7 @@ class OverlappedOptimizer(Optimizer):
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
-        self._planned = self._params()
+        self._planned = params_in(self)
 
 
 def overlap_optimizer(
