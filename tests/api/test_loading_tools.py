@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -80,6 +82,50 @@ def load_part_of_a_unit_on_meta():
 
 def test_a_unit_on_meta_may_be_filled_in_parts(run_ranks):
     run_ranks(load_part_of_a_unit_on_meta, 2)
+
+
+class Adapted(nn.Module):
+    """A layer on the meta device, and an adapter with values; both of uneven sizes."""
+
+    def __init__(self, device="meta"):
+        super().__init__()
+        self.base = nn.Linear(6, 7, device=device)
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 7, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def load_beside_values(fully_shard, assign):
+    mesh = init_device_mesh("cpu", (2,))
+    model, wanted = Adapted(), seeded(Adapted("cpu"))
+    values = {name: value.clone() for name, value in wanted.state_dict().items()}
+    base = {name: values.pop(name) for name in ("base.weight", "base.bias")}
+    model.load_state_dict(values, strict=False)
+    fully_shard(model, mesh=mesh)
+    adapter = [param for param in model.parameters() if not param.is_meta]
+    optimizer = torch.optim.SGD(adapter, lr=0.5)
+    assert_same({name: model.get_parameter(name).full_tensor() for name in values}, values)
+    if assign:
+        sharded = {name: distribute_tensor(value, mesh) for name, value in base.items()}
+        model.load_state_dict(sharded, strict=False, assign=True)
+    else:
+        model.base.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, value in base.items():
+                model.get_parameter(name).copy_(distribute_tensor(value, mesh))
+    for each in (model, wanted):
+        each(BATCH).square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD([wanted.get_parameter(name) for name in values], lr=0.5).step()
+    assert_same(full_state(model), full_state(wanted))
+
+
+@pytest.mark.parametrize(
+    ("lib", "assign"), [(meshard, False), (meshard, True), (torch_fsdp, False)]
+)
+def test_values_beside_a_layer_on_meta_are_kept(run_ranks, lib, assign):
+    run_ranks(load_beside_values, 2, lib.fully_shard, assign)
 
 
 def through_dcp(**options):

@@ -30,18 +30,20 @@ class Partly(nn.Module):
         return self.gain * self.drawn(x)
 
 
-def keeps():
+def keeps(device):
     model = Partly()
+    model.drawn.to(device)
     fully_shard(model)
     torch.manual_seed(SEED)
     materialize(model)
     return full_state(model)
 
 
-def test_what_nothing_resets_keeps_its_values(run_ranks):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_nothing_resets_keeps_its_values(run_ranks, device):
     torch.manual_seed(SEED)
     drawn = nn.Linear(4, 4)
-    for state in run_ranks(keeps, 2):
+    for state in run_ranks(keeps, 2, device):
         assert_same(state["gain"], torch.full((4,), 2.0), bitwise=True)
         assert_same(state["drawn.weight"], drawn.weight.detach(), bitwise=True)
 

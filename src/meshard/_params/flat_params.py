@@ -55,8 +55,14 @@ class FlatParams(ShardedUnitParams):
         location = META if any(shard.is_meta for shard in shards) else self._location
         self.layout = layout
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
-        self.flat_shard.fill(shards)
         self.locals = self.flat_shard.locals
+        self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
+        if self.is_partly_meta:  # values have memory of their own until all shards have some
+            self.locals = [
+                own if shard.is_meta else self._location.empty_like(own).copy_(shard)
+                for own, shard in zip(self.locals, shards, strict=True)
+            ]
+        self.flat_shard.fill(shards)
 
     def _make_unsharded(self) -> None:
         num_methods = self._count_methods()

@@ -97,8 +97,7 @@ class FlatShard:
             return
         self.buffer.zero_()
         for own, source in zip(self.locals, sources, strict=True):
-            if not source.is_meta:
-                own.copy_(source)
+            own.copy_(source)
 
 
 _ALIGNMENT = 64  # bytes: a cache line
