@@ -225,7 +225,8 @@ class CommLedger:
 
     Args:
         module: Record only the units in this module, and what blocks (norms, scalers, checkpoints,
-            ``unsharded_params``) in process groups of their meshes. None: everything.
+            ``unsharded_params``) in process groups of their meshes, unless it is of another unit of
+            their root. None: everything.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
@@ -243,12 +244,17 @@ class CommLedger:
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
         self._recorded: set[object] | None = None  # communicators, and groups without one
+        self._left_out: set[str] = set()  # names of units around and beside the module
         if module is not None:
             if not isinstance(module, nn.Module):
                 raise TypeError(
                     f"CommLedger takes the module to record, or nothing, got {module!r}."
                 )
-            groups = [unit.group for unit in units_in(module) if unit.params]
+            units = list(units_in(module))
+            roots = {unit.lifecycle for unit in units}
+            others = {unit for root in roots for unit in root.units()}.difference(units)
+            self._left_out = {unit.label for unit in others}
+            groups = [unit.group for unit in units if unit.params]
             self._recorded = {group.comm.identity for group in groups}
             for group in groups:
                 self._recorded.update(group.spec.mesh_info.groups)
@@ -268,7 +274,8 @@ class CommLedger:
         self, event: CommEvent, group: dist.ProcessGroup, communicator: object | None
     ) -> None:
         source = group if communicator is None else communicator
-        if self._recorded is None or source in self._recorded:
+        is_recorded = self._recorded is None or source in self._recorded
+        if is_recorded and event.unit not in self._left_out:
             self.events.append(event)
 
     def __enter__(self) -> Self:

@@ -219,6 +219,41 @@ def test_a_ledger_of_one_module_counts_what_blocks_in_its_groups():
         assert len(everything.events) == 2
 
 
+def test_a_ledger_of_a_part_counts_its_own_units():
+    with fake_group(2):
+        model = build(4, init_device_mesh("cpu", (2,)))
+        parts = (model, model.blocks[1], model.blocks[:2])
+        whole, of_one, of_two = (CommLedger(part) for part in parts)
+        with whole, of_one, of_two, CommLedger() as everything:
+            model(torch.ones(1, WIDTH)).sum().backward()
+            with meshard.unsharded_params(model):
+                pass
+            meshard.clip_grad_norm_(model, 1.0)
+    assert whole.events == everything.events
+    assert [(event.op, event.unit) for event in of_one.events] == [
+        ("all_gather", "blocks.1"),
+        ("all_gather", "blocks.1"),
+        ("reduce_scatter", "blocks.1"),
+        ("all_gather", "blocks.1"),
+        ("all_reduce", "(unsharded_params)"),
+        ("all_gather", "(norm)"),
+    ]
+    beside = ("(root)", "blocks.2")
+    assert of_two.events == [event for event in everything.events if event.unit not in beside]
+
+
+def test_a_ledger_tells_roots_apart_that_share_streams():
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        stages = [build(2, mesh) for _ in range(2)]
+        meshard.share_comm_ctx(stages)
+        with CommLedger(stages[0]) as first, CommLedger(stages[1]) as second:
+            stages[0](torch.ones(1, WIDTH))
+        stages[0](torch.ones(1, WIDTH))
+    assert first.counts == {"all_gather": 2}
+    assert second.counts == {}
+
+
 def test_a_ledger_prints_a_table():
     with fake_group(4):
         model = build(2, init_device_mesh("cpu", (4,)), reshard_after_forward=True)

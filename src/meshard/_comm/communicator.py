@@ -226,7 +226,7 @@ class Communicator:
     may_keep_buffers = False  # callers may keep and resize buffers, because only the host uses them
 
     def __init__(self) -> None:
-        self.identity = object()  # for observers; the same where streams and memory are shared
+        self.identity = object()  # of the root, for observers
         self.is_checked = is_debugging()
         self.root_numbers: dict[dist.ProcessGroup, int] = {}  # the number of the root, by group
         self._custom: CommSettings | None = None  # what the user brings
@@ -242,9 +242,9 @@ class Communicator:
         return variant
 
     def shared_with(self, own: Communicator) -> Communicator:
-        """Return this communicator for another root, which keeps the number it has in ``own``."""
+        """Return this communicator for another root, which is told from this one as in ``own``."""
         variant = copy.copy(self)
-        variant.root_numbers = own.root_numbers
+        variant.identity, variant.root_numbers = own.identity, own.root_numbers
         return variant
 
     # --- streams ---------------------------------------------------------------------------
