@@ -1,6 +1,7 @@
 """Units with ``unshard_on_access``, whose weights their parent reads."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -10,7 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import meshard
 from meshard import CommLedger
@@ -116,6 +121,33 @@ def test_an_attention_whose_out_proj_is_a_unit_trains_under_hsdp(run_ranks):
 def test_what_is_read_in_a_recomputation_is_whole_too(run_ranks, use_reentrant):
     counts = run_ranks(train_attention, 2, (2,), use_reentrant)
     assert counts == [{"all_gather": 9, "reduce_scatter": 5}] * 2
+
+
+def save_everything(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
+class SelectiveStack(AttentionStack):
+    def forward(self, x):
+        contexts = functools.partial(create_selective_checkpoint_contexts, save_everything)
+        for block in self.blocks:
+            x = checkpoint(block, x * self.scale, use_reentrant=False, context_fn=contexts)
+        return x
+
+
+def read_inside_selective_checkpoints(reshard):
+    plain, model = seeded(SelectiveStack()), seeded(SelectiveStack())
+    shard_attention(model, init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
+    for number in range(2):
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(number))
+        for each in (model, plain):
+            each(x).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_selective_checkpoints_do_not_see_gathers_of_what_is_read(run_ranks, reshard):
+    run_ranks(read_inside_selective_checkpoints, 2, reshard)
 
 
 @pytest.mark.parametrize("reshard", [False, 2])

@@ -16,7 +16,7 @@ from torch import nn
 from meshard._engine.hooks import end_forward, has_raised, watch_outputs
 from meshard._engine.schedule import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
-from meshard._torch.private import skip_dynamo
+from meshard._torch.private import skip_dynamo, without_modes
 
 _read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a running forward
 _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have our hook
@@ -58,7 +58,7 @@ def _read(unit: Unit) -> None:
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
         # Activation checkpointing runs a part of forward again. The lifecycle reshards.
-        lifecycle.pre_forward(unit)
+        without_modes(lifecycle.pre_forward, unit)
         return
     running = (one for one, _ in reversed(lifecycle.running))
     reader = next((one for one in running if one not in _read_units), None)
@@ -71,7 +71,7 @@ def _read(unit: Unit) -> None:
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
     _read_units.add(unit)
-    lifecycle.pre_forward(unit)
+    without_modes(lifecycle.pre_forward, unit)
 
 
 @skip_dynamo
