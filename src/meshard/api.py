@@ -262,17 +262,18 @@ def _settings(
     reshard_after_forward: Any, mesh_info: MeshInfo, unshard_on_access: bool
 ) -> UnitSettings:
     chosen, count = reshard_after_forward, mesh_info.shard_count
+    is_gathered = mesh_info.shard_axis is not None
     settings = UnitSettings(reshard_after_forward=chosen, unshard_on_access=unshard_on_access)
     if chosen is None or isinstance(chosen, bool):
         return settings
     if not isinstance(chosen, int):
         raise TypeError(f"reshard_after_forward must be a bool, an int or None, got {chosen!r}.")
-    if chosen < 1 or count % chosen:
+    if chosen < 1 or (is_gathered and count % chosen):
         raise ValueError(
             f"reshard_after_forward={chosen} must divide the {count} ranks of the shard axis; "
             "use True to reshard over all of them, False to keep parameters unsharded."
         )
-    if chosen in (1, count):
+    if chosen in (1, count) or not is_gathered:
         settings.reshard_after_forward = chosen > 1
     else:
         settings.post_forward_group = post_forward_pg(mesh_info, chosen)

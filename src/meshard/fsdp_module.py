@@ -432,9 +432,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         check_bool("enable", enable)
         for unit in require_units(self, recurse=recurse):
             unit.lifecycle.finish_reductions()
-            if unit.params:
+            if unit.params and (mesh_info := unit.group.spec.mesh_info).shard_axis is not None:
                 unit.settings.scatter_group = (
-                    separate_reduce_scatter_pg(unit.group.spec.mesh_info) if enable else None
+                    separate_reduce_scatter_pg(mesh_info) if enable else None
                 )
 
     def set_reduce_scatter_max_input_buffers(
@@ -475,7 +475,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         check_bool("enable", enable)
         groups = _groups(self, recurse)
         for group in groups if enable else ():
-            memory_backend(group.spec.mesh_info.shard_group, group.spec.device)
+            if group.spec.mesh_info.shard_axis is not None:
+                memory_backend(group.spec.mesh_info.shard_group, group.spec.device)
         _replace_comm(self, recurse, from_group=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:

@@ -47,10 +47,12 @@ def plain_run(ranks, schedule, factor):
     return grads, full_state(model)
 
 
-def sharded_run(shape, schedule, factor, placement_fn):
+def sharded_run(shape, schedule, factor, placement_fn, prepare=None, **kwargs):
     mesh = init_device_mesh("cpu", shape)
     model = IntegerModel()
-    shard_blocks(model, mesh, shard_placement_fn=placement_fn)
+    shard_blocks(model, mesh, shard_placement_fn=placement_fn, **kwargs)
+    if prepare is not None:
+        prepare(model)
     model.set_gradient_divide_factor(factor)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
@@ -81,6 +83,32 @@ def test_all_parameters_whole(run_ranks, shape):
     expected = plain_run(ranks, "RF", 4.0)
     args = (shape, "RF", 4.0, keep_all_whole)
     for actual in run_ranks(sharded_run, ranks, *args):
+        for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
+            assert_same(ours, theirs, bitwise=True, what=what)
+
+
+def separate(model):
+    model.set_separate_reduce_scatter_group()
+
+
+def allocate_from_groups(model):
+    model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+@pytest.mark.parametrize(
+    ("placement_fn", "prepare", "kwargs"),
+    [
+        (keep_vectors_whole, separate, {}),
+        (keep_all_whole, separate, {}),
+        (keep_vectors_whole, None, {"reshard_after_forward": 2}),
+        (keep_all_whole, None, {"reshard_after_forward": 2}),
+        (keep_all_whole, allocate_from_groups, {}),  # gloo could not for shards
+    ],
+)
+def test_settings_of_shards_do_nothing_to_them(run_ranks, placement_fn, prepare, kwargs):
+    expected = plain_run(4, "RF", 4.0)
+    args = ((4,), "RF", 4.0, placement_fn, prepare)
+    for actual in run_ranks(sharded_run, 4, *args, **kwargs):
         for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
             assert_same(ours, theirs, bitwise=True, what=what)
 
