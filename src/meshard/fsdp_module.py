@@ -287,20 +287,20 @@ class GradientSetters(_AnyModule):
             hooks[:] = [other for other in hooks if not other.is_all_reduce] + new
 
     def set_custom_all_reduce(
-        self, comm: Callable[..., dist.Work | None], *, recurse: bool = True
+        self, comm: Callable[..., dist.Work | None] | None, *, recurse: bool = True
     ) -> None:
         """Sum gradients over replicas by ``comm`` instead of the backend's all-reduce.
 
-        ``comm`` has the arguments of ``torch.distributed.all_reduce``; pass that function itself to
-        undo an earlier call. The operation is always SUM: meshard divides by itself. A sum of
-        negative zeros must be a negative zero, or parameters that no rank used get a gradient of
-        zero. Groups of one rank do not call ``comm``. Ranks of one host exchange the gathers of
-        such a unit through sockets too, instead of shared memory.
+        ``comm`` has the arguments of ``torch.distributed.all_reduce``; that function itself,
+        or None, undoes an earlier call. The operation is always SUM: meshard divides by itself. A
+        sum of negative zeros must be a negative zero, or parameters that no rank used get a
+        gradient of zero. Groups of one rank do not call ``comm``. Ranks of one host exchange the
+        gathers of such a unit through sockets too, instead of shared memory.
 
         **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
 
         Raises:
-            TypeError: ``comm`` is not callable.
+            TypeError: ``comm`` is neither callable nor None.
 
         >>> import torch, meshard
         >>> layer = meshard.replicate(torch.nn.Linear(1, 1))
@@ -450,17 +450,19 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}.")
         _write(self, recurse, max_input_buffers=max_input_buffers)
 
-    def set_custom_all_gather(self, comm: AllGather, *, recurse: bool = True) -> None:
+    def set_custom_all_gather(self, comm: AllGather | None, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        Groups of one rank do not use it. A ``comm`` written for FSDP2 fits.
+        Groups of one rank do not use it. A ``comm`` for FSDP2 fits. None undoes an earlier call.
         """
         _replace_comm(self, recurse, all_gather=comm)
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = True) -> None:
+    def set_custom_reduce_scatter(
+        self, comm: ReduceScatter | None, *, recurse: bool = True
+    ) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        Its operation is always SUM. A ``comm`` written for FSDP2 fits.
+        Its operation is always SUM. A ``comm`` for FSDP2 fits. None undoes an earlier call.
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
@@ -590,7 +592,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
         needs, is_valid = "an object with allocate() and __call__()", hasattr(comm, "allocate")
         if name == "all_reduce":
             needs, is_valid = "a callable like torch.distributed.all_reduce", True
-        if name != "from_group" and not (callable(comm) and is_valid):
+        if name != "from_group" and comm is not None and not (callable(comm) and is_valid):
             raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
     units = require_units(module, recurse=recurse)
     chosen = {unit: replace(unit.settings.comm, **changes) for unit in units}

@@ -88,8 +88,10 @@ EXCEPT = {
     ("replicate", "module"): "module",
     ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
-    ("FSDPModule.set_custom_all_reduce", "comm"): "class module",
-    ("ReplicateModule.set_custom_all_reduce", "comm"): "class module",
+    ("FSDPModule.set_custom_all_gather", "comm"): "None",
+    ("FSDPModule.set_custom_reduce_scatter", "comm"): "None",
+    ("FSDPModule.set_custom_all_reduce", "comm"): "None class module",
+    ("ReplicateModule.set_custom_all_reduce", "comm"): "None class module",
     ("ReplicateModule.register_comm_hook", "hook"): "class module",
     ("FSDPModule.set_symm_mem_for_comm", "backend"): " ".join(JUNK),  # refused in any case
 }

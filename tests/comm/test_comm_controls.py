@@ -142,6 +142,18 @@ def count_on_gloo():
     return grads, (gather.calls, scatter.calls)
 
 
+def undone(unit):
+    customs = use_custom(unit)
+    unit.set_custom_all_gather(None)
+    unit.set_custom_reduce_scatter(None)
+    return customs
+
+
+def test_none_undoes_a_custom_collective():
+    for _, _, customs in run_threads(train, 2, prepare=undone):
+        assert [custom.calls for custom in customs] == [0, 0]
+
+
 def separate(unit):
     unit.set_separate_reduce_scatter_group()
     scatter = MyReduceScatter()

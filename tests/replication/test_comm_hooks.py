@@ -622,7 +622,13 @@ def custom(is_sharded):
     assert_same(*grads, bitwise=True)
     assert mine.numel == 3 * sum(param.numel() for param in model.parameters())
     with pytest.raises(TypeError, match=r"a callable like torch\.distributed\.all_reduce"):
-        model.set_custom_all_reduce(None)
+        model.set_custom_all_reduce(3)
+    for undo in (dist.all_reduce, None):
+        model.set_custom_all_reduce(mine)
+        assert model._meshard_unit.group.comm.may_keep_buffers is False
+        model.set_custom_all_reduce(undo)
+        # Not only the same sums: gathers through shared memory, and buffers that are kept.
+        assert model._meshard_unit.group.comm is model._meshard_unit.lifecycle.comm
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

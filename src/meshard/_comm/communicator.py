@@ -12,7 +12,7 @@ import copy
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -235,6 +235,8 @@ class Communicator:
 
     def with_custom(self, custom: CommSettings) -> Communicator:
         """Return a communicator on the same streams that uses the collectives of the user."""
+        if custom.all_reduce is dist.all_reduce:
+            custom = replace(custom, all_reduce=None)
         if custom == CommSettings():
             return self
         variant = copy.copy(self)
