@@ -244,7 +244,7 @@ class CommLedger:
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
         self._recorded: set[object] | None = None  # communicators, and groups without one
-        self._left_out: set[str] = set()  # names of units around and beside the module
+        self._left_out: set[tuple[object, str]] = set()  # likewise, with names of other units
         if module is not None:
             if not isinstance(module, nn.Module):
                 raise TypeError(
@@ -253,7 +253,12 @@ class CommLedger:
             units = list(units_in(module))
             roots = {unit.lifecycle for unit in units}
             others = {unit for root in roots for unit in root.units()}.difference(units)
-            self._left_out = {unit.label for unit in others}
+            self._left_out = {
+                (source, unit.label)
+                for unit in others
+                if unit.params
+                for source in (unit.group.comm.identity, *unit.group.spec.mesh_info.groups)
+            }
             groups = [unit.group for unit in units if unit.params]
             self._recorded = {group.comm.identity for group in groups}
             for group in groups:
@@ -275,7 +280,7 @@ class CommLedger:
     ) -> None:
         source = group if communicator is None else communicator
         is_recorded = self._recorded is None or source in self._recorded
-        if is_recorded and event.unit not in self._left_out:
+        if is_recorded and (source, event.unit) not in self._left_out:
             self.events.append(event)
 
     def __enter__(self) -> Self:

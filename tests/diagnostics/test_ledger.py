@@ -250,8 +250,12 @@ def test_a_ledger_tells_roots_apart_that_share_streams():
         with CommLedger(stages[0]) as first, CommLedger(stages[1]) as second:
             stages[0](torch.ones(1, WIDTH))
         stages[0](torch.ones(1, WIDTH))
+        with CommLedger(nn.ModuleList([stages[0], stages[1].blocks[0]])) as mixed:
+            for stage in stages:
+                stage(torch.ones(1, WIDTH))
     assert first.counts == {"all_gather": 2}
     assert second.counts == {}
+    assert [event.unit for event in mixed.events] == ["(root)", "blocks.0", "blocks.0"]
 
 
 def test_a_ledger_prints_a_table():
