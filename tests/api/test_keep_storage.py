@@ -145,6 +145,9 @@ def test_a_cast_and_an_offload_free_it():
     layer = meshard.fully_shard(nn.Linear(3, 3))
     layer.set_keep_unsharded_storage(True)
     gather(layer)
+    layer.float()  # changes nothing
+    assert all(not num_bytes for _, num_bytes in storages(layer))
+    gather(layer)
     layer.double()
     assert all(not num_bytes for _, num_bytes in storages(layer))
     assert gather(layer).dtype == torch.float64

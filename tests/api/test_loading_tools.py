@@ -105,6 +105,9 @@ def load_beside_values(fully_shard, assign):
     fully_shard(model, mesh=mesh)
     adapter = [param for param in model.parameters() if not param.is_meta]
     optimizer = torch.optim.SGD(adapter, lr=0.5)
+    if fully_shard is meshard.fully_shard:
+        with pytest.raises(RuntimeError, match="to_empty.* on the module that holds it"):
+            model(BATCH)
     assert_same({name: model.get_parameter(name).full_tensor() for name in values}, values)
     if assign:
         sharded = {name: distribute_tensor(value, mesh) for name, value in base.items()}

@@ -241,8 +241,8 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                have_all_run = len(unit.step.modules_run) == len(unit.modules)
-                if not have_all_run and unit.reshards_after_forward:
+                if unit.reshards_after_forward:
+                    # Of several modules, not all have run; or the user has called unshard() since.
                     unit.group.reshard(keep_post_forward=True)
                 unit.step.modules_run.clear()
 

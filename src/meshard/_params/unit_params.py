@@ -218,11 +218,13 @@ class ShardedUnitParams(UnitParams):
         return copied
 
     def _check_not_meta(self, device: torch.device) -> None:
+        # On the root it would replace the values that others have.
+        which = "the module that holds it" if self.is_partly_meta else "the root module"
         for param in self.params:
             if local_of(param.sharded).is_meta:
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
-                    f"call to_empty(device={device.type!r}) on the root module (shards "
+                    f"call to_empty(device={device.type!r}) on {which} (shards "
                     f"live on {device.type!r}) and initialise its parameters "
                     "(reset_parameters, or load_state_dict) before the first forward."
                 )
