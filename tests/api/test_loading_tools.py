@@ -106,7 +106,7 @@ def load_beside_values(fully_shard, assign):
     adapter = [param for param in model.parameters() if not param.is_meta]
     optimizer = torch.optim.SGD(adapter, lr=0.5)
     if fully_shard is meshard.fully_shard:
-        with pytest.raises(RuntimeError, match="to_empty.* on the module that holds it"):
+        with pytest.raises(RuntimeError, match="on the module that holds it"):
             model(BATCH)
     assert_same({name: model.get_parameter(name).full_tensor() for name in values}, values)
     if assign:
