@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from tests.support.covering import select
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import shared_pool
 
 SEED = 20
 
@@ -46,11 +46,14 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[Callable[..., list[Any]]]:
+def run_ranks() -> Callable[..., list[Any]]:
     """``run_ranks(fn, n, *args, timeout=60, **kwargs)``: see ``RankPool.run``."""
-    pool = RankPool()
-    yield pool.run
-    pool.close()
+    return shared_pool().run
+
+
+def pytest_sessionfinish() -> None:
+    """Let the processes of the pool end."""
+    shared_pool().close()
 
 
 @pytest.fixture(autouse=True)

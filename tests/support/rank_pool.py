@@ -1,5 +1,6 @@
 """A pool of processes, on which tests run functions as ranks."""
 
+import functools
 import multiprocessing
 import os
 import pickle
@@ -188,6 +189,12 @@ class RankPool:
 
     def _dump_path(self, rank: int) -> Path:
         return Path(self._dumps.name) / f"rank{rank}.txt"
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """Return the pool of this test run, which conftest closes."""
+    return RankPool()
 
 
 def _results(replies: Sequence[Reply | None]) -> list[Any]:
