@@ -408,7 +408,9 @@ class Reduction:
             if self._partial is not None:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(self._partial)
-                self._result.add_(self._partial)
+                # With one rank in the shard group, they were divided for the all-reduce already.
+                divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
+                self._result.add_(self._partial, alpha=1 / divided_by)
             if self._sum_dtype != plan.accumulate_dtype:
                 self._result = self._result.to(plan.accumulate_dtype)
             if plan.replicate_group is None and plan.replicate_count > 1:

@@ -22,12 +22,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, InFlight, Rows
-from meshard._comm.divergence import explain_failure
+from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
 from meshard._gradients.host_grads import HostGrads
 from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
+from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
@@ -351,6 +352,8 @@ class GradientAccumulator:
         )
         if layout.is_large:  # a small unit is packed by one kernel, which divides nothing
             plan = plan._replace(divided_by=self._early_divisor(plan, settings))
+        if self.storage.comm.is_checked:
+            _check_agreement(plan, mesh_info)
         rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
@@ -380,12 +383,16 @@ class GradientAccumulator:
             average=self.average and functools.partial(self.average, layout),
         )
 
-    def _early_divisor(self, plan: ReducePlan, settings: ReduceSettings) -> int:
-        """Return by what gradients are divided while they are packed; 1 if others see them then."""
-        if settings.reduce_hooks or plan.average is not None or self._unreduced is not None:
+    @staticmethod
+    def _early_divisor(plan: ReducePlan, settings: ReduceSettings) -> int:
+        """Return by what gradients are divided while they are packed; 1 if others see them then.
+
+        This is the same on all ranks: it reads settings and groups, never what this rank holds.
+        """
+        if settings.reduce_hooks or plan.average is not None:
             return 1
         shard_count = plan.shard_group.size()
-        if shard_count == 1 and (plan.replicate_group is None or self._partial is not None):
+        if shard_count == 1 and plan.replicate_group is None:
             return 1
         return early_divisor(plan.divisors, shard_count)
 
@@ -409,6 +416,8 @@ class GradientAccumulator:
         rows: Rows
         if self._unreduced is not None:
             _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
+            if plan.divided_by != 1:  # ranks without an accumulator divide while they pack
+                rows.mul_(1 / plan.divided_by)
         else:
             used = arrived.used
             if is_narrowed_late(arrived.gradients, plan.wire_dtype):
@@ -479,3 +488,17 @@ def _grads_of(storage: UnitParams) -> ShardedGrads | HostGrads | ReplicatedGrads
     if isinstance(storage, ReplicatedParams):
         return ReplicatedGrads(storage)
     return ShardedGrads(storage)
+
+
+def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo) -> None:
+    """Raise unless all ranks reduce a unit alike: a wrong divisor shows in no collective."""
+    over_replicas = plan.replicate_group is not None or mesh_info.replicate_group is None
+    groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
+    factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
+    how = f", divided by {factor}"
+    if mesh_info.replicate_group is not None:
+        how = f" over {'shards and replicas' if over_replicas else 'the shards'}{how}"
+    if plan.divided_by != 1:
+        how += f" ({plan.divided_by} of it before the sum)"
+    for group in groups:
+        check_fingerprint(f"the reduction of unit {plan.label!r}{how}", group)

@@ -13,11 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
-from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceSettings, TensorHook, check_divide_factor
 from meshard._gradients.sharded_grads import unrecorded
-from meshard._params.unit_params import UnitParams
 
 
 class _Queued(NamedTuple):
@@ -32,7 +30,6 @@ class ReduceQueue:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._is_checked = is_debugging()
         self._queue: deque[_Queued] = deque()
         # By the id of what was set, which is held so that no other object gets that id.
         self._factors: dict[int, tuple[object, float]] = {}
@@ -82,8 +79,6 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings)
         divide_factor = usual_factor if divide_factor is None else divide_factor
-        if self._is_checked:
-            _check_agreement(gradients.storage, over_replicas, divide_factor)
         after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
@@ -144,15 +139,3 @@ class ReduceQueue:
         """Give up all reductions. Starts nothing: ranks may differ."""
         while self._queue:
             self._queue.popleft().in_flight.reduction.abandon()
-
-
-def _check_agreement(storage: UnitParams, over_replicas: bool, divide_factor: float | None) -> None:
-    """Raise unless all ranks reduce a unit alike: a wrong factor shows in no collective."""
-    label, mesh_info = storage.label, storage.spec.mesh_info
-    groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
-    factor = float(divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
-    how_far = ""
-    if mesh_info.replicate_group is not None:
-        how_far = " over shards and replicas" if over_replicas else " over the shards"
-    for group in groups:
-        check_fingerprint(f"the reduction of unit {label!r}{how_far}, divided by {factor}", group)
