@@ -369,7 +369,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in require_units(self, recurse=False):
             unit.step.is_wanted_unsharded = False
-            unit.group.end_manual_unshard(voids_graphs=not unit.step.awaits_gradients)
+            awaits_backward = unit.lifecycle.awaits_backward(unit)
+            unit.group.end_manual_unshard(voids_graphs=not awaits_backward)
             unit.group.reshard()
             unit.group.finish_copies()  # the user may edit the shards next
 

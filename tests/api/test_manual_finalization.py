@@ -403,7 +403,7 @@ def test_units_whose_backward_is_to_come_stay_unsharded():
         loss = integer_loss(model(integer_batch(1, dist.get_rank())))
         finalize(model, True)
         states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
-        assert states == ["UNSHARDED"] * 4
+        assert states == ["INSTALLED"] * 4
         loss.backward()
         finalize(model, True)
         plain_window(plain, 0, "FF")

@@ -47,10 +47,6 @@ def other_unit_in_forward(model, _):
     step(model, (0, 2) if is_odd() else (0, 1))
 
 
-def unit_skipped_in_backward(model, _):
-    step(model, (0, 1, 2), 2 if is_odd() else None)
-
-
 def late(model, _):
     if is_odd():
         time.sleep(1.7 * SECONDS)
@@ -125,12 +121,6 @@ def test_a_unit_that_one_rank_does_not_run(run_ranks):
         assert "rank 0: all_gather of unit 'blocks.1' (root " in message
         assert "rank 1: all_gather of unit 'blocks.2' (root " in message
         assert seconds < LONG  # all came: nobody waits for the timeout
-
-
-def test_a_unit_that_one_rank_skips_in_backward(run_ranks):
-    for message, _ in run_ranks(diverge, 2, unit_skipped_in_backward):
-        assert "rank 0: all_gather of unit 'blocks.0'" in message
-        assert "rank 1: the reduction of unit 'blocks.1', divided by 2.0" in message
 
 
 @pytest.mark.full

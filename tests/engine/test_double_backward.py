@@ -190,8 +190,8 @@ def test_units_stay_whole_between_the_two_backwards_only(run_ranks):
     for found, counts in run_ranks(when_given_back, 2):
         assert found == [["(root)", "blocks.0", "blocks.1", "blocks.2"], []]
         # Forward gathers 4 and the first backward 3. Everything is unsharded then.
-        assert counts[0] == {"all_gather": 7, "reduce_scatter": 4}
-        assert "all_gather" not in counts[1]
+        assert counts[0] == {"all_gather": 7}
+        assert counts[1] == {"reduce_scatter": 4}
 
 
 def drop_the_graph():

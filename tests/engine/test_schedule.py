@@ -84,7 +84,9 @@ def test_an_interrupted_pass_leaves_the_prediction_as_it_was():
 
 
 def over(schedule, call, backward=0):
-    return StepSchedule.over_before(schedule.current, call, backward)
+    of = schedule.current
+    of.open(backward)
+    return list(StepSchedule.pop_over(of, lambda first: first.entered > call.exited))
 
 
 def test_later_units_are_over_when_an_earlier_one_begins_backward():

@@ -124,7 +124,8 @@ def freeze_between():
 
 
 def test_freezing_between_forward_and_backward_keeps_ranks_together():
-    assert run_threads(freeze_between, 2) == [{"a": 1.0, "b": 0.5}] * 2
+    # As on one process, autograd leaves out what is frozen when its gradient comes.
+    assert run_threads(freeze_between, 2) == [{"a": 1.0, "b": None}] * 2
 
 
 class Part(nn.Module):

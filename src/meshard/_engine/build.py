@@ -30,7 +30,7 @@ from meshard._engine.hooks import (
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import (
     Unit,
     UnitSettings,
@@ -428,7 +428,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if not unit.params or unit.group.state is ParamState.INSTALLED:
+        if not unit.params or unit.lifecycle.is_inside(unit):
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)

@@ -55,7 +55,7 @@ from meshard._torch.dtensor import is_placed_like, local_of
 from meshard._torch.private import (
     base_of,
     module_call_code,
-    next_node,
+    number_of,
     outside_of_transforms,
     skip_dynamo,
     skip_dynamo_once,
@@ -132,6 +132,8 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """
     for unit in units_of(module):
         _abort_if_interrupted(unit.lifecycle)
+        if unit.lifecycle.phase is Phase.IDLE:
+            unit.group.install_sharded()  # of what a forward has left unsharded too
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 
@@ -257,8 +259,7 @@ class ModuleHooks(UnitHook):
         call = without_modes(lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
-            collects = may_collect((*args, *kwargs.values()))
-            call.began_at = next_node() if collects else -1
+            call.may_collect = may_collect((*args, *kwargs.values()))
         dtype = unit.input_dtype
         if dtype is None:
             return None
@@ -290,7 +291,7 @@ class ModuleHooks(UnitHook):
                 result, (*args, *kwargs.values()), as_view=not unit.step.is_wanted_unsharded
             )
             watch_outputs(result, watched)
-            if watched.call.began_at >= 0:
+            if watched.call.may_collect:
                 arguments = (*args, *kwargs.values())
                 watch_outputs(left_in(arguments, watched.call.began_at), watched)
         return None if result is output else result
@@ -381,13 +382,16 @@ def watch_outputs(output: Any, watched: Watched) -> None:
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
         if tensor.requires_grad:
+            watched.call.is_watched = True
             setattr(tensor, WATCHED, True)
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
             # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
             base = base_of(tensor)
-            if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(partial(_base_hook, watched, base.output_nr))
+            node = None if base is None else base.grad_fn
+            # Not that of a tensor from before this forward, of which the output is a view.
+            if base is not None and node is not None and number_of(base) >= watched.call.began_at:
+                node.register_prehook(partial(_base_hook, watched, base.output_nr))
 
 
 @skip_dynamo
@@ -478,6 +482,8 @@ class _LoadHook(UnitHook):
         unit = self._unit()
         if unit is None:
             return
+        if unit.lifecycle.phase is Phase.IDLE:
+            unit.group.install_sharded()  # what a forward has left unsharded is stale now
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)

@@ -29,7 +29,7 @@ from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
 from meshard._engine.unit import Unit, alive, buckets_in
@@ -37,12 +37,15 @@ from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.dtensor import scalar_reads
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
+    accumulates_any,
     graph_task_id,
     has_backward_optimizers,
     is_distributed_backward,
     is_in_distributed_autograd,
     keeps_graph,
+    next_node,
     queue_backward_callback,
+    running_node,
     skip_dynamo,
     without_modes,
 )
@@ -127,6 +130,10 @@ class Lifecycle:
         self._graph_task = -1  # the autograd run in which the present backward began
         self._thread = 0  # likewise, its thread
         self._has_nested = False  # another autograd run began inside it
+        self._accumulates = True  # it adds to .grad, as torch.autograd.grad does not
+        self._keeps_graph = False  # another backward may follow through its graph
+        self._reached: list[ForwardPass] = []  # the passes whose backward it has begun
+        self._passes: list[weakref.ref[ForwardPass]] = []  # those whose backward may come
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
         for number, unit in enumerate(units):
@@ -162,14 +169,18 @@ class Lifecycle:
             self.retained.begin_forward()
             self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
+            if torch.is_grad_enabled():
+                self._passes.append(weakref.ref(self.schedule.current))
         call = None
-        if self.phase is Phase.FORWARD:
-            call = self.schedule.enter(unit.number)
+        in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
+        if in_forward:
+            call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.running.append((unit, call))
         group = unit.group
         if not group.params:
             return call
-        in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
+        if not in_forward and group.state is ParamState.SHARDED:
+            self._end_backwards_after(running_node())
         up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
         is_manual = in_forward and group.is_manually_unsharded
         if in_forward:
@@ -212,7 +223,6 @@ class Lifecycle:
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # a module that called itself
-        group.install_sharded()
         unit.step.modules_run.add(id(module))
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
@@ -228,6 +238,12 @@ class Lifecycle:
         if graph_task_id() < 0:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether a forward of ``unit`` is running, or is computed again."""
+        if self.phase is Phase.BACKWARD:
+            return unit.group.state is ParamState.INSTALLED
+        return self._runs(unit)
+
     def _runs(self, unit: Unit) -> bool:
         return bool(self.running) and any(other is unit for other, _ in self.running)
 
@@ -241,9 +257,14 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                if unit.reshards_after_forward:
-                    # Of several modules, not all have run; or the user has called unshard() since.
+                has_graph = torch.is_grad_enabled() and unit.gradients.bucket is None
+                is_partial = has_graph and len(unit.step.modules_run) < len(unit.modules)
+                if unit.reshards_after_forward and not is_partial:
                     unit.group.reshard(keep_post_forward=True)
+                elif has_graph:  # of a partial unit, what has not run may have been read
+                    unit.group.keep_installed()
+                else:  # after an evaluation the user may edit parameters, or build an optimizer
+                    unit.group.install_sharded()
                 unit.step.modules_run.clear()
 
     # --- backward ---------------------------------------------------------------------
@@ -258,8 +279,12 @@ class Lifecycle:
         """The number of the backward that runs, or of the next one."""
         return self._num_backwards + (self.phase is not Phase.BACKWARD)
 
-    def _begin_backward(self, early: tuple[Unit, int] | None = None) -> None:
-        """Begin a backward, unless it has begun; ``early`` is a gradient that is there already."""
+    def _begin_backward(self, first: Unit, early: int | None = None) -> None:
+        """Begin a backward, unless it has begun.
+
+        ``first`` is the unit that it has reached; ``early``, the parameter of it whose gradient is
+        there already.
+        """
         self.abort_if_failed()
         if self.phase is Phase.BACKWARD:
             if graph_task_id() != self._graph_task:
@@ -274,7 +299,10 @@ class Lifecycle:
         self._thread = threading.get_ident()
         self._num_backwards += 1
         self._is_due = self.is_manual
-        self._is_split |= self.is_manual and keeps_graph()
+        self._keeps_graph = keeps_graph()
+        self._is_split |= self.is_manual and self._keeps_graph
+        self._reached = []
+        self._accumulates = early is not None or self._will_accumulate(first)
         self._graph_task, self._has_nested = graph_task_id(), False
         self._queue.begin_backward()
         patch_new_optimizers()
@@ -283,7 +311,7 @@ class Lifecycle:
         end, me = functools.partial(_end_backward, weakref.ref(self)), weakref.ref(self)
         queue_backward_callback(end)
         for unit, grads in buckets_in(self.units()):
-            grads.hide(early[1] if early is not None and early[0] is unit else None)
+            grads.hide(early if unit is first else None)
             unit.gradients.begin_backward(unit.settings)
         self.retained.begin_backward()
         self._ends = [
@@ -291,6 +319,11 @@ class Lifecycle:
             weakref.ref(end, self.failures.append),
         ]
         self.failures.clear()  # last: this frame holds ``end``, also in a traceback
+
+    def _will_accumulate(self, first: Unit) -> bool:
+        """Whether this autograd run adds to ``.grad`` of a parameter, if it does so at all."""
+        units = dict.fromkeys((first, *reversed(self.units())))
+        return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _check_nested(self) -> None:
         """Record another autograd run inside the backward, as that of a reentrant checkpoint."""
@@ -312,32 +345,90 @@ class Lifecycle:
                 f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
                 "forward made before it; run that backward before, or after."
             )
-        self._begin_backward()
-        for number in StepSchedule.over_before(of, call, self._num_backwards):
-            other = self._units[number]()
-            if other is not None and other is not unit:
-                self._complete(other, of)
-        self.schedule.in_backward = unit.step.in_pass = of
-        unit.step.in_call = call
+        self._begin_backward(unit)
+        self._reach(of)
+        self._begin_skipped(of, lambda other: other.exit_position > call.exit_position)
+        self._begin_backward_of(unit, of, call)
         if not group.params:
             return None
-        if not unit.step.is_in_backward:
-            unit.step.is_in_backward = True
-            unit.step.awaits_gradients |= group.num_trainable > 0
         replacement = None
         if unit.settings.unshard_in_backward:
-            up_next = self._prefetcher.after_backward_of(unit, of, call)
-            self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
             group.install_unsharded(read_flags=False)  # checkpointing may run forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
             self._on_complete_gradients(unit)  # they were complete in a later call
         return replacement
 
+    def _reach(self, of: ForwardPass) -> None:
+        of.open(self._num_backwards)
+        if of not in self._reached:
+            self._reached.append(of)
+
+    def _begin_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+        """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
+        call.begun_in = self._num_backwards
+        self._complete_over(of, lambda first: first.entered > call.exited, but=unit)
+        self.schedule.in_backward = unit.step.in_pass = of
+        unit.step.in_call = call
+        if not unit.params:
+            return
+        if not unit.step.is_in_backward:
+            unit.step.is_in_backward = True
+            unit.step.awaits_gradients |= unit.group.num_trainable > 0
+        if unit.settings.unshard_in_backward:
+            up_next = self._prefetcher.after_backward_of(unit, of, call)
+            self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
+
+    def _begin_skipped(self, of: ForwardPass, is_next: Callable[[ForwardCall], bool]) -> None:
+        """Begin the backwards that this rank has left out: other ranks gather for theirs.
+
+        So a unit that the loss of one rank does not use (an auxiliary head, a dropped layer) issues
+        the same collectives on all ranks. Calls of a run that accumulates nothing are left out on
+        all ranks alike.
+        """
+        for call in StepSchedule.pop_skipped(of, is_next) if self._accumulates else ():
+            unit = self._units[call.unit]()
+            if unit is None or not unit.params or self._runs(unit):
+                continue
+            if call.is_watched or unit.group.num_trainable:
+                self._begin_backward_of(unit, of, call)
+
+    def _complete_over(
+        self, of: ForwardPass, is_over: Callable[[ForwardCall], bool], *, but: Unit | None = None
+    ) -> None:
+        """Complete the units of a pass whose backward is over."""
+        for number in StepSchedule.pop_over(of, is_over):
+            other = self._units[number]()
+            if other is not None and other is not but:
+                self._complete(other, of)
+
+    def _end_backwards_after(self, node: int) -> None:
+        """Complete what is over when ``node`` runs: a recomputation in it is about to gather.
+
+        A rank that used all parameters of a unit has reduced it at its last gradient. One that left
+        a parameter out must not gather first.
+        """
+        of = self.schedule.in_backward
+        if of is None:
+            return
+
+        def is_over(first: ForwardCall) -> bool:
+            if first.began_at <= node:
+                return False
+            if first.has_graph:
+                return True
+            # It ran in a reentrant checkpoint, perhaps the one that is recomputed now.
+            unit = self._units[first.unit]()
+            return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
+
+        self._begin_skipped(of, lambda call: call.began_at > node)
+        self._complete_over(of, is_over)
+
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
         if self.phase is not Phase.BACKWARD or self.failures:
-            self._begin_backward((unit, index))
+            self._begin_backward(unit, index)
+        self._accumulates = True
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
@@ -354,8 +445,8 @@ class Lifecycle:
 
     def gradient_joins(self, unit: Unit) -> None:
         """Record a gradient from outside of the unit's forward; it is reduced at the very end."""
-        self._begin_backward()
-        unit.step.awaits_gradients = True
+        self._begin_backward(unit)
+        self._accumulates = unit.step.awaits_gradients = True
 
     def _on_complete_gradients(self, unit: Unit) -> None:
         # A reentrant checkpoint runs a backward of its own inside this one. A gradient that arrives
@@ -368,20 +459,27 @@ class Lifecycle:
         """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
         if self._runs(unit):
             return  # a backward inside the forward of this unit
+        awaits_gradients = unit.step.awaits_gradients
         unit.step.end_backward()
         unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
             unit.group.reshard()
         if of is not None and self.schedule.runs_before(of, unit.number):
             return
-        if unit.step.awaits_gradients:
-            if unit.step.is_wanted_unsharded and not unit.step.arrived:
-                _check_finds_parameters(unit)
+        if not awaits_gradients:
+            return
+        if unit.step.is_wanted_unsharded and not unit.step.arrived:
+            _check_finds_parameters(unit)
+        if self._accumulates or unit.settings.sync is GradientSync.NONE:
             unit.step.is_ready = True
-            self._reduce_if_ready(unit)
+            self._reduce_if_ready(unit, is_at_end=of is None)
+        elif not self._keeps_graph:
+            unit.step.record_taken()
 
-    def _reduce_if_ready(self, unit: Unit) -> None:
-        if (unit.step.awaits_gradients and not unit.step.is_ready) or unit.has_open_children:
+    def _reduce_if_ready(self, unit: Unit, *, is_at_end: bool = False) -> None:
+        if unit.step.awaits_gradients and not unit.step.is_ready:
+            return
+        if unit.has_open_children and not is_at_end:
             return
         if unit.step.is_ready:  # otherwise it has nothing to train
             unit.step.record_taken()
@@ -439,25 +537,58 @@ class Lifecycle:
 
     def finish_backward(self) -> None:
         units = self.units()
-        self.schedule.end_backward()
+        ended = [of for of in self._reached if of is not self.schedule.current or not self.running]
+        for of in ended:
+            self._begin_skipped(of, lambda _: True)
+        to_come = self._units_to_come(ended)
+        self.schedule.end_backward(ends_passes=self._accumulates or not self._keeps_graph)
         self.retained.end_backward()
         for unit in reversed(units):  # units inside before the unit around them
-            self._complete(unit)
-        for unit in reversed(units):
-            if unit.settings.sync is GradientSync.FULL and not self.is_manual:
-                # It may have got nothing today, and hold gradients of earlier microbatches.
-                self._flush(unit, ends_window=self._ends_window)
-        if self._ends_window:
+            if unit.number not in to_come:
+                self._complete(unit)
+        full = [
+            unit
+            for unit in reversed(units if self._accumulates else ())
+            if unit.settings.sync is GradientSync.FULL and unit.number not in to_come
+        ]
+        for unit in full if not self.is_manual else ():
+            # It may have got nothing today, and hold gradients of earlier microbatches.
+            self._flush(unit, ends_window=self._ends_window)
+        if self._ends_window and self._accumulates:
             self._queue.finish_all()
-            for unit in reversed(units):
-                if unit.settings.sync is GradientSync.FULL:
-                    self.end_window(unit)
+            for unit in full:
+                self.end_window(unit)
             self._settle_host()
         self._prefetcher.drop_unused()
         for _, grads in buckets_in(units):
             grads.show()
+        self._reached = []
         self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
         self._ends = []  # last: until here the backward counts as failed if it does not go on
+
+    def _units_to_come(self, ended: Sequence[ForwardPass]) -> set[int]:
+        """Return the units whose backward comes later, as this one has reached other passes only.
+
+        So a loss may run a part of the model again, chunk by chunk, with a backward in each.
+        """
+        for of in ended:
+            of.is_spent |= not self._keeps_graph
+        passes = [of for of in alive(self._passes) if not of.is_spent]
+        self._passes = [weakref.ref(of) for of in passes]
+        if not self._reached:
+            return set()
+        to_come = set().union(*(of.units for of in passes if of not in ended))
+        reached = set().union(*(of.units for of in ended))
+        units = alive(self._units[number] for number in to_come - reached)
+        return {
+            unit.number for unit in units if not unit.step.is_in_backward and not unit.step.arrived
+        }
+
+    def awaits_backward(self, unit: Unit) -> bool:
+        """Whether a forward of ``unit`` has a graph whose backward may come."""
+        return unit.step.awaits_gradients or any(
+            unit.number in of.units and not of.is_spent for of in alive(self._passes)
+        )
 
     # --- outside of a backward --------------------------------------------------------
 
@@ -616,6 +747,7 @@ class Lifecycle:
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
+        self._passes, self._reached = [], []
         self._prefetcher.drop_unused()
         self.schedule.forget()
         self.retained.release()

@@ -91,3 +91,37 @@ def _restore(unsharded: torch.Tensor, local: torch.Tensor) -> None:
         set_local(unsharded, local)
     else:
         unsharded.data = local
+
+
+class KeptInstalled:
+    """Unsharded parameters that modules hold after a forward, until they are resharded.
+
+    As after ``unshard()``, flags are carried over to the sharded parameters, and lost edits are
+    warned of.
+    """
+
+    def __init__(self, label: str, params: Sequence[UnitParam], shard_version: int) -> None:
+        self._label = label
+        self._params = params
+        self._shard_version = shard_version
+        self._before = [
+            (version_of(each.unsharded), each.unsharded.requires_grad) for each in params
+        ]
+
+    def end(self, shard_version: int) -> None:
+        edited = []
+        for param, (version, requires_grad) in zip(self._params, self._before, strict=True):
+            if param.unsharded.requires_grad is not requires_grad:
+                param.sharded.requires_grad_(param.unsharded.requires_grad)
+                # Until the next forward it keeps that of this one, which is the same on all ranks.
+                param.unsharded.requires_grad_(requires_grad)
+            if version_of(param.unsharded) != version:
+                edited.append(param.fqn)
+        if edited and shard_version == self._shard_version:
+            warnings.warn(
+                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after a "
+                "forward that has left them unsharded (reshard_after_forward=False, or the root), "
+                "and these edits are lost: they were made to a copy. Call reshard() on the unit "
+                "before, or edit them inside meshard.unsharded_params(module).",
+                stacklevel=4,
+            )

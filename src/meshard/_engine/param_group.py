@@ -14,7 +14,7 @@ from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import sum_of_samples
-from meshard._engine.manual_unshard import ManualUnshard
+from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
@@ -133,6 +133,7 @@ class ParamGroup:
         # Of the whole root: not empty after a backward that raised, until that is cleaned up.
         self.failures: list[object] = []
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
+        self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # while SUMMONED
@@ -278,6 +279,7 @@ class ParamGroup:
             self.pending_step.finish()
 
     def record_step(self) -> None:
+        self.install_sharded()  # kept since a forward, the unsharded parameters are stale now
         self.num_steps += 1
         self.saves_memory = False
         self.gradients.window.close()
@@ -397,8 +399,24 @@ class ParamGroup:
     def install_sharded(self) -> None:
         """Make modules hold the sharded parameters, unless the user's ``unshard()`` lasts."""
         if self.state is ParamState.INSTALLED and self.manual_unshard is None:
+            self._end_kept()
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
+
+    def keep_installed(self) -> None:
+        """Leave the unsharded parameters on the modules after forward, until they are resharded.
+
+        The user may read them, as a loss does that is computed from a weight.
+        """
+        if self.state is ParamState.INSTALLED and self.manual_unshard is None:
+            self._kept = KeptInstalled(self.label, self.params, self.version)
+            register_manually_unsharded(self)
+
+    def _end_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            release_pending(self)
+            kept.end(self.version)
 
     # --- unshard() and reshard() by the user ------------------------------------------
 

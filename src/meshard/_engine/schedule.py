@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshard._engine.param_group import ParamState
@@ -31,27 +31,41 @@ class ForwardCall:
 
     unit: int
     is_first: bool = True  # the first of its unit in this pass, so the last in the backward
+    has_graph: bool = True  # it ran with grad enabled
+    entered: int = -1  # in ticks of the pass
     exited: int = -1  # in ticks of the pass
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
-    began_at: int = -1  # next autograd node at its begin, if it may store tensors in its arguments
+    began_at: int = -1  # the number of the next autograd node when it began
+    may_collect: bool = False  # it may store tensors in its arguments
+    is_watched: bool = False  # an output of it has a hook
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # no slots: there are weak references to it
 class ForwardPass:
     """One forward of the outermost unit, and of all units that ran inside it."""
 
     entries: list[int] = field(default_factory=list)
-    exits: list[int] = field(default_factory=list)
-    first_entries: list[tuple[int, int]] = field(default_factory=list)  # unit, ticks
+    exits: list[ForwardCall] = field(default_factory=list)
+    first_entries: list[ForwardCall] = field(default_factory=list)
     units: set[int] = field(default_factory=set)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
     # Units of the passes before this one whose backward may come, and the number of their window.
     earlier: frozenset[int] = frozenset()
     window: int = -1
     ticks: int = 0
-    num_open: int = 0  # the first entries whose backward is not over, in the backward open_in
+    # In the backward ``open_in``: the first entries whose backward is not over, and the exits whose
+    # backward has not begun.
+    num_open: int = 0
+    num_to_begin: int = 0
     open_in: int = -1
+    is_spent: bool = False  # a backward has freed its graph
+
+    def open(self, backward: int) -> None:
+        """Begin the backward of this pass in the backward of this number, unless it has begun."""
+        if self.open_in != backward:
+            self.open_in = backward
+            self.num_open, self.num_to_begin = len(self.first_entries), len(self.exits)
 
 
 class StepSchedule:
@@ -77,10 +91,12 @@ class StepSchedule:
             self.current.window = self._window
             self._last = self.current
 
-    def end_backward(self) -> None:
-        self._last = None
-        self._window += 1
+    def end_backward(self, *, ends_passes: bool = True) -> None:
+        """Forget the passes whose backward might have come, if this one ends them."""
         self.in_backward = None
+        if ends_passes:
+            self._last = None
+            self._window += 1
 
     def forget(self) -> None:
         """Drop what an interrupted pass has recorded. The prediction stays."""
@@ -93,13 +109,14 @@ class StepSchedule:
         """The pass that runs. A recomputation belongs to the pass whose backward runs."""
         return self.current if self.in_backward is None else self.in_backward
 
-    def enter(self, unit: int) -> ForwardCall:
+    def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
+        """Record that a unit begins; ``node`` is the number of the next autograd node."""
         now = self.current
         is_first = unit not in now.units
-        call = ForwardCall(unit, is_first)
+        call = ForwardCall(unit, is_first, with_graph, entered=now.ticks, began_at=node)
         if is_first:
             now.units.add(unit)
-            now.first_entries.append((unit, now.ticks))
+            now.first_entries.append(call)
         now.entries.append(unit)
         now.ticks += 1
         self._follow(unit)
@@ -118,7 +135,7 @@ class StepSchedule:
         now = self.current
         call.exited = now.ticks
         call.exit_position = len(now.exits)
-        now.exits.append(call.unit)
+        now.exits.append(call)
         now.last_call[call.unit] = call
         now.ticks += 1
 
@@ -131,26 +148,34 @@ class StepSchedule:
 
     @staticmethod
     def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
-        return of.exits[call.exit_position - 1] if call.exit_position > 0 else None
+        return of.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
 
     @staticmethod
-    def over_before(of: ForwardPass, call: ForwardCall, backward: int) -> list[int]:
-        """Return the units whose backward is over once that of ``call`` begins, last first.
+    def pop_over(of: ForwardPass, is_over: Callable[[ForwardCall], bool]) -> Iterator[int]:
+        """Iterate over the units whose backward is over, last first, each once in a backward.
 
         Autograd runs nodes in the reverse order of their creation. So when the backward of a call
         begins, a unit that was first entered after the end of that call has nothing left to run,
-        whether or not its outputs were used.
-
-        ``backward`` is the number of the backward: each unit is returned once in each.
+        whether or not its outputs were used; and when a node runs, one that was first entered
+        after that node was made. ``is_over`` tells it of a first entry.
         """
-        call.begun_in = backward
-        if of.open_in != backward:
-            of.open_in, of.num_open = backward, len(of.first_entries)
-        over = []
-        while of.num_open and of.first_entries[of.num_open - 1][1] > call.exited:
+        while of.num_open and is_over(of.first_entries[of.num_open - 1]):
             of.num_open -= 1
-            over.append(of.first_entries[of.num_open][0])
-        return over
+            yield of.first_entries[of.num_open].unit
+
+    @staticmethod
+    def pop_skipped(
+        of: ForwardPass, is_next: Callable[[ForwardCall], bool]
+    ) -> Iterator[ForwardCall]:
+        """Iterate over calls whose backward autograd has left out on this rank, last first.
+
+        ``is_next`` tells of a call whether its backward would have begun by now.
+        """
+        while of.num_to_begin and is_next(of.exits[of.num_to_begin - 1]):
+            of.num_to_begin -= 1
+            call = of.exits[of.num_to_begin]
+            if call.begun_in != of.open_in and call.has_graph:
+                yield call
 
     def runs_before(self, of: ForwardPass | None, unit: int) -> bool:
         """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -105,6 +105,48 @@ graph_task_id: Callable[[], int] = _or_error("torch._C._current_graph_task_id")
 keeps_graph: Callable[[], bool] = _or_error("torch._C._autograd._get_current_graph_task_keep_graph")
 # The number of the next autograd node of this thread; they count up.
 next_node: Callable[[], int] = _or_error("torch._C._autograd._get_sequence_nr")
+_running_node: Callable[[], Any] = _or_error("torch._C._current_autograd_node")
+_will_execute: Callable[[Any], bool] = _or_error("torch._C._will_engine_execute_node")
+
+
+def running_node() -> int:
+    """Return the number of the autograd node that this thread runs; -1 outside of a backward."""
+    node = _running_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def accumulates_any(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the present autograd run adds to the ``.grad`` of any leaf in ``params``.
+
+    True if that cannot be excluded: a run of ``torch.autograd.grad``, or one with ``inputs``, is
+    recognised by a node that it reaches and leaves out.
+    """
+    with torch.enable_grad():
+        for param in params:
+            if param.requires_grad and _runs(torch.autograd.graph.get_gradient_edge(param).node):
+                return True
+    return not _leaves_out_any(_running_node())
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return _will_execute(node)
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return False
+
+
+def _leaves_out_any(start: Any) -> bool:
+    """Whether the present autograd run does not execute some node behind ``start``."""
+    seen, stack = {start}, [start]
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            if not _runs(node):
+                return True
+            seen.add(node)
+            stack.append(node)
+    return False
 
 
 def number_of(tensor: torch.Tensor) -> int:
