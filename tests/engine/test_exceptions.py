@@ -14,6 +14,7 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 
 class Boom(Exception):
@@ -112,6 +113,27 @@ def fail_in_window():
 def test_an_exception_voids_the_open_window(run_ranks):
     """Half a window is not a gradient: what it had accumulated does not leak into the next."""
     run_ranks(fail_in_window, 2)
+
+
+@on_ranks(2)
+def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
+    """What a pipeline schedule calls after its last backward raises in a hook of the user."""
+    case = CASES["mlp_stack"]
+    model, untouched = build(case), build(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.batch(0, dist.get_rank())
+    model.set_gradient_sync(GradientSync.NONE)
+    case.loss(model(batch)).backward()
+    model.set_gradient_sync(GradientSync.FULL)
+    model.set_all_reduce_hook(raise_boom, recurse=False)  # of the root, which comes last
+    with pytest.raises(Boom):
+        meshard.fully_shard.state(model).post_backward()
+    with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):
+        optimizer.step()
+    model.set_all_reduce_hook(None)
+    for each in (model, untouched):
+        case.loss(each(batch)).backward()
+    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
 
 
 def fail_in_evaluation():

@@ -189,13 +189,14 @@ class Lifecycle:
     def _refuse_other_reductions(self) -> None:
         """Raise if something of torch's would take the gradients of the forward that begins."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
-            raise RuntimeError(_NOT_DISTRIBUTED)
+            raise RefusedError(self, _NOT_DISTRIBUTED)
         if not has_backward_optimizers():
             return
+        refused = functools.partial(RefusedError, self)
         for group in self.groups():
             for param in group.params:
                 name = f"{param.fqn!r} of unit {group.label!r}"
-                refuse_backward_optimizer(name, param.sharded, RuntimeError)
+                refuse_backward_optimizer(name, param.sharded, refused)
 
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
@@ -468,8 +469,9 @@ class Lifecycle:
         different ones.
         """
         self.abort_if_failed()
-        self._take_split_gradients()
-        self.finish_backward()
+        with self._recorded_failure():
+            self._take_split_gradients()
+            self.finish_backward()
 
     def _take_split_gradients(self) -> None:
         for unit in self.units():
@@ -527,7 +529,8 @@ class Lifecycle:
         if not self._num_backwards:
             return None
         if self._is_split:
-            self._take_split_gradients()
+            with self._recorded_failure():
+                self._take_split_gradients()
         for unit in units:
             # Not one whose backward is to come.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained

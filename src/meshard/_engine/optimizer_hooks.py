@@ -63,8 +63,10 @@ def find_overlapped(
     return next((param for param in params if id(param) in ids), None)
 
 
-def refuse_backward_optimizer(name: str, param: torch.Tensor, error: type[Exception]) -> None:
-    """Raise ``error`` if torch's ``_apply_optimizer_in_backward`` steps the parameter ``name``."""
+def refuse_backward_optimizer(
+    name: str, param: torch.Tensor, error: Callable[[str], Exception]
+) -> None:
+    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps parameter ``name``."""
     if has_backward_optimizer(param):
         raise error(
             f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
