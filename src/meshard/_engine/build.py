@@ -457,7 +457,9 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
-    give_lifecycle(units)
+    outer = give_lifecycle(units)
+    for lifecycle in before:
+        outer.retained.take_over(lifecycle.retained)
 
 
 def give_lifecycle(units: list[Unit]) -> Lifecycle:

@@ -408,11 +408,17 @@ class ParamGroup:
         return self.manual_unshard is not None and bool(self.manual_unshard.installed)
 
     def start_manual_unshard(self) -> ManualUnshard:
-        present = self.manual_unshard  # of an unshard() that was not waited for
-        self.forget_stale()
+        present = self.manual_unshard
+        self.forget_stale()  # which ends the present one
         self.start_unshard(may_keep_shard=False)
-        self.manual_unshard = present or ManualUnshard(self.label, self.params)
-        return self.manual_unshard
+        if present is not None and not present.installed:
+            self.manual_unshard = present  # an earlier handle is still to be waited for
+            return present
+        # Not the record of an unshard() before: flags and edits since then have been dealt with.
+        manual = self.manual_unshard = ManualUnshard(self.label, self.params)
+        if present is not None and self.state is ParamState.INSTALLED:
+            self.finish_manual_unshard(manual)  # nothing was gathered, and modules hold it already
+        return manual
 
     def finish_manual_unshard(self, manual: ManualUnshard) -> None:
         """Install the gathered parameters, unless they were used or resharded since."""
