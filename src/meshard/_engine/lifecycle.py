@@ -34,7 +34,6 @@ from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
 from meshard._engine.unit import Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
-from meshard._torch.dtensor import scalar_reads
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
     graph_task_id,
@@ -157,7 +156,6 @@ class Lifecycle:
         if self.phase is Phase.IDLE:
             self._refuse_unless_waited("a forward")
             self._refuse_other_reductions()
-            scalar_reads.forget()  # of a step that raised
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
             self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -243,6 +244,20 @@ foreach_mul_ = _or_error("torch._foreach_mul_")
 chunk_cat = _or_error("torch._chunk_cat")
 # Multiplies plain tensors by ``inv_scale``, and sets ``found_inf`` to 1 if one was not finite.
 unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
+
+# --- optimizers ----------------------------------------------------------------------------
+
+# Runs around every optimizer's step, from the first of its hooks to the last.
+_step_code = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def num_running_steps() -> int:
+    """Return how many steps of optimizers, one inside another, this thread is running."""
+    # Not the code itself: torch.compile runs a copy of it.
+    where = _step_code.co_filename, _step_code.co_firstlineno
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return sum((code.co_filename, code.co_firstlineno) == where for code in codes)
+
 
 # --- profiler, modules, pytree -------------------------------------------------------------
 
