@@ -36,6 +36,7 @@ from meshard._engine.unit import Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
+    BackwardCall,
     graph_task_id,
     has_backward_optimizers,
     is_distributed_backward,
@@ -111,6 +112,8 @@ class Lifecycle:
         # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
         # off, cleared after it; shared with the parameter groups.
         self.failures: list[object] = []
+        # The call of the backward that runs, if any; likewise shared.
+        self._backward_calls: list[BackwardCall] = []
         self.interrupt: BaseException | None = None  # that abort is still to raise
         self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
@@ -133,6 +136,7 @@ class Lifecycle:
             unit.reduced_in = -1
             unit.group.storage.label = unit.label
             unit.group.failures = self.failures
+            unit.group.backward_calls = self._backward_calls
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -275,6 +279,7 @@ class Lifecycle:
         self._is_due = self.is_manual
         self._is_split |= self.is_manual and keeps_graph()
         self._graph_task, self._has_nested = graph_task_id(), False
+        self._backward_calls[:] = [BackwardCall()]
         self._queue.begin_backward()
         patch_new_optimizers()
         # Autograd drops its callbacks without calling them when a backward raises. That is recorded
@@ -335,7 +340,7 @@ class Lifecycle:
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
-        if self.phase is not Phase.BACKWARD or self.failures:
+        if self.phase is not Phase.BACKWARD or self.failures or self._is_cut_off():
             self._begin_backward((unit, index))
         step = unit.step
         step.awaits_gradients = True
@@ -456,6 +461,7 @@ class Lifecycle:
         for _, grads in buckets_in(units):
             grads.show()
         self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
+        self._backward_calls.clear()
         self._ends = []  # last: until here the backward counts as failed if it does not go on
 
     # --- outside of a backward --------------------------------------------------------
@@ -588,6 +594,7 @@ class Lifecycle:
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
         self.failures.append("raised")  # first; the next step begins with abort()
+        self._backward_calls.clear()
         self.running.clear()
         for group in self.groups():
             group.install_sharded()
@@ -602,7 +609,18 @@ class Lifecycle:
                 "A forward may read parameters of another unit that has unshard_on_access=True."
             )
 
+    def _is_cut_off(self) -> bool:
+        """Whether the present backward has raised, and autograd has not dropped its callbacks yet.
+
+        The thread of a device may do that after the exception has reached the user.
+        """
+        if self.phase is not Phase.BACKWARD or graph_task_id() == self._graph_task:
+            return False
+        return any(call.has_returned() for call in self._backward_calls)
+
     def abort_if_failed(self) -> None:
+        if self._is_cut_off():
+            self.record_failure()
         if self.failures:
             self.abort()
 
@@ -617,6 +635,7 @@ class Lifecycle:
         if is_void:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
+        self._backward_calls.clear()
         self._prefetcher.drop_unused()
         self.schedule.forget()
         self.retained.release()

@@ -26,7 +26,7 @@ from meshard._params.sharded_param import (
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
-from meshard._torch.private import is_in_transform
+from meshard._torch.private import BackwardCall, is_in_transform
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -132,6 +132,7 @@ class ParamGroup:
         self.keeps_storage = False  # reshard leaves the memory of the unsharded parameters
         # Of the whole root: not empty after a backward that raised, until that is cleaned up.
         self.failures: list[object] = []
+        self.backward_calls: list[BackwardCall] = []  # likewise, that of the backward that runs
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
@@ -232,7 +233,7 @@ class ParamGroup:
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        if self.failures:
+        if self.failures or any(call.has_returned() for call in self.backward_calls):
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
                 "some units only; run the whole window again (the next forward drops them, as "
