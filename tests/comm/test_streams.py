@@ -141,6 +141,21 @@ class NeverWaits(Stream):
         pass
 
 
+def test_work_that_is_dropped_orders_the_stream_that_queued_it_and_no_other():
+    """The garbage collector may drop it while another stream is current, and captured."""
+    device = FakeDevice()
+    comm = StreamCommunicator(device)
+    with comm.on_stream(CommStream.SCATTER):
+        scatter = device.current_stream()
+        ticks = scatter.tick()
+        in_flight = comm.record(torch.ones(1))
+    captured = device.Stream()
+    with device.stream(captured):
+        del in_flight
+    assert not captured.has_seen(scatter.number, ticks)
+    assert device.compute.has_seen(scatter.number, ticks)
+
+
 def test_a_lane_that_does_not_wait_for_compute_is_found_out(monkeypatch):
     device = FakeDevice()
     device.Stream = lambda priority=0: (
@@ -151,7 +166,7 @@ def test_a_lane_that_does_not_wait_for_compute_is_found_out(monkeypatch):
 
 
 def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
-    monkeypatch.setattr(streams._EventInFlight, "wait", lambda self: None)
+    monkeypatch.setattr(streams._EventInFlight, "_order", lambda self, stream: None)
     device, _ = run_steps(monkeypatch, (2, 2))
     assert device.races
 
@@ -171,7 +186,7 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
         streams.StreamCommunicator,
         "record",
         lambda self, *keep: streams._EventInFlight(
-            self._device_module, self._device_module.current_stream().record_event(), ()
+            self._device_module, self._device_module.current_stream().record_event(), (), None
         ),
     )
     device, _ = run_steps(monkeypatch, (4,))

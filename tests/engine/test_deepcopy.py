@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import os
 import pickle
 import time
 import weakref
@@ -19,6 +20,7 @@ from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, train
+from tests.support.ranks import on_ranks
 
 
 def sgd(params):
@@ -214,6 +216,25 @@ def refused_copies():
 
 def test_a_copy_in_the_middle_of_something_is_refused(run_ranks):
     run_ranks(refused_copies, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_checked", ["0", "1"])
+def test_a_copy_on_one_rank_only_leaves_the_next_model_alone(is_checked):
+    """As a moving average on rank 0. With or without the check of collectives."""
+    os.environ["MESHARD_DEBUG"] = is_checked
+    try:
+        case = CASES["mlp_stack"]
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        models = [shard(case, case.build(), mesh)]
+        averages = [copy.deepcopy(models[0]) for _ in range(1 - rank)]
+        models += [shard(case, case.build(), mesh), copy.deepcopy(models[0])]
+        for model in models:
+            case.loss(model(case.batch(0, rank))).backward()
+            assert_same(full_grads(model), full_grads(models[0]), bitwise=True)
+        assert len(averages) == 1 - rank
+    finally:
+        del os.environ["MESHARD_DEBUG"]
 
 
 def delete_the_copy():

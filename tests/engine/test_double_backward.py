@@ -15,6 +15,7 @@ from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Transformer, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
+from tests.support.ranks import on_ranks
 
 
 def shard(model, fully_shard=meshard.fully_shard, **kwargs):
@@ -192,6 +193,18 @@ def test_units_stay_whole_between_the_two_backwards_only(run_ranks):
         # Forward gathers 4 and the first backward 3. Everything is unsharded then.
         assert counts[0] == {"all_gather": 7}
         assert counts[1] == {"reduce_scatter": 4}
+
+
+@on_ranks(2)
+def test_a_root_around_it_reshards_what_a_graph_has_kept():
+    model, x = shard(seeded(MlpStack())), inputs_of(dist.get_rank())
+    penalty = penalty_of(model, x)
+    outer = meshard.fully_shard(nn.Sequential(model, nn.Linear(6, 2)))
+    assert len(whole_units(model)) == 4
+    del penalty
+    for _ in range(2):
+        outer(x.detach()).sum().backward()
+    assert whole_units(model) == []
 
 
 def drop_the_graph():

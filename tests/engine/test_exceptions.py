@@ -1,6 +1,8 @@
 """Steps that fail, of which no trace may be left."""
 
 import datetime
+import threading
+import time
 import warnings
 
 import pytest
@@ -12,8 +14,14 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
+from meshard._engine import lifecycle
+from meshard._torch.private import BackwardCall
 from tests.support.cases import CASES
+from tests.support.fake import fake_group
+from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
+from tests.support.sharding import shard_blocks
 
 
 class Boom(Exception):
@@ -112,6 +120,105 @@ def fail_in_window():
 def test_an_exception_voids_the_open_window(run_ranks):
     """Half a window is not a gradient: what it had accumulated does not leak into the next."""
     run_ranks(fail_in_window, 2)
+
+
+@on_ranks(2)
+def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
+    """What a pipeline schedule calls after its last backward raises in a hook of the user."""
+    case = CASES["mlp_stack"]
+    model, untouched = build(case), build(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = case.batch(0, dist.get_rank())
+    model.set_gradient_sync(GradientSync.NONE)
+    case.loss(model(batch)).backward()
+    model.set_gradient_sync(GradientSync.FULL)
+    model.set_all_reduce_hook(raise_boom, recurse=False)  # of the root, which comes last
+    with pytest.raises(Boom):
+        meshard.fully_shard.state(model).post_backward()
+    with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):
+        optimizer.step()
+    model.set_all_reduce_hook(None)
+    for each in (model, untouched):
+        case.loss(each(batch)).backward()
+    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+
+
+class LateThread:
+    """Stands in for autograd's thread of a device: drops the callback of a backward late."""
+
+    def __init__(self, monkeypatch):
+        queue = lifecycle.queue_backward_callback
+        self._kept, self._may_drop, self._threads = [], threading.Event(), []
+
+        def queue_and_keep(callback):
+            queue(callback)
+            self._kept.append(callback)
+
+        monkeypatch.setattr(lifecycle, "queue_backward_callback", queue_and_keep)
+
+    def drop_late(self, seconds=0.2):
+        kept, self._kept = self._kept, []
+
+        def drop():
+            time.sleep(seconds)
+            kept.clear()
+
+        self._threads.append(threading.Thread(target=drop))
+        self._threads[-1].start()
+
+    def join(self):
+        for thread in self._threads:
+            thread.join()
+
+
+def try_again(model, batch, kept):
+    model(batch).square().sum().backward()
+
+
+def go_on_with_another_graph(model, batch, kept):
+    kept.backward()
+
+
+@pytest.mark.parametrize("then", [try_again, go_on_with_another_graph])
+def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch, then):
+    late = LateThread(monkeypatch)
+    with fake_group(1):
+        models = [shard_blocks(seeded(MlpStack())) for _ in range(2)]
+        model, untouched = models
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.ones(2, 6)
+        kept = [each(batch).square().sum() for each in models]
+        handle = model.blocks[1].register_forward_hook(raise_in_backward)
+        loss = model(batch).sum()
+        handle.remove()
+        with pytest.raises(Boom):
+            loss.backward()
+        late.drop_late()
+        with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):
+            optimizer.step()
+        for each, graph in zip(models, kept, strict=True):
+            then(each, batch, graph)
+        assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+        late.join()
+        optimizer.step()
+        assert storages_in_use(model) == 0
+
+
+def test_the_call_of_a_backward_is_found_from_another_thread():
+    calls = []
+
+    def find_in_a_thread(gradient):
+        thread = threading.Thread(target=lambda: calls.append(BackwardCall()))
+        thread.start()
+        thread.join()
+        calls.append(BackwardCall())
+        assert not any(call.has_returned() for call in calls)
+
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(find_in_a_thread)
+    (leaf * 2).backward()
+    assert len(calls) == 2 and all(call.has_returned() for call in calls)
+    assert not BackwardCall().has_returned()  # outside of a backward nothing is known
 
 
 def fail_in_evaluation():

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 import meshard
 from meshard import CommLedger
 from tests.support.fake import fake_group
-from tests.support.models import MlpStack, seeded
+from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
@@ -98,6 +99,58 @@ def edit_whole_parameters():
 
 def test_edits_that_are_lost_warn(run_ranks):
     run_ranks(edit_whole_parameters, 2)
+
+
+@on_ranks(2)
+def test_a_second_unshard_after_a_step_watches_anew():
+    model, plain = both()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    check_step(model, plain)
+    model.blocks[1].unshard()
+    model.blocks[1].down.requires_grad_(False)
+    for optimizer in optimizers:
+        optimizer.step()
+    model.blocks[1].unshard()  # the copy was stale
+    model.blocks[1].down.requires_grad_(True)
+    with torch.no_grad():
+        model.blocks[1].up.bias.fill_(3.0)
+    with pytest.warns(UserWarning, match="'up.bias' of unit 'blocks.1' were edited .* are lost"):
+        model.blocks[1].reshard()
+    assert all(param.requires_grad for param in model.parameters())
+    check_step(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_flags_set_after_a_second_unshard_hold(is_async):
+    model, plain = both()
+    for flag in (False, True):  # of one copy, which is never stale
+        model.blocks[1].unshard(async_op=is_async and flag)
+        model.blocks[1].up.requires_grad_(flag)
+    model.blocks[1].reshard()
+    assert model.blocks[1].up.weight.requires_grad
+    check_step(model, plain)
+
+
+@on_ranks(2)
+def test_a_prefetched_unit_that_the_user_unshards_stays_unsharded():
+    """The forward that has prefetched it does not run it, and would drop the gather."""
+    model = shard_blocks(seeded(ChosenBlocks()))
+    model(BATCHES[0])
+    handles = []
+
+    def unshard_the_last(*_):
+        handles.append(model.blocks[2].unshard(async_op=True))
+
+    removable = model.blocks[1].register_forward_hook(unshard_the_last)
+    with CommLedger(model) as ledger:
+        model(BATCHES[0], (0, 1))
+        handles[0].wait()
+    removable.remove()
+    assert ledger.counts == {"all_gather": 3}
+    assert not isinstance(model.blocks[2].up.weight, DTensor)
+    model.blocks[2].reshard()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 def wait_late():

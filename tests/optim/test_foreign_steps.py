@@ -16,7 +16,10 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 import meshard
+from meshard import GradientSync
 from tests.support.models import seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 SHARDING = {"fully_shard": meshard.fully_shard, "replicate": meshard.replicate}
 
@@ -82,6 +85,21 @@ def torch_optimizer(name, when):
 @pytest.mark.parametrize("name", SHARDING)
 def test_torch_optimizers_in_backward_are_refused(run_ranks, name, when, world):
     run_ranks(torch_optimizer, world, name, when)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SHARDING)
+def test_a_refused_forward_leaves_the_open_window_alone(name):
+    model, untouched = apply(name, seeded(net())), apply(name, seeded(net()))
+    for each in (model, untouched):
+        with meshard.gradient_sync(each, GradientSync.NONE):
+            each(batch()).sum().backward()
+    step_in_backward([model[2].weight])
+    with pytest.raises(RuntimeError, match=REFUSED):
+        model(batch())
+    for each in (model, untouched):
+        meshard.finalize_gradients(each)
+    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
 
 
 def ignored_ones():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from meshard._comm.divergence import check_fingerprint, is_debugging
+from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, ReduceScatter
 
@@ -168,8 +168,8 @@ def announce(
     numel = rows * payload.numel()
     event = CommEvent(op, label, group.size(), numel * payload.itemsize, payload.dtype)
     if is_checked:
-        roots = {} if comm is None else comm.root_numbers
-        of_root = f"root {roots[group]}, " if group in roots else ""
+        roots = {} if comm is None else comm.root_names
+        of_root = f"{roots[group]}, " if group in roots else ""
         check_fingerprint(f"{op} of unit {label!r} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
         observer(event, group, None if comm is None else comm.identity)
@@ -228,7 +228,7 @@ class Communicator:
     def __init__(self) -> None:
         self.identity = object()  # of the root, for observers
         self.is_checked = is_debugging()
-        self.root_numbers: dict[dist.ProcessGroup, int] = {}  # the number of the root, by group
+        self.root_names: RootNames = {}  # in each group, the same on all of its ranks
         self._custom: CommSettings | None = None  # what the user brings
 
     # --- variants that share streams and memory --------------------------------------------
@@ -246,7 +246,7 @@ class Communicator:
     def shared_with(self, own: Communicator) -> Communicator:
         """Return this communicator for another root, which is told from this one as in ``own``."""
         variant = copy.copy(self)
-        variant.identity, variant.root_numbers = own.identity, own.root_numbers
+        variant.identity, variant.root_names = own.identity, own.root_names
         return variant
 
     # --- streams ---------------------------------------------------------------------------

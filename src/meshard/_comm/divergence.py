@@ -46,7 +46,8 @@ _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDict
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: how many roots that use it were made. Per group, because ranks may have models that
 # other ranks do not have, such as the stages of a pipeline. Roots are numbered when they are made:
-# the order in which they run is what is checked.
+# the order in which they run is what is checked. Copies take no number, because one rank alone may
+# have made some, such as a moving average; so copies of one root are not told from one another.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -55,12 +56,21 @@ def is_debugging() -> bool:
     return os.environ.get("MESHARD_DEBUG", "0") not in ("", "0")
 
 
-def number_root(groups: Iterable[dist.ProcessGroup]) -> dict[dist.ProcessGroup, int]:
-    """Return the number of a new root in each of its groups: units of models may have one name."""
-    numbers = {}
+RootNames = dict[dist.ProcessGroup, str]
+
+
+def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
+    """Return the name of a new root in each of its groups: units of models may have one name."""
+    names = {}
     for group in set(groups):
-        numbers[group] = _num_roots[group] = _num_roots.get(group, 0) + 1
-    return numbers
+        _num_roots[group] = _num_roots.get(group, 0) + 1
+        names[group] = f"root {_num_roots[group]}"
+    return names
+
+
+def name_copy(names: RootNames) -> RootNames:
+    """Return the name of a copy of a root in each of its groups."""
+    return {group: f"copy of {name}" for group, name in names.items()}
 
 
 def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:

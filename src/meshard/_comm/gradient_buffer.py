@@ -88,6 +88,11 @@ class GradientLayout:
         place = self.ranges[index]
         return buffer.view(-1).narrow(0, place.offset, place.numel)
 
+    def range_of(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the range of a parameter, ``[shard_count, numel]``, in a ``buffer``."""
+        place = self.ranges[index]
+        return buffer.narrow(1, place.offset, place.numel)
+
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""
         return torch.empty(self.shard_count, self.shard_numel, dtype=dtype, device=self.device)

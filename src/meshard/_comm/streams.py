@@ -46,18 +46,24 @@ from meshard._torch.private import all_gather_single, reduce_scatter_single
 class _EventInFlight:
     """Work queued on a comm stream, as the event after it. Streams wait; the host goes on."""
 
-    __slots__ = ("_device_module", "_event", "_keep")
+    __slots__ = ("_compute", "_device_module", "_event", "_keep")
 
-    def __init__(self, device_module: Any, event: Any, keep: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, device_module: Any, event: Any, keep: tuple[torch.Tensor, ...], compute: Any
+    ) -> None:
         self._device_module = device_module
         self._event = event
         self._keep = keep  # rule 3: what is read there lives until compute has waited
+        self._compute = compute  # the stream from which the comm stream was entered
 
     def wait(self) -> None:
-        self._device_module.current_stream().wait_event(self._event)
-        self._keep = ()
+        self._order(self._device_module.current_stream())
 
     abandon = wait
+
+    def _order(self, stream: Any) -> None:
+        stream.wait_event(self._event)
+        self._keep = ()
 
     def poll(self) -> bool:
         return False  # ordering streams takes no host time, but proves nothing done
@@ -68,7 +74,9 @@ class _EventInFlight:
 
     def __del__(self) -> None:
         if self._keep:
-            self.wait()  # dropped, for example with the model: rule 3 still holds
+            # Dropped, for example with the model: rule 3 still holds. Not the stream that is
+            # current: the garbage collector may run on another one, or while one is captured.
+            self._order(self._compute)
 
 
 class StreamCommunicator(Communicator):
@@ -85,6 +93,7 @@ class StreamCommunicator(Communicator):
         # Containers, because variants of a communicator share them.
         self._streams: dict[CommStream, Any] = {}
         self._gather_after: list[Any] = []  # at most one event
+        self._compute: Any = None  # inside on_stream: the stream that was current before
         self._after: dict[CommStream, list[Pending]] = {}
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
@@ -94,17 +103,22 @@ class StreamCommunicator(Communicator):
         if stream is None:
             # High priority: a collective held up by compute holds up every other rank.
             stream = self._streams[comm_stream] = self._device_module.Stream(priority=-1)
+        compute = self._device_module.current_stream()
         if comm_stream is CommStream.GATHER and self._gather_after:
             event = self._gather_after.pop()
         else:
-            event = self._device_module.current_stream().record_event()
+            event = compute.record_event()
         stream.wait_event(event)
         self.release_cached_memory(keep_for=None)
         with self._device_module.stream(stream):
             if self._after:
                 for pending in self._after.pop(comm_stream, ()):
                     pending.wait()
-            yield
+            before, self._compute = self._compute, compute
+            try:
+                yield
+            finally:
+                self._compute = before
 
     def gather_after(self, event: Any) -> None:
         """Order the next gather after ``event``: the exception to rule 1.
@@ -128,8 +142,9 @@ class StreamCommunicator(Communicator):
             self._held_until_done.popleft()
 
     def record(self, *keep: torch.Tensor) -> RecordedWork:
-        event = self._device_module.current_stream().record_event()
-        return _EventInFlight(self._device_module, event, keep)
+        stream = self._device_module.current_stream()
+        compute = stream if self._compute is None else self._compute
+        return _EventInFlight(self._device_module, stream.record_event(), keep, compute)
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str

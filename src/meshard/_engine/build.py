@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import is_debugging, number_root
+from meshard._comm.divergence import is_debugging, name_copy, name_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -457,12 +457,20 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
-    give_lifecycle(units)
+    outer = give_lifecycle(units)
+    for lifecycle in before:
+        outer.retained.take_over(lifecycle.retained)
 
 
-def give_lifecycle(units: list[Unit]) -> Lifecycle:
-    """Return the lifecycle of these units of one root, in module order, from now on."""
+def give_lifecycle(units: list[Unit], *, copied: Lifecycle | None = None) -> Lifecycle:
+    """Return the lifecycle of these units of one root, in module order, from now on.
+
+    They are copies of units in the lifecycle ``copied``, if there is one.
+    """
     specs = [unit.group.spec for unit in units if unit.params]
     comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
-    comm.root_numbers = number_root(group for spec in specs for group in spec.mesh_info.groups)
+    if copied is not None:
+        comm.root_names = name_copy(copied.comm.root_names)
+    else:
+        comm.root_names = name_root(group for spec in specs for group in spec.mesh_info.groups)
     return Lifecycle(units, comm)

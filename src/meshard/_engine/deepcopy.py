@@ -126,8 +126,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                 if id(owner) in memo:
                     own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
-    lifecycle = give_lifecycle(copies)
     source = units[0].lifecycle
+    lifecycle = give_lifecycle(copies, copied=source)
     lifecycle.is_last_backward, lifecycle.is_manual = source.is_last_backward, source.is_manual
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:

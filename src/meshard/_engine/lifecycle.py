@@ -34,9 +34,9 @@ from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
 from meshard._engine.unit import Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
-from meshard._torch.dtensor import scalar_reads
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
+    BackwardCall,
     accumulates_any,
     graph_task_id,
     has_backward_optimizers,
@@ -115,6 +115,8 @@ class Lifecycle:
         # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
         # off, cleared after it; shared with the parameter groups.
         self.failures: list[object] = []
+        # The call of the backward that runs, if any; likewise shared.
+        self._backward_calls: list[BackwardCall] = []
         self.interrupt: BaseException | None = None  # that abort is still to raise
         self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
         self.schedule = StepSchedule()
@@ -141,6 +143,7 @@ class Lifecycle:
             unit.reduced_in = -1
             unit.group.storage.label = unit.label
             unit.group.failures = self.failures
+            unit.group.backward_calls = self._backward_calls
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -164,7 +167,6 @@ class Lifecycle:
         if self.phase is Phase.IDLE:
             self._refuse_unless_waited("a forward")
             self._refuse_other_reductions()
-            scalar_reads.forget()  # of a step that raised
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
             self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it
@@ -200,13 +202,14 @@ class Lifecycle:
     def _refuse_other_reductions(self) -> None:
         """Raise if something of torch's would take the gradients of the forward that begins."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
-            raise RuntimeError(_NOT_DISTRIBUTED)
+            raise RefusedError(self, _NOT_DISTRIBUTED)
         if not has_backward_optimizers():
             return
+        refused = functools.partial(RefusedError, self)
         for group in self.groups():
             for param in group.params:
                 name = f"{param.fqn!r} of unit {group.label!r}"
-                refuse_backward_optimizer(name, param.sharded, RuntimeError)
+                refuse_backward_optimizer(name, param.sharded, refused)
 
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
@@ -304,6 +307,7 @@ class Lifecycle:
         self._reached = []
         self._accumulates = early is not None or self._will_accumulate(first)
         self._graph_task, self._has_nested = graph_task_id(), False
+        self._backward_calls[:] = [BackwardCall()]
         self._queue.begin_backward()
         patch_new_optimizers()
         # Autograd drops its callbacks without calling them when a backward raises. That is recorded
@@ -426,7 +430,7 @@ class Lifecycle:
 
     def gradient_arrived(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
-        if self.phase is not Phase.BACKWARD or self.failures:
+        if self.phase is not Phase.BACKWARD or self.failures or self._is_cut_off():
             self._begin_backward(unit, index)
         self._accumulates = True
         step = unit.step
@@ -564,6 +568,7 @@ class Lifecycle:
             grads.show()
         self._reached = []
         self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
+        self._backward_calls.clear()
         self._ends = []  # last: until here the backward counts as failed if it does not go on
 
     def _units_to_come(self, ended: Sequence[ForwardPass]) -> set[int]:
@@ -599,8 +604,9 @@ class Lifecycle:
         different ones.
         """
         self.abort_if_failed()
-        self._take_split_gradients()
-        self.finish_backward()
+        with self._recorded_failure():
+            self._take_split_gradients()
+            self.finish_backward()
 
     def _take_split_gradients(self) -> None:
         for unit in self.units():
@@ -658,7 +664,8 @@ class Lifecycle:
         if not self._num_backwards:
             return None
         if self._is_split:
-            self._take_split_gradients()
+            with self._recorded_failure():
+                self._take_split_gradients()
         for unit in units:
             # Not one whose backward is to come.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
@@ -718,6 +725,7 @@ class Lifecycle:
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
         self.failures.append("raised")  # first; the next step begins with abort()
+        self._backward_calls.clear()
         self.running.clear()
         for group in self.groups():
             group.install_sharded()
@@ -732,7 +740,18 @@ class Lifecycle:
                 "A forward may read parameters of another unit that has unshard_on_access=True."
             )
 
+    def _is_cut_off(self) -> bool:
+        """Whether the present backward has raised, and autograd has not dropped its callbacks yet.
+
+        The thread of a device may do that after the exception has reached the user.
+        """
+        if self.phase is not Phase.BACKWARD or graph_task_id() == self._graph_task:
+            return False
+        return any(call.has_returned() for call in self._backward_calls)
+
     def abort_if_failed(self) -> None:
+        if self._is_cut_off():
+            self.record_failure()
         if self.failures:
             self.abort()
 
@@ -748,6 +767,7 @@ class Lifecycle:
             self.failures.append("aborted")  # until the end: this may be interrupted too
         self._ends = []
         self._passes, self._reached = [], []
+        self._backward_calls.clear()
         self._prefetcher.drop_unused()
         self.schedule.forget()
         self.retained.release()

@@ -63,8 +63,10 @@ def find_overlapped(
     return next((param for param in params if id(param) in ids), None)
 
 
-def refuse_backward_optimizer(name: str, param: torch.Tensor, error: type[Exception]) -> None:
-    """Raise ``error`` if torch's ``_apply_optimizer_in_backward`` steps the parameter ``name``."""
+def refuse_backward_optimizer(
+    name: str, param: torch.Tensor, error: Callable[[str], Exception]
+) -> None:
+    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps ``param``."""
     if has_backward_optimizer(param):
         raise error(
             f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
@@ -246,6 +248,7 @@ def _before_compiling(_: Any) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
+    scalar_reads.end_step()  # of a step that raised
     owners = _owners_in(optimizer)
     before_compiling(_before_compiling)
     if not owners:
@@ -256,7 +259,7 @@ def _before_step(
         keep_for = None if owner.saves_memory else StepPhase.STEP
         owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
     if _reads_over_ranks(owners):
-        scalar_reads.begin()
+        scalar_reads.begin_step()
     # torch passes the optimizer itself as the first argument.
     if len(args) > 1 and args[1] is not None:
         return (args[0], _around(args[1], owners), *args[2:]), kwargs
@@ -288,8 +291,7 @@ def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callabl
 
 @skip_dynamo
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    scalar_reads.end_step()
     owners = _owners_in(optimizer)
-    if _reads_over_ranks(owners):
-        scalar_reads.end()
     for owner in owners:
         owner.record_step()

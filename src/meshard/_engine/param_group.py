@@ -26,7 +26,7 @@ from meshard._params.sharded_param import (
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
-from meshard._torch.private import is_in_transform
+from meshard._torch.private import BackwardCall, is_in_transform
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -132,6 +132,7 @@ class ParamGroup:
         self.keeps_storage = False  # reshard leaves the memory of the unsharded parameters
         # Of the whole root: not empty after a backward that raised, until that is cleaned up.
         self.failures: list[object] = []
+        self.backward_calls: list[BackwardCall] = []  # likewise, that of the backward that runs
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
         self.pending_step: AwaitedStep | None = None  # until the next gather
@@ -233,7 +234,7 @@ class ParamGroup:
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        if self.failures:
+        if self.failures or any(call.has_returned() for call in self.backward_calls):
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
                 "some units only; run the whole window again (the next forward drops them, as "
@@ -426,11 +427,17 @@ class ParamGroup:
         return self.manual_unshard is not None and bool(self.manual_unshard.installed)
 
     def start_manual_unshard(self) -> ManualUnshard:
-        present = self.manual_unshard  # of an unshard() that was not waited for
-        self.forget_stale()
+        present = self.manual_unshard
+        self.forget_stale()  # which ends the present one
         self.start_unshard(may_keep_shard=False)
-        self.manual_unshard = present or ManualUnshard(self.label, self.params)
-        return self.manual_unshard
+        if present is not None and not present.installed:
+            self.manual_unshard = present  # an earlier handle is still to be waited for
+            return present
+        # Not the record of an unshard() before: flags and edits since then have been dealt with.
+        manual = self.manual_unshard = ManualUnshard(self.label, self.params)
+        if present is not None and self.state is ParamState.INSTALLED:
+            self.finish_manual_unshard(manual)  # nothing was gathered, and modules hold it already
+        return manual
 
     def finish_manual_unshard(self, manual: ManualUnshard) -> None:
         """Install the gathered parameters, unless they were used or resharded since."""

@@ -43,6 +43,12 @@ class RetainedUnits:
         self._making: _SecondOrder | None = None  # the graph that the present backward makes
         self._is_in_backward = self._frees = False
 
+    def take_over(self, other: RetainedUnits) -> None:
+        """Release from now on what ``other`` retains, whose units are inside a new root."""
+        self._units += other._units
+        self._graphs += other._graphs
+        self._num_hidden += other._num_hidden
+
     def begin_backward(self) -> None:
         """Record whether the backward that begins makes a graph, and whether it frees its own."""
         self._is_in_backward = True

@@ -234,8 +234,9 @@ class Prefetcher:
                 self._start(unit.siblings, in_forward=in_forward)
 
     def drop_unused(self) -> None:
+        """Drop the gathers that no forward or backward has used, nor an ``unshard()`` awaits."""
         for unit in self._prefetched:
-            if unit.group.state is ParamState.GATHERING:
+            if unit.group.state is ParamState.GATHERING and unit.group.manual_unshard is None:
                 unit.group.reshard()
         self._prefetched.clear()
 

@@ -7,6 +7,15 @@ and ``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients o
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
     FULL             A += mean_R(Q + mean_S(U + g));       U = 0;  Q = 0
+
+A gradient may lack a sum over axes of another parallelism: that of a norm under sequence
+parallelism is partial over tensor parallelism. In a window of several microbatches ``U`` adds up
+what this rank has, and the sum over those axes is taken of ``U`` once, before it is reduced.
+
+Note: Whether that sum is taken is decided by the placements of this rank's gradients. They are the
+    same on all ranks that take part in it, because these run the same operations on DTensors, which
+    DTensor needs anyway. Ranks that may use other parameters, along data-parallel axes, are not
+    among them.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, Tensor
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
 from meshard._mesh.mesh_info import MeshInfo
+from meshard._mesh.placement import MissingSum
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
@@ -118,6 +128,7 @@ class GradientAccumulator:
         self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
         self._early: _EarlyPacking | None = None  # in a backward
         self._adds_early = False  # likewise, to what is not reduced
+        self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
         self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
         self.has_reduced = False  # ever; the same on all ranks
@@ -172,6 +183,8 @@ class GradientAccumulator:
         # Several optimizers may each clear a part. What counts must be the same on all ranks: the
         # cleared parameters, not those of them that this rank used.
         self._cleared |= gone
+        for index in gone.intersection(self._missing_sums):
+            del self._missing_sums[index]
         if self._early is not None:
             self._early.arrived -= gone
         if self._unreduced is not None:
@@ -261,7 +274,8 @@ class GradientAccumulator:
                 copy_multiplied(early.parts[index], gradient, 1 / early.divisor)
                 early.arrived.add(index)
 
-    def _take(self) -> _Arrived:
+    def _take(self, *, may_lack_sums: bool) -> _Arrived:
+        """Take the gradients that have arrived; those for ``U`` may lack sums over other axes."""
         for index in self._early.arrived if self._early is not None else ():
             self.pack_arrived(index)  # the last part, with which the gradients were complete
         early, self._early, self._adds_early = self._early, None, False
@@ -282,17 +296,44 @@ class GradientAccumulator:
         for index in self._converted:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = params[index].own_part_of(gradient)
+                if may_lack_sums:
+                    gradients[index] = self._part_for_sum(index, gradient)
+                else:
+                    self._add_up_before(index)
+                    gradients[index] = params[index].own_part_of(gradient)
         if early is not None:
             missing = [index for index in missing if index not in early.arrived]
         used = self.rules.everything
         return _Arrived(gradients, used.difference(missing) if missing else used, early)
 
+    # --- sums over other axes ---------------------------------------------------------
+
+    def _part_for_sum(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what is added to ``U`` of a gradient: this rank's part, if all lack one sum."""
+        param = self.storage.params[index]
+        missing = param.missing_sum_of(gradient)
+        is_first = self._unreduced is None or index not in self._unreduced.used
+        if missing is not None and (is_first or missing == self._missing_sums.get(index)):
+            assert isinstance(gradient, DTensor)
+            self._missing_sums[index] = missing
+            return gradient.to_local()
+        self._add_up_before(index)
+        return param.own_part_of(gradient)
+
+    def _add_up_before(self, index: int) -> None:
+        """Take the sum that ``U`` lacks of a parameter: another gradient does not lack it."""
+        if index in self._missing_sums and self._unreduced is not None:
+            self._add_up(self._unreduced.layout, self._unreduced.flat, index)
+
+    def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
+        part = layout.range_of(flat, index)
+        part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
+
     # --- NONE -------------------------------------------------------------------------
 
     def accumulate(self, hooks: Sequence[TensorHook] = ()) -> None:
         """Add the arrived gradients to ``U``, once ``hooks`` have seen them."""
-        arrived = self._take()
+        arrived = self._take(may_lack_sums=not hooks)  # which see sums
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return
@@ -338,7 +379,9 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        arrived = self._take()
+        is_window = self._unreduced is not None
+        has_hooks = any(hook.arrived for hook in settings.reduce_hooks)  # which see sums
+        arrived = self._take(may_lack_sums=is_window and not has_hooks)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
@@ -416,6 +459,8 @@ class GradientAccumulator:
         rows: Rows
         if self._unreduced is not None:
             _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
+            for index in sorted(self._missing_sums):
+                self._add_up(layout, rows, index)
             if plan.divided_by != 1:  # ranks without an accumulator divide while they pack
                 rows.mul_(1 / plan.divided_by)
         else:

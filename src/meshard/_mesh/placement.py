@@ -32,6 +32,19 @@ class GlobalPlacement:
     shape: torch.Size
 
 
+@dataclass(frozen=True, slots=True)
+class MissingSum:
+    """The sum over mesh axes that a gradient still lacks, which may be taken of many at once."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]  # partial on these axes, and Replicate on the others
+
+    def add_up(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's ``local``, of any shape. **Collective:** those axes."""
+        partial = DTensor.from_local(local, self.mesh, self.placements, run_check=False)
+        return partial.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorPlacement:
     """The placements of a DTensor parameter, sharded and unsharded."""
@@ -84,6 +97,23 @@ class DTensorPlacement:
             arrived[axis] if axis in self.data_axes else placement
             for axis, placement in enumerate(self.in_use.placements)
         )
+
+    def missing_sum(self, arrived: Sequence[Placement]) -> MissingSum | None:
+        """Return what lacks a gradient with the placements ``arrived``, if that is only a sum.
+
+        None: nothing is missing, or more than a sum.
+        """
+        target = self.of_gradient(arrived)
+        if target is None or target == tuple(arrived):
+            return None
+        missing = []
+        for came, wanted in zip(arrived, target, strict=True):
+            # Not isinstance: masked partials and those of norms are not added up by themselves.
+            is_sum = type(came) is Partial and came.reduce_op in ("sum", "avg")
+            if came != wanted and not (is_sum and wanted == Replicate()):
+                return None
+            missing.append(Replicate() if came == wanted else came)
+        return MissingSum(self.in_use.mesh, tuple(missing))
 
 
 def _check_composable(placed: GlobalPlacement, mesh_info: MeshInfo) -> None:

@@ -62,6 +62,9 @@ class ReplicatedParam(UnitParam):
             gradient = ordered.copy_(gradient)
         return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
+    def missing_sum_of(self, gradient: torch.Tensor) -> None:
+        """Return None: the gradient is an ordinary tensor."""
+
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return ``[numel]`` of a bucket in the shape of the parameter: the same memory.
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._mesh.placement import DTensorPlacement
+from meshard._mesh.placement import DTensorPlacement, MissingSum
 from meshard._torch.dtensor import copy_dtensor, make_dtensor, place_like, set_local
 from meshard._torch.private import without_torch_function
 
@@ -82,6 +82,10 @@ class UnitParam(abc.ABC):
     @abc.abstractmethod
     def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the unsharded parameter as the plain tensor to be reduced."""
+
+    @abc.abstractmethod
+    def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
+        """Return the sum that is all ``own_part_of`` would communicate; None: there is none."""
 
     @abc.abstractmethod
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
@@ -243,6 +247,15 @@ class ShardedParam(UnitParam):
             gradient = gradient.redistribute(placements=target)
         # to_local() waits for a redistribution; the local tensor itself may be in flight.
         return gradient.to_local()
+
+    def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
+        """Return the sum over other axes that a gradient lacks, if it lacks nothing else."""
+        placement = self.dtensor_placement
+        if placement is None or not isinstance(gradient, DTensor):
+            return None
+        if gradient.device_mesh != placement.in_use.mesh:
+            return None  # own_part_of raises
+        return placement.missing_sum(gradient.placements)
 
 
 # A step does the following to all parameters of a unit, several times: one loop, no calls inside.

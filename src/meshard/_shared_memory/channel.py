@@ -37,8 +37,8 @@ _TOKEN_WORD = 5 * _MESSAGES
 _TEXTS = 8 * (_TOKEN_WORD + 1)  # then the names, each once and with a zero at its end
 _START = aligned(_TEXTS + 2**20)
 
-# Operation, unit, and number of the root.
-Name = tuple[str, str, int]
+# Operation, unit, and name of the root.
+Name = tuple[str, str, str]
 
 _EAGER = 200  # polls before the thread sleeps: most messages are there, or come soon
 _NAPS = (5e-5, 5e-4)  # seconds: at first, and when it takes long
@@ -235,7 +235,7 @@ class Channel:
         """Write the text of ``name`` for the other ranks; return where it is, and its checksum."""
         op, unit, root = name
         begin, texts = self._num_text_bytes, self._texts[self.rank]
-        text = f"{op} of unit {unit!r} (root {root})".encode()[: len(texts) - 1 - begin]
+        text = f"{op} of unit {unit!r} ({root})".encode()[: len(texts) - 1 - begin]
         texts[begin : begin + len(text)] = text
         self._num_text_bytes = min(begin + len(text) + 1, len(texts) - 1)
         word = self._name_words[name] = begin << 32 | zlib.crc32(repr(name).encode())

@@ -113,7 +113,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         return self._channels[group]
 
     def _name(self, op: str, label: str, group: dist.ProcessGroup) -> Name:
-        return op, label, self.root_numbers.get(group, 0)
+        return op, label, self.root_names.get(group, "no root")
 
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
         """Return the channel of ``group`` for memory of a collective that is still to come.

@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from meshard._torch.private import num_running_steps
+
 
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
@@ -128,42 +130,56 @@ class ScalarReads(threading.local):
 
     torch reads this rank's part of a sum or of a norm
     (https://github.com/pytorch/pytorch/issues/166638), so that each rank would step by another
-    number. Between ``begin`` and ``end`` a read is **collective**: for the time in which every rank
-    runs the same step of an optimizer, and not for a rank that prints a number.
+    number. A read is **collective** while every rank runs the same step of an optimizer, and not
+    for a rank that prints a number. torch calls no hook after a step that has raised, so a read
+    looks whether the step that was begun is still on the stack.
     """
 
-    _num_steps = 0  # that this thread runs, one inside another
+    _depth = 0  # how many steps were running, one inside another, once the outermost of ours began
+    _num_inside = 0
 
-    def begin(self) -> None:
-        """Read what all ranks have from now on."""
-        read = torch.ops.aten._local_scalar_dense.default
-        DTensor._op_dispatcher._custom_op_handlers.setdefault(read, _read)
-        self._num_steps += 1
+    def begin_step(self) -> None:
+        """Read what all ranks have, until the present step of an optimizer ends in any way."""
+        _register_read()
+        self._depth = self._depth or num_running_steps()
 
-    def end(self) -> None:
-        """Undo the last ``begin``."""
-        self._num_steps = max(0, self._num_steps - 1)
+    def end_step(self) -> None:
+        """End what a ``begin_step`` at this depth, or deeper, has begun."""
+        if self._depth and self._depth >= num_running_steps():
+            self._depth = 0
 
-    def forget(self) -> None:
-        """Undo every ``begin``: torch calls nobody after a step that has raised."""
-        self._num_steps = 0
+    @contextlib.contextmanager
+    def inside_step(self) -> Iterator[None]:
+        """Read what all ranks have, inside."""
+        _register_read()
+        self._num_inside += 1
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Read as torch does, inside."""
-        before, self._num_steps = self._num_steps, 0
+        before = self._depth, self._num_inside
+        self._depth = self._num_inside = 0
         try:
             yield
         finally:
-            self._num_steps = before
+            self._depth, self._num_inside = before
 
     @property
     def is_over_ranks(self) -> bool:
         """Whether a read of this thread is collective."""
-        return self._num_steps > 0
+        return self._num_inside > 0 or 0 < self._depth <= num_running_steps()
 
 
 scalar_reads = ScalarReads()
+
+
+def _register_read() -> None:
+    read = torch.ops.aten._local_scalar_dense.default
+    DTensor._op_dispatcher._custom_op_handlers.setdefault(read, _read)
 
 
 def _read(op_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

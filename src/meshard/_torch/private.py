@@ -10,10 +10,13 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -147,6 +150,61 @@ def _leaves_out_any(start: Any) -> bool:
             seen.add(node)
             stack.append(node)
     return False
+
+
+_run_backward = _find("torch.autograd.graph._engine_run_backward")
+
+
+class BackwardCall:
+    """The call that runs a backward, in whichever thread the user has made it.
+
+    Made inside the backward. If that raises, autograd's thread of a device may drop its callbacks
+    only after the call has returned; the stack of the thread that called tells at once.
+    """
+
+    def __init__(self) -> None:
+        found = _innermost_backward(sys._getframe())
+        self._frames = {} if found is None else {threading.get_ident(): found}
+        if found is None:
+            # Autograd's own thread, which works for a call in another one. All are taken.
+            for thread, frame in _other_threads().items():
+                if (found := _innermost_backward(frame)) is not None:
+                    self._frames[thread] = found
+
+    def has_returned(self) -> bool:
+        """Whether it has returned, or raised. False where it was made by something unknown."""
+        own, others = threading.get_ident(), _other_threads()
+        return bool(self._frames) and not any(
+            _is_on_stack(frame, sys._getframe() if thread == own else others.get(thread))
+            for thread, frame in self._frames.items()
+        )
+
+
+def _other_threads() -> dict[int, FrameType]:
+    """Return the innermost frames of the other threads. One's own in a variable makes a cycle."""
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident())
+    return frames
+
+
+def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
+    while innermost is not None and innermost is not frame:
+        innermost = innermost.f_back
+    return innermost is frame
+
+
+def _innermost_backward(frame: FrameType | None) -> FrameType | None:
+    if _run_backward is None:
+        return None
+    while frame is not None and not _is_frame_of(frame, _run_backward.__code__):
+        frame = frame.f_back
+    return frame
+
+
+def _is_frame_of(frame: FrameType, code: CodeType) -> bool:
+    """Whether a frame runs ``code``, or the copy of it that ``torch.compile`` has made."""
+    own = frame.f_code
+    return (own.co_firstlineno, own.co_filename) == (code.co_firstlineno, code.co_filename)
 
 
 def number_of(tensor: torch.Tensor) -> int:
@@ -285,6 +343,18 @@ foreach_mul_ = _or_error("torch._foreach_mul_")
 chunk_cat = _or_error("torch._chunk_cat")
 # Multiplies plain tensors by ``inv_scale``, and sets ``found_inf`` to 1 if one was not finite.
 unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
+
+# --- optimizers ----------------------------------------------------------------------------
+
+# Runs around every optimizer's step, from the first of its hooks to the last.
+_step_code = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def num_running_steps() -> int:
+    """Return how many steps of optimizers, one inside another, this thread is running."""
+    frames = traceback.walk_stack(sys._getframe())
+    return sum(_is_frame_of(frame, _step_code) for frame, _ in frames)
+
 
 # --- profiler, modules, pytree -------------------------------------------------------------
 

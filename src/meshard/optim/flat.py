@@ -133,11 +133,8 @@ class FlatStepper:
     def _step_loose(self, inner: Optimizer) -> None:
         """Step tensors that may be DTensors, by an optimizer that may do anything with them."""
         given = [dict(group) for group in inner.param_groups]
-        scalar_reads.begin()
-        try:
+        with scalar_reads.inside_step():
             self._step(inner)
-        finally:
-            scalar_reads.end()
         for before, group in zip(given, inner.param_groups, strict=True):
             written = [key for key in group if group[key] is not before.get(key)]
             if written:
