@@ -84,7 +84,10 @@ def test_applying_twice_is_refused():
 def test_a_child_after_its_parent_is_refused():
     net = meshard.fully_shard(model())
     check_refused(
-        ValueError, "'weight' already belongs to a unit .* children before", net[0], looked_at=net
+        ValueError,
+        "'Linear.weight' already belongs to a unit .* children before",
+        net[0],
+        looked_at=net,
     )
 
 
