@@ -122,8 +122,8 @@ def fully_shard(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: Something cannot be sharded as asked; the module is left as it was.
-        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``; a parameter has a
-            ``grad_dtype``; or ``mp_policy`` a field that torch has added since 2.15.
+        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``; or ``mp_policy``
+            has a field that torch has added since 2.15.
 
     >>> import torch
     >>> model = torch.nn.Sequential(fully_shard(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 1))

@@ -59,6 +59,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
         old = param.sharded
         local = torch.empty_like(local_of(old), device=group.spec.location.device)
         param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
+        param.sharded.grad_dtype = old.grad_dtype
         # It stays the same object, which an optimizer may hold. Not by set_local: the device of a
         # DTensor is that of its first local tensor for good.
         attributes = dict(vars(old))

@@ -56,7 +56,7 @@ from meshard._params.subclass_params import (
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.dtensor import is_plain, plain_of
+from meshard._torch.dtensor import gradient_dtype, is_plain, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -201,18 +201,11 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
 
 
 def check_dtype(fqn: str, param: torch.Tensor) -> None:
-    """Raise if a parameter is complex, or the user has chosen another dtype for its ``.grad``."""
+    """Raise if a parameter is complex."""
     if param.is_complex():
         raise ValueError(
             f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
             "hold torch.view_as_real of it as the parameter."
-        )
-    chosen = getattr(param, "grad_dtype", None)
-    if chosen is not None and chosen is not param.dtype:
-        raise NotImplementedError(
-            f"parameter {fqn!r}, which is {param.dtype}, has grad_dtype={chosen}, which is not "
-            "built yet: .grad has the dtype of the parameter. Sums are kept in accumulate_dtype of "
-            "mp_policy; leave grad_dtype as it is."
         )
 
 
@@ -358,6 +351,9 @@ def allocate(
             mp_policy=policy,
             gradient_hook=hook,
         )
+    for param, original in zip(params, originals, strict=True):
+        if gradient_dtype(original) is not original.dtype:
+            param.sharded.grad_dtype = original.grad_dtype
     give_params(unit, storage, policy)
     if not is_debugging():  # which has compared all values
         unit.group.record_first_values(locals_)
