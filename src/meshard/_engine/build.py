@@ -462,7 +462,8 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
-    give_lifecycle(units)
+    is_manual = any(lifecycle.is_manual for lifecycle in before)
+    give_lifecycle(units).is_manual = is_manual
 
 
 def give_lifecycle(units: list[Unit]) -> Lifecycle:

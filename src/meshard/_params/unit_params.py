@@ -99,10 +99,10 @@ class UnitParams(abc.ABC):
         """Return storage for ``params``, deep copies of these parameters in a copied module."""
 
     @abc.abstractmethod
-    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         """Start moving the shards to ``location``; None: back to where they are gathered from.
 
-        **Lifetime:** the caller keeps the result, the old flat shard, until the copy is over.
+        **Lifetime:** the caller keeps the result, the old memory, until the copies are over.
         """
 
     @abc.abstractmethod
