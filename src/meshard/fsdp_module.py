@@ -24,6 +24,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
+from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo_once, state_of, too_new
 from meshard.policies import (
     AllGather,
@@ -528,8 +529,15 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             # A shard is a part of a flat buffer, so it has no memory format like channels_last.
             return applied.contiguous() if isinstance(applied, DTensor) else applied
 
+        shards = [param.sharded for group in groups for param in group.params]
+        chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
+        for param, *_ in chosen:  # torch swaps DTensors with new ones, which drops grad_dtype
+            param.grad = None
         # Not torch's FSDPModule._apply, which reads torch's own state.
         result = super(TorchFSDPModule, self)._apply(apply, recurse)
+        for param, dtype, grad in chosen:
+            param.grad_dtype = dtype
+            param.grad = None if grad is None else apply(grad).to(dtype)
         for group in groups:
             group.adopt_edits()
         return result

@@ -78,14 +78,37 @@ def test_copies_keep_it_and_their_gradient():
     assert_gradient(layer.weight, 128.5)
 
 
-@on_threads(2)
-def test_materialize_keeps_it():
+def made_on_meta():
     with torch.device("meta"):
         layer = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
     layer.weight.grad_dtype = torch.float32
-    meshard.materialize(
-        meshard.fully_shard(layer), init=lambda module: nn.init.ones_(module.weight)
-    )
+    return meshard.fully_shard(layer)
+
+
+@on_threads(2)
+def test_a_model_on_meta_that_is_filled_keeps_it():
+    layer = made_on_meta()
+    layer.to_empty(device="cpu")  # which drops it from a plain module
+    layer.load_state_dict({"weight": torch.ones(2, 4, dtype=torch.bfloat16)})
+    backward(layer)
+    assert_gradient(layer.weight, 128.5)
+
+
+@on_threads(2)
+def test_an_assigned_parameter_gets_it_and_a_cast_keeps_it():
+    layer = made()
+    layer.load_state_dict({"weight": torch.ones(2, 4, dtype=torch.bfloat16)}, assign=True)
+    backward(layer)
+    layer.to(torch.float16)
+    assert_gradient(layer.weight, 128.5)
+    layer.zero_grad()
+    layer(torch.full((1, 4), PER_RANK[dist.get_rank()]).half()).sum().backward()
+    assert_gradient(layer.weight, 128.5)
+
+
+@on_threads(2)
+def test_materialize_keeps_it():
+    layer = meshard.materialize(made_on_meta(), init=lambda module: nn.init.ones_(module.weight))
     backward(layer)
     assert_gradient(layer.weight, 128.5)
 

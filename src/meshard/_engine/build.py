@@ -56,7 +56,7 @@ from meshard._params.subclass_params import (
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.dtensor import gradient_dtype, is_plain, plain_of
+from meshard._torch.dtensor import is_plain, keep_gradient_dtype, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -352,8 +352,7 @@ def allocate(
             gradient_hook=hook,
         )
     for param, original in zip(params, originals, strict=True):
-        if gradient_dtype(original) is not original.dtype:
-            param.sharded.grad_dtype = original.grad_dtype
+        keep_gradient_dtype(original, param.sharded)
     give_params(unit, storage, policy)
     if not is_debugging():  # which has compared all values
         unit.group.record_first_values(locals_)

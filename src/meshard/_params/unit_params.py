@@ -23,7 +23,13 @@ from meshard._params.sharded_param import (
     tag_tensor,
 )
 from meshard._params.storage import MemoryLocation
-from meshard._torch.dtensor import is_placed_like, is_plain, local_of, set_local
+from meshard._torch.dtensor import (
+    is_placed_like,
+    is_plain,
+    keep_gradient_dtype,
+    local_of,
+    set_local,
+)
 from meshard._torch.private import version_of, without_torch_function
 
 GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
@@ -155,6 +161,7 @@ class ShardedUnitParams(UnitParams):
             if replacements:
                 # Owners of a tied parameter may hold different ones: the first stands for all.
                 new = self._as_shard(param, replacements[0], own)
+                keep_gradient_dtype(param.sharded, new)
                 for old in (param.sharded, *replacements):
                     if old is not new:
                         tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)

@@ -123,6 +123,12 @@ def gradient_dtype(param: torch.Tensor) -> torch.dtype:
     return param.grad_dtype or param.dtype
 
 
+def keep_gradient_dtype(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Set the ``grad_dtype`` that the user has set on ``old``, unless ``new`` has one."""
+    if gradient_dtype(old) is not old.dtype and gradient_dtype(new) is new.dtype:
+        new.grad_dtype = old.grad_dtype
+
+
 def plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the ordinary tensors that hold the values of ``tensor``."""
     if is_plain(tensor):
