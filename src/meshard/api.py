@@ -61,7 +61,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: TorchOffloadPolicy = OffloadPolicy(),
+    offload_policy: TorchOffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     unshard_on_access: bool = False,
@@ -74,7 +74,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: TorchOffloadPolicy = OffloadPolicy(),
+    offload_policy: TorchOffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     unshard_on_access: bool = False,
@@ -86,7 +86,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: TorchMixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: TorchOffloadPolicy = OffloadPolicy(),
+    offload_policy: TorchOffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     unshard_on_access: bool = False,
@@ -109,7 +109,7 @@ def fully_shard(
         shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, None for dim 0,
             ``Replicate()`` to all-reduce its gradient, or a ``ShardPlacementResult`` with a mesh.
         mp_policy: dtypes for compute, communication and accumulation.
-        offload_policy: Where shards live.
+        offload_policy: Where shards live. None: on the device of the mesh, as in torch.
         ignored_params: Parameters to leave as they are, gradients too.
         dp_mesh_dims: Names of the data-parallel axes of ``mesh``, if it has others. Parameters are
             ordinary tensors, or DTensors on it that are replicated along those axes.
@@ -122,8 +122,8 @@ def fully_shard(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: Something cannot be sharded as asked; the module is left as it was.
-        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``; a parameter has a
-            ``grad_dtype``; or ``mp_policy`` a field that torch has added since 2.15.
+        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``; or ``mp_policy``
+            has a field that torch has added since 2.15.
 
     >>> import torch
     >>> model = torch.nn.Sequential(fully_shard(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 1))
@@ -134,7 +134,7 @@ def fully_shard(
     """
     modules = _check_modules(module)
     policy = as_policy(mp_policy)
-    if not isinstance(offload_policy, TorchOffloadPolicy):
+    if offload_policy is not None and not isinstance(offload_policy, TorchOffloadPolicy):
         raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
     dims = _check_dims(mesh, dp_mesh_dims)
     check_mesh(mesh)
@@ -159,7 +159,7 @@ def fully_shard(
         move_buffers(inner, device)
     commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
-        register_as_sharded(sharded, StageState(units[0]))
+        register_as_sharded(sharded, StageState(units[0], policy))
     tag_left_out(ignored)
     patch_zero_grad(clear_pending)
     return module

@@ -8,15 +8,17 @@ import sys
 import meshard
 from meshard._torch.patches import unpatch_zero_grad
 
-# Where code finds these names: the public module, and the name it had before torch 2.6.
-_MODULES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-_NAMES = (
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "GradientReductionHandle",
-    "UnshardHandle",
-)
+_FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+_NAMES = (*_FUNCTIONS, "GradientReductionHandle", "UnshardHandle")
+# Where code finds which names: the public module, the name it had before torch 2.6, and where torch
+# defines them, whose own code needs its own handles.
+_MODULES = {
+    "torch.distributed.fsdp": _NAMES,
+    "torch.distributed._composable.fsdp": _NAMES,
+    "torch.distributed._composable.fsdp.fully_shard": _NAMES,
+    "torch.distributed.fsdp._fully_shard": _NAMES,
+    "torch.distributed.fsdp._fully_shard._fully_shard": _FUNCTIONS,
+}
 
 
 class TorchPatch(contextlib.ExitStack):
@@ -30,9 +32,14 @@ class TorchPatch(contextlib.ExitStack):
 def patch_torch() -> TorchPatch:
     """Point ``torch.distributed.fsdp.fully_shard`` and its friends at meshard.
 
-    For trainers that import torch's functions themselves. Call it before they do: a name that was
-    imported already stays what it was. ``undo()`` of what is returned puts torch's functions back,
-    and so does the end of a ``with`` block.
+    For trainers that import torch's functions themselves, also from the private modules in which
+    torch defines them. Call it before they do: a name that was imported already stays what it was.
+    ``undo()`` of what is returned puts torch's functions back, and so does the end of a ``with``
+    block.
+
+    The two ``replicate`` of ``torch.distributed._composable`` stay torch's. One takes arguments of
+    DDP, the other makes parameters DTensors and modules torch's ``FSDPModule``;
+    ``meshard.replicate`` does neither, so trainers have to call it by name.
 
     >>> import torch, meshard.compat
     >>> with meshard.compat.patch_torch():
@@ -41,8 +48,9 @@ def patch_torch() -> TorchPatch:
     True
     """
     patch = TorchPatch()
-    for module in filter(None, map(sys.modules.get, _MODULES)):
-        for name in _NAMES:
+    for path, names in _MODULES.items():
+        module = sys.modules.get(path)
+        for name in names:
             if hasattr(module, name) and hasattr(meshard, name):
                 patch.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, getattr(meshard, name))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
-from meshard._comm.communicator import memory_backend
+from meshard._comm.communicator import CommSettings, can_allocate
 from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as_plain
 from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
@@ -24,10 +24,12 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of
 from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
+from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo_once, state_of, too_new
 from meshard.policies import (
     AllGather,
     GradientSync,
+    MixedPrecisionPolicy,
     ReduceScatter,
     check_bool,
     check_int,
@@ -472,15 +474,24 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Allocate the buffers of this unit's collectives by the process group's own allocator.
 
-        NCCL may then send without copying. Custom collectives, which allocate by themselves, and
-        backends that cannot (gloo) raise an error.
+        NCCL may then send without copying. Where the backend has no allocator (gloo) this does
+        nothing. A custom collective that is set later allocates by itself.
+
+        Raises:
+            ValueError: A unit has a custom all-gather or reduce-scatter.
         """
         check_bool("enable", enable)
-        groups = _groups(self, recurse)
-        for group in groups if enable else ():
-            if group.spec.mesh_info.shard_axis is not None:
-                memory_backend(group.spec.mesh_info.shard_group, group.spec.device)
-        _replace_comm(self, recurse, from_group=enable)
+        units = require_units(self, recurse=recurse)
+        if enable and any(
+            u.settings.comm.all_gather or u.settings.comm.reduce_scatter for u in units
+        ):
+            raise ValueError(
+                "memory of the process group and a custom collective exclude each other, because a "
+                "custom collective allocates by itself; set only one of them."
+            )
+        for unit in units:
+            from_group = enable and _can_allocate(unit)
+            _use_comm(unit, replace(unit.settings.comm, from_group=from_group))
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Raise: meshard does not gather through symmetric memory yet."""
@@ -499,7 +510,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         _lifecycle(self).comm.gather_after(event)
 
     def _get_fsdp_state(self) -> Any:
-        """Return what ``torch.distributed.pipelining`` asks for, since torch 2.15."""
+        """Return what ``torch.distributed.pipelining`` asks for, and trainers read a policy of."""
         return state_of(self)
 
     # --- moves, casts and copies ---------------------------------------------------------------
@@ -519,8 +530,15 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             # A shard is a part of a flat buffer, so it has no memory format like channels_last.
             return applied.contiguous() if isinstance(applied, DTensor) else applied
 
+        shards = [param.sharded for group in groups for param in group.params]
+        chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
+        for param, *_ in chosen:  # torch swaps DTensors with new ones, which drops grad_dtype
+            param.grad = None
         # Not torch's FSDPModule._apply, which reads torch's own state.
         result = super(TorchFSDPModule, self)._apply(apply, recurse)
+        for param, dtype, grad in chosen:
+            param.grad_dtype = dtype
+            param.grad = None if grad is None else apply(grad).to(dtype)
         for group in groups:
             group.adopt_edits()
         return result
@@ -589,24 +607,29 @@ def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
 
 
 def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change ``CommSettings`` of the selected units; all are checked before the first."""
+    """Change the custom collectives of the selected units."""
     for name, comm in changes.items():
         needs, is_valid = "an object with allocate() and __call__()", hasattr(comm, "allocate")
         if name == "all_reduce":
             needs, is_valid = "a callable like torch.distributed.all_reduce", True
-        if name != "from_group" and comm is not None and not (callable(comm) and is_valid):
+        if comm is not None and not (callable(comm) and is_valid):
             raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
-    units = require_units(module, recurse=recurse)
-    chosen = {unit: replace(unit.settings.comm, **changes) for unit in units}
-    if any(c.from_group and (c.all_gather or c.reduce_scatter) for c in chosen.values()):
-        raise ValueError(
-            "memory of the process group and a custom collective exclude each other, because a "
-            "custom collective allocates by itself; set only one of them."
-        )
-    for unit, settings in chosen.items():
-        unit.lifecycle.finish_reductions()
-        unit.settings.comm = settings
-        unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
+    for unit in require_units(module, recurse=recurse):
+        _use_comm(unit, replace(unit.settings.comm, **changes))
+
+
+def _use_comm(unit: Unit, settings: CommSettings) -> None:
+    unit.lifecycle.finish_reductions()
+    unit.settings.comm = settings
+    unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
+
+
+def _can_allocate(unit: Unit) -> bool:
+    """Whether the backend has memory for the collectives of a unit, if it has shards."""
+    spec = unit.group.spec if unit.params else None
+    if spec is None or spec.mesh_info.shard_axis is None:
+        return False
+    return can_allocate(spec.mesh_info.shard_group, spec.device)
 
 
 class StageState(UnitHook):
@@ -614,7 +637,12 @@ class StageState(UnitHook):
 
     Its schedules turn reductions off, and after the last backward they go through the states of
     all units of the stage and reduce their parameter groups. This one stands for all of them.
+    Trainers read ``_mp_policy``, the dtypes of the unit.
     """
+
+    def __init__(self, unit: Unit, policy: MixedPrecisionPolicy) -> None:
+        super().__init__(unit)
+        self._mp_policy = policy
 
     @property
     def _state_ctx(self) -> StageState:

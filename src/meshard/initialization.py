@@ -23,7 +23,13 @@ from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_param
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.sharded_param import ShardedParam
-from meshard._torch.dtensor import local_of, place_like, plain_of, plain_tensors_in
+from meshard._torch.dtensor import (
+    keep_gradient_dtype,
+    local_of,
+    place_like,
+    plain_of,
+    plain_tensors_in,
+)
 from meshard.weights import SummonedUnit
 
 
@@ -59,6 +65,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
         old = param.sharded
         local = torch.empty_like(local_of(old), device=group.spec.location.device)
         param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
+        keep_gradient_dtype(old, param.sharded)
         # It stays the same object, which an optimizer may hold. Not by set_local: the device of a
         # DTensor is that of its first local tensor for good.
         attributes = dict(vars(old))

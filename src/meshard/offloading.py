@@ -91,7 +91,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             group.reshard()
             group.storage.free_unsharded()  # also where reshard keeps it
             group.adopt_edits()
-            sources.append(group.storage.move(location))
+            sources += group.storage.move(location)
             assert isinstance(gradients.sharded, ShardedGrads)
             sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:

@@ -37,6 +37,7 @@ from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.sharded_param import UnitParam
 from meshard._params.unit_params import GroupSpec
+from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo, without_modes
 from meshard.accumulation import no_sync
@@ -439,6 +440,12 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
                 "module there (from meta: to_empty, then initialise it) before replicate."
             )
         check_dtype(fqn, param)
+        if gradient_dtype(param) is not param.dtype:
+            raise NotImplementedError(
+                f"parameter {fqn!r}, which is {param.dtype}, has grad_dtype={param.grad_dtype}, "
+                "which is not built for replicate: .grad has the dtype of the parameter. Use "
+                "fully_shard, or leave grad_dtype as it is."
+            )
         if type(param) is not nn.Parameter:
             raise ValueError(
                 f"parameter {fqn!r} is a {type(param).__name__}; replicate keeps ordinary "

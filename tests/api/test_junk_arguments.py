@@ -49,6 +49,7 @@ TAKES = {
     "mesh": "None",
     "min_params": "0 3",
     "norm_type": "3",
+    "offload_policy": "None",
     "optimizer": "None",
     "output_dtype": "None",
     "overrides": CALLABLE,

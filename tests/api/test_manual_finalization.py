@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
@@ -15,6 +16,7 @@ from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, Gradi
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.models import Tables
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -472,3 +474,18 @@ def test_a_copy_has_the_mode(model):
     with pytest.raises(RuntimeError, match="needs set_manual"):
         copied.finalize_backward()
     model.finalize_backward()
+
+
+@on_threads(2)
+def test_a_unit_around_the_root_keeps_the_mode():
+    mesh = init_device_mesh("cpu", (2,))
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    outer = nn.Sequential(meshard.fully_shard(layer, mesh))
+    outer[0].set_manual_backward_finalization(True)
+    meshard.fully_shard(outer, mesh)
+    with meshard.no_sync(outer):
+        outer(torch.ones(1, 4)).sum().backward()
+    outer(torch.ones(1, 4)).sum().backward()
+    outer.finalize_backward()
+    assert torch.equal(outer[0].weight.grad.full_tensor(), torch.full((4, 4), 2.0))

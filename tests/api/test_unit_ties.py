@@ -72,6 +72,17 @@ def test_a_manual_unit_that_has_cut_a_tie_is_an_error():
         fully_shard_units(model)
 
 
+def test_a_tie_of_a_list_names_the_modules_in_it():
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "norm": nn.LayerNorm(4)})
+    model["head"] = nn.Linear(4, 8, bias=False)
+    model["head"].weight = model["embedding"].weight
+    fully_shard([model["norm"], model["head"]])
+    with pytest.raises(ValueError, match=r"'Embedding\.weight' is tied to 'Linear\.weight'"):
+        fully_shard(model["embedding"])
+    with pytest.raises(ValueError, match=r"'Embedding\.weight' is tied to 'Linear\.weight'"):
+        fully_shard([nn.LayerNorm(4), model["embedding"]])
+
+
 def test_a_module_registered_twice_is_one_unit_that_keeps_its_parameters():
     shared = MlpBlock(4, 4)
     model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared))

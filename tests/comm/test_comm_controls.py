@@ -1,6 +1,7 @@
 """Custom collectives, groups and limits that the user sets."""
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api as peer
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from meshard._comm import communicator
 from meshard._torch.private import all_gather_single
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
 
@@ -219,17 +222,43 @@ def test_inputs_of_reductions_are_no_more_than_allowed():
         assert_same(found[0][1], expected, bitwise=False)
 
 
-def ask_for_memory_of_gloo():
+@on_ranks(2)
+def test_a_backend_without_memory_is_used_as_before_until_a_custom_collective_is_set():
     model = meshard.fully_shard(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
-    with pytest.raises(RuntimeError, match=r"the backend 'gloo' cannot allocate memory on cpu"):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    model.set_allocate_memory_from_process_group_for_comm(False)
-    model.set_custom_all_gather(MyAllGather())
+    usual = model._meshard_unit.group.comm
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    assert model._meshard_unit.group.comm is usual
     model(torch.ones(1, 6)).sum().backward()
+    gather = MyAllGather()
+    model.set_custom_all_gather(gather)
+    model(torch.ones(1, 6)).sum().backward()
+    assert gather.calls
+    with pytest.raises(ValueError, match="memory of the process group and a custom collective"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def test_a_backend_without_memory_says_so(run_ranks):
-    run_ranks(ask_for_memory_of_gloo, 2)
+@on_ranks(2)
+def test_a_custom_collective_overrides_the_memory_of_the_process_group():
+    asked = []
+
+    class Allocator:
+        def supports_tensor_alloc(self, device):
+            return True
+
+        def allocate_tensor(self, numel, *, dtype, device):
+            asked.append(numel)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    model = meshard.fully_shard(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
+    with mock.patch.object(communicator, "backend_of", return_value=Allocator()):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        model(torch.ones(1, 6)).sum().backward()
+        assert asked
+        model.set_custom_all_gather(MyAllGather())
+        model.set_custom_reduce_scatter(MyReduceScatter())
+        asked.clear()
+        model(torch.ones(1, 6)).sum().backward()
+        assert not asked
 
 
 def stages():

@@ -4,9 +4,8 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import blocking
-from meshard._comm.communicator import memory_backend
 from meshard._comm.streams import StreamCommunicator
-from meshard._torch.private import start_all_to_all_on
+from meshard._torch.private import backend_of, start_all_to_all_on
 from tests.cuda.device import Issuing, NotRehearsed, on_ranks
 from tests.cuda.parity import trained
 from tests.support.integer_model import IntegerModel, integer_batch
@@ -88,7 +87,7 @@ class FromGroup(Issuing):
     """Takes memory of the group in groups of one rank too."""
 
     def allocate(self, numel, comm_stream, *, dtype, device, group):
-        backend = memory_backend(group, device)
+        backend = backend_of(group, device)
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
 
 

@@ -17,6 +17,7 @@ import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, TransformerBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 STEPS = 4
@@ -324,3 +325,27 @@ def switch_modes():
 
 def test_frozen_weights_and_evaluation_between_compiled_steps(run_ranks):
     run_ranks(switch_modes, 2)
+
+
+@pytest.mark.parametrize("wrap", [meshard.fully_shard, meshard.replicate])
+@on_ranks(2)
+def test_compiled_autograd_is_refused_and_named(wrap):
+    layer = nn.Linear(4, 4)
+    nn.init.ones_(layer.weight)
+    wrap(layer)
+
+    def backward():
+        layer(torch.ones(1, 4)).sum().backward()
+
+    import torch._dynamo  # late: see compiling_at_most_once
+
+    with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about what it compiles
+        with pytest.raises(RuntimeError, match="do not work under compiled autograd"):
+            torch.compile(backward, backend="eager")()
+    assert layer.weight.grad is None
+    backward()
+    grad = layer.weight.grad
+    assert torch.equal(
+        grad.full_tensor() if wrap is meshard.fully_shard else grad, torch.ones(4, 4)
+    )

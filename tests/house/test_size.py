@@ -6,7 +6,7 @@ from tests.house.sources import SOURCES, Source
 
 # What was agreed when the house was rebuilt. Features may raise it, with the reason in the commit.
 MAX_FILES = 85
-MAX_LINES = 17_150
+MAX_LINES = 17_600
 MAX_MODULES = 12  # of a folder below the top, __init__.py aside
 KNOWN: dict[str, int] = {}
 

@@ -200,16 +200,10 @@ class CommSettings:
     from_group: bool = False  # allocate with the process group, which may then send without a copy
 
 
-def memory_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group``, if it can allocate memory on ``device``."""
+def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend of ``group`` can allocate memory on ``device``."""
     # There is no public name for what NCCL allocates for zero-copy transfers.
-    backend = backend_of(group, device)
-    if not backend.supports_tensor_alloc(device):
-        raise RuntimeError(
-            f"the backend {backend.name()!r} cannot allocate memory on {device}; "
-            "leave set_allocate_memory_from_process_group_for_comm out."
-        )
-    return backend
+    return bool(backend_of(group, device).supports_tensor_alloc(device))
 
 
 # --- the interface ---------------------------------------------------------------------------
@@ -283,12 +277,12 @@ class Communicator:
         """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
         if self._custom is None or group.size() == 1:
             return torch.empty(numel, dtype=dtype, device=device)
-        if self._custom.from_group:
-            backend = memory_backend(group, device)
-            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-            return tensor
         is_gathered = comm_stream is CommStream.GATHER
         custom = self._custom.all_gather if is_gathered else self._custom.reduce_scatter
+        if custom is None and self._custom.from_group:
+            backend = backend_of(group, device)
+            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+            return tensor
         make = torch.empty if custom is None else custom.allocate
         return make((numel,), dtype=dtype, device=device)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,18 @@ INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLES = 16  # elements of each parameter, which is a few microseconds
 
 
+class FirstValues(NamedTuple):
+    """A sample of what a unit was cut from."""
+
+    which: tuple[int, ...]  # the indices of the parameters that had values; others were on meta
+    total: torch.Tensor  # the sum of their samples
+
+
 @torch.no_grad()
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor.
 
-    None: one of them has no values yet, or is no ordinary tensor.
+    None: there are none, or one of them has no values or is no ordinary tensor.
     """
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -39,23 +47,23 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
 
 
-def warn_if_different(brought: Iterable[tuple[MeshInfo, torch.Tensor | None]]) -> None:
+def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
     """Warn if ranks brought different values to units.
 
-    ``brought`` has the mesh and the sum of each unit; None for one that was written to since.
+    ``brought`` has the mesh and the sample of each unit; None for one that was written to since.
     **Collective:** all ranks of the meshes, with as many units; two numbers per process group.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[torch.Tensor | None]]] = {}
-    for mesh_info, total in brought:
-        by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(total)
-    for mesh_info, totals in by_groups.values():
-        kept = [total for total in totals if total is not None]
-        which = zlib.crc32(bytes(total is not None for total in totals))
-        rows = [[sum(map(int, kept)) % 2**62, which]]
+    by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
+    for mesh_info, values in brought:
+        by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(values)
+    for mesh_info, samples in by_groups.values():
+        total = sum(int(values.total) for values in samples if values is not None)
+        which = zlib.crc32(repr([values and values.which for values in samples]).encode())
+        rows = [[total % 2**62, which]]
         for group in mesh_info.groups:
             rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
         if any(row[1] != which for row in rows):
-            continue  # ranks have loaded different parts since
+            continue  # ranks brought values for different parts, or have loaded such since
         ranks = ranks_of(mesh_info)
         others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
         if others:

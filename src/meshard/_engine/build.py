@@ -56,7 +56,7 @@ from meshard._params.subclass_params import (
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
 from meshard._shared_memory.communicator import make_communicator
-from meshard._torch.dtensor import is_plain, plain_of
+from meshard._torch.dtensor import is_plain, keep_gradient_dtype, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
 PlacementFn = Callable[[nn.Parameter], Any]
@@ -87,7 +87,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                     found[param].owners.append((module, name))
                 else:
                     found[param] = Collected(fqn, param, [(module, name)])
-                    _check_free(fqn, param, root)
+                    _check_free(fqn, param, _spoken(fqn, modules))
     _collect_hoisted(modules, found)
     return list(found.values())
 
@@ -97,19 +97,28 @@ def _prefix(position: int, modules: list[nn.Module]) -> str:
     return str(position) if len(modules) > 1 else ""
 
 
-def _check_free(fqn: str, param: nn.Parameter, root: nn.Module) -> None:
+def _spoken(fqn: str, modules: list[nn.Module]) -> str:
+    """Return a name in a unit as a user knows it, after the class of the module that has it.
+
+    Names in a unit of several modules begin with the position in the list of these.
+    """
+    position, _, name = fqn.partition(".") if len(modules) > 1 else ("0", "", fqn)
+    return joined(own_class(modules[int(position)]).__name__, name)
+
+
+def _check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
     refuse_backward_optimizer(repr(fqn), param, ValueError)
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(
-            f"parameter {joined(own_class(root).__name__, fqn)!r} is tied to {tagged_fqn!r}, which "
+            f"parameter {spoken!r} is tied to {tagged_fqn!r}, which "
             "another fully_shard has already sharded, so the tie would be cut silently; shard both "
             "in one call: apply fully_shard to their common parent only, pass both modules as a "
             "list, or shard the model by meshard.fully_shard_units, which finds ties."
         )
     if tag is TensorTag.SHARD:
         raise ValueError(
-            f"parameter {fqn!r} already belongs to a unit (as {tagged_fqn!r}): that of a module "
+            f"parameter {spoken!r} already belongs to a unit (as {tagged_fqn!r}): that of a module "
             "around this one, or of another module that shares it. Call fully_shard on children "
             "before their parents; what is shared goes to the unit around all of its uses, as "
             "fully_shard_units does it."
@@ -192,18 +201,11 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
 
 
 def check_dtype(fqn: str, param: torch.Tensor) -> None:
-    """Raise if a parameter is complex, or the user has chosen another dtype for its ``.grad``."""
+    """Raise if a parameter is complex."""
     if param.is_complex():
         raise ValueError(
             f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
             "hold torch.view_as_real of it as the parameter."
-        )
-    chosen = getattr(param, "grad_dtype", None)
-    if chosen is not None and chosen is not param.dtype:
-        raise NotImplementedError(
-            f"parameter {fqn!r}, which is {param.dtype}, has grad_dtype={chosen}, which is not "
-            "built yet: .grad has the dtype of the parameter. Sums are kept in accumulate_dtype of "
-            "mp_policy; leave grad_dtype as it is."
         )
 
 
@@ -349,6 +351,8 @@ def allocate(
             mp_policy=policy,
             gradient_hook=hook,
         )
+    for param, original in zip(params, originals, strict=True):
+        keep_gradient_dtype(original, param.sharded)
     give_params(unit, storage, policy)
     if not is_debugging():  # which has compared all values
         unit.group.record_first_values(locals_)
@@ -385,7 +389,7 @@ def commit(
     for each, unit_plan in zip(chain, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
             # Any other module that holds the original is tied to it, unknown to the unit.
-            tag_tensor(original, TensorTag.ORIGINAL, joined(own_class(modules[0]).__name__, fqn))
+            tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
     for module in modules:
@@ -458,6 +462,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for lifecycle in before:
         lifecycle.finish_reductions()
     outer = give_lifecycle(units)
+    outer.is_manual = any(lifecycle.is_manual for lifecycle in before)
     for lifecycle in before:
         outer.retained.take_over(lifecycle.retained)
 

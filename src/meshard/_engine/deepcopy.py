@@ -92,11 +92,6 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied.step = UnitStep()
     unit.group.adopt_edits()
     source = unit.group.storage
-    if source.is_partly_meta:
-        raise RuntimeError(
-            f"copy.deepcopy was called while some parameters of unit {unit.label!r} are on the "
-            "meta device and others are not; load or initialise all of them first."
-        )
     params = [param.for_copy(memo) for param in source.params]
     with torch.no_grad():
         storage = source.for_copy(params, gradient_hook_maker(copied))

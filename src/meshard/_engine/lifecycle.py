@@ -41,6 +41,7 @@ from meshard._torch.private import (
     graph_task_id,
     has_backward_optimizers,
     is_distributed_backward,
+    is_in_compiled_autograd,
     is_in_distributed_autograd,
     keeps_graph,
     next_node,
@@ -57,6 +58,13 @@ _NOT_DISTRIBUTED = (
     "and loss.backward() outside of the context."
 )
 Finalized = list[weakref.ref[Unit]]
+
+
+_NOT_COMPILED = (
+    "modules of fully_shard and replicate do not work under compiled autograd, which would leave "
+    "gradients out of .grad; leave torch._dynamo.config.compiled_autograd off, and compile modules "
+    "(module.compile()): their backwards are compiled too."
+)
 
 
 class RefusedError(RuntimeError):
@@ -294,6 +302,8 @@ class Lifecycle:
                 self._check_nested()
             return
         self._refuse_unless_waited("a backward")
+        if is_in_compiled_autograd():
+            raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
             warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)  # torch drops the text of the error
             raise RuntimeError(_NOT_DISTRIBUTED)

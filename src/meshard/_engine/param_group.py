@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from torch.autograd.graph import increment_version
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
-from meshard._comm.first_values import sum_of_samples
+from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -140,6 +141,8 @@ class ParamGroup:
         self.summoned_by: SummonOptions  # while SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
+        # What the shards were cut from, and a sum of these shards; until ranks have compared them.
+        self._first: tuple[FirstValues, torch.Tensor] | None = None
         self._begin_watching()
 
     @property
@@ -181,7 +184,6 @@ class ParamGroup:
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
-        self._first: tuple[torch.Tensor, torch.Tensor] | None = None  # until they are compared
         watch_optimizers(self)
 
     def adopt_edits(self) -> int:
@@ -215,21 +217,24 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record what the shards were cut from, for the comparison of ranks."""
-        total, sharded = sum_of_samples(unsharded), sum_of_samples(self._shards())
-        self._first = None if total is None or sharded is None else (total, sharded)
+        """Record what the shards with values were cut from, for the comparison of ranks."""
+        which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
+        total = sum_of_samples([unsharded[index] for index in which])
+        sharded = sum_of_samples(self._shards(which))
+        if total is not None and sharded is not None:
+            self._first = FirstValues(which, total), sharded
 
-    def take_first_values(self) -> torch.Tensor | None:
-        """Return what was recorded, once; None if the shards were written to since."""
+    def take_first_values(self) -> FirstValues | None:
+        """Return what was recorded, once; None if these shards were written to since."""
         if self._first is None:
             return None
-        (total, sharded), self._first = self._first, None
+        (values, sharded), self._first = self._first, None
         # Not by version: writes through ``param.data`` do not raise it.
-        now = sum_of_samples(self._shards())
-        return total if now is not None and int(now) == int(sharded) else None
+        now = sum_of_samples(self._shards(values.which))
+        return values if now is not None and int(now) == int(sharded) else None
 
-    def _shards(self) -> list[torch.Tensor]:
-        return [plain_of(param.sharded).detach() for param in self.params]
+    def _shards(self, which: Sequence[int]) -> list[torch.Tensor]:
+        return [plain_of(self.params[index].sharded).detach() for index in which]
 
     # --- optimizer steps --------------------------------------------------------------
 

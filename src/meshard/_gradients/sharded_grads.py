@@ -1,9 +1,9 @@
 """The ``.grad`` of sharded parameters.
 
-A reduction yields one flat tensor per unit in the accumulate dtype. Gradients of parameters of that
-dtype are views of it, so that the next reduction is added by one kernel. Gradients of narrower
-parameters are copies; the wide sums are kept beside them, because microbatches that are added up in
-a narrow dtype round each other away.
+A reduction yields one flat tensor per unit in the accumulate dtype. Gradients of that dtype are
+views of it, so that the next reduction is added by one kernel. Gradients of narrower dtypes (those
+of the parameters, unless ``grad_dtype`` says otherwise) are copies; the wide sums are kept beside
+them, because microbatches that are added up in a narrow dtype round each other away.
 
 Autograd never sees a sharded parameter, so hooks that users register on one
 (``register_hook``, ``register_post_accumulate_grad_hook``) run from here.
@@ -22,7 +22,7 @@ from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._params.sharded_param import UnitParam
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import UnitParams
-from meshard._torch.dtensor import local_of, move_local, wrap_like
+from meshard._torch.dtensor import gradient_dtype, local_of, move_local, wrap_like
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, without_torch_function
 
 
@@ -175,8 +175,9 @@ class ShardedGrads:
             if index not in used:
                 continue
             sharded = self._storage.params[index].sharded
-            if local.dtype != sharded.dtype:
-                local = local.to(sharded.dtype)
+            dtype = gradient_dtype(sharded)
+            if local.dtype != dtype:
+                local = local.to(dtype)
             sharded.grad = gradient = wrap_like(sharded, local)
             mark(gradient, shown)
             shown.addresses[index] = local.data_ptr()
@@ -283,7 +284,9 @@ class ShardedGrads:
             hooks = gradient_hooks_of(sharded) if index in hooked else None
             if hooks:
                 # A copy: a hook may keep it.
-                grad: torch.Tensor = wrap_like(sharded, local.to(sharded.dtype, copy=True))
+                grad: torch.Tensor = wrap_like(
+                    sharded, local.to(gradient_dtype(sharded), copy=True)
+                )
                 for hook in tuple(hooks.values()):
                     changed = hook(grad)
                     grad = grad if changed is None else changed
@@ -294,7 +297,7 @@ class ShardedGrads:
     def publish_unread(self, new: FlatGradients) -> bool:
         """Do what ``publish`` does if that reads no values; return whether it did."""
         hooked, has_none = self._inspect(new)
-        dtypes = {self._storage.params[index].sharded.dtype for index in new.used}
+        dtypes = {gradient_dtype(self._storage.params[index].sharded) for index in new.used}
         if hooked or not has_none or dtypes != {new.flat.dtype}:
             return False
         self._set_all(new)
@@ -310,7 +313,7 @@ class ShardedGrads:
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
             return None
         used = shown.grads.used | new.used
-        dtypes = {self._storage.params[index].sharded.dtype for index in used}
+        dtypes = {gradient_dtype(self._storage.params[index].sharded) for index in used}
         if not dtypes == {shown.grads.flat.dtype} == {new.flat.dtype}:
             return None
         self._set_more(shown, new.used)

@@ -144,9 +144,6 @@ class FlatParams(ShardedUnitParams):
 
     def rebuild(self) -> None:
         locals_ = self._adopted_locals(self._location.device.type, self._why_at_location)
-        # Shards with values must not be dropped because others are on the meta device.
-        if self.is_partly_meta:
-            return
         if any(map(operator.is_not, locals_, self.locals)):
             self._move_into_storage(locals_)
         self._make_unsharded()
@@ -178,17 +175,23 @@ class FlatParams(ShardedUnitParams):
             return f"its CPUOffloadPolicy keeps it on {kind!r}, as in to_empty(device={kind!r})"
         return f"its mesh is on {kind!r} (meshard.offload moves a whole model to the host and back)"
 
-    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         old, self._location = self.flat_shard, location or self.spec.location
         self.is_offloaded = location is not None
-        if old.buffer.is_meta:
-            return old.buffer
-        self.flat_shard = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)
-        self.flat_shard.buffer.copy_(old.buffer, non_blocking=True)
-        self.locals = self.flat_shard.locals
+        if old.buffer.is_meta:  # some shards may have values, in memory of their own
+            sources = [own for own in self.locals if not own.is_meta]
+            targets = [self._location.empty_like(own) for own in sources]
+            moved = iter(targets)
+            self.locals = [own if own.is_meta else next(moved) for own in self.locals]
+        else:
+            self.flat_shard = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)
+            sources, targets = [old.buffer], [self.flat_shard.buffer]
+            self.locals = self.flat_shard.locals
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
         for param, own in zip(self.params, self.locals, strict=True):
             move_local(param.sharded, own)
-        return old.buffer
+        return sources
 
     def check_materialised(self) -> None:
         if self.is_offloaded:

@@ -253,7 +253,7 @@ class ReplicatedParams(UnitParams):
 
     # --- location --------------------------------------------------------------------------
 
-    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         raise NotImplementedError(
             "a replicated module cannot be offloaded; use module.to(device) between steps, or "
             "fully_shard, which can."

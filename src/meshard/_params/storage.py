@@ -43,7 +43,7 @@ META = MemoryLocation(torch.device("meta"))
 _has_warned_of_pinning = False
 
 
-def host_location(policy: TorchOffloadPolicy, device: torch.device) -> MemoryLocation | None:
+def host_location(policy: TorchOffloadPolicy | None, device: torch.device) -> MemoryLocation | None:
     """Return the host memory where a policy puts shards; None: they are on ``device``."""
     global _has_warned_of_pinning
     if not isinstance(policy, TorchCPUOffloadPolicy):

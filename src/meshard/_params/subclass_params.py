@@ -445,7 +445,7 @@ class SubclassParams(ShardedUnitParams):
         self._adopt_shards()
         self._install_adopted()
 
-    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         raise AssertionError("meshard.offload has refused: see check_not_subclass")
 
     def check_materialised(self) -> None:

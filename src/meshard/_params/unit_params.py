@@ -23,7 +23,13 @@ from meshard._params.sharded_param import (
     tag_tensor,
 )
 from meshard._params.storage import MemoryLocation
-from meshard._torch.dtensor import is_placed_like, is_plain, local_of, set_local
+from meshard._torch.dtensor import (
+    is_placed_like,
+    is_plain,
+    keep_gradient_dtype,
+    local_of,
+    set_local,
+)
 from meshard._torch.private import version_of, without_torch_function
 
 GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
@@ -99,10 +105,10 @@ class UnitParams(abc.ABC):
         """Return storage for ``params``, deep copies of these parameters in a copied module."""
 
     @abc.abstractmethod
-    def move(self, location: MemoryLocation | None) -> torch.Tensor:
+    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         """Start moving the shards to ``location``; None: back to where they are gathered from.
 
-        **Lifetime:** the caller keeps the result, the old flat shard, until the copy is over.
+        **Lifetime:** the caller keeps the result, the old memory, until the copies are over.
         """
 
     @abc.abstractmethod
@@ -155,6 +161,7 @@ class ShardedUnitParams(UnitParams):
             if replacements:
                 # Owners of a tied parameter may hold different ones: the first stands for all.
                 new = self._as_shard(param, replacements[0], own)
+                keep_gradient_dtype(param.sharded, new)
                 for old in (param.sharded, *replacements):
                     if old is not new:
                         tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)

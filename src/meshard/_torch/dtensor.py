@@ -93,6 +93,8 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     The wrapper takes the storage offset of the tensor it is made over, and torch can neither pickle
     nor copy one with an offset. So it is made over the local tensor of ``tensor``, which has none.
     """
+    if local.dtype != local_of(tensor).dtype:  # the wrapper has the dtype that it is made over
+        return place_like(tensor, local)
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     # Not DTensor(): __init__ does nothing, behind three wrappers that cost as much as the rest.
     made = DTensor.__new__(DTensor, local_of(tensor), spec, requires_grad=False)
@@ -105,7 +107,28 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     memo[id(spec)] = spec
     memo[id(spec.mesh)] = spec.mesh
-    return copy.deepcopy(tensor, memo)
+    if gradient_dtype(tensor) is tensor.dtype:
+        return copy.deepcopy(tensor, memo)
+    # torch drops grad_dtype, and then refuses the gradient of another dtype.
+    gradient, tensor.grad = tensor.grad, None
+    try:
+        copied = copy.deepcopy(tensor, memo)
+        copied.grad_dtype = tensor.grad_dtype
+        copied.grad = None if gradient is None else copy_dtensor(gradient, memo)
+    finally:
+        tensor.grad = gradient
+    return copied
+
+
+def gradient_dtype(param: torch.Tensor) -> torch.dtype:
+    """Return the dtype of ``.grad``: what the user has set as ``grad_dtype``, or that of values."""
+    return param.grad_dtype or param.dtype
+
+
+def keep_gradient_dtype(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Set the ``grad_dtype`` that the user has set on ``old``, unless ``new`` has one."""
+    if gradient_dtype(old) is not old.dtype and gradient_dtype(new) is new.dtype:
+        new.grad_dtype = old.grad_dtype
 
 
 def plain_tensors_in(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -220,6 +220,12 @@ gradient_hooks_of: HooksOf = attrgetter("_backward_hooks")
 accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 
+def is_in_compiled_autograd() -> bool:
+    """Whether ``torch._dynamo.config.compiled_autograd`` has compiled the backward that runs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
 # --- autograd across processes, and optimizers in backward, of torch ------------------------
 
 _has_rpc_agent: Callable[[], bool] = _find(

@@ -9,6 +9,7 @@ are thousands of objects in every step, so the loops over them run in C.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, itemgetter
@@ -50,6 +51,7 @@ class FlatSlice:
         self._owned = [position for position, member in enumerate(members) if member.numel]
         numel = members[-1].offset + members[-1].numel - self._start if self._owned else 0
         self.flat = nn.Parameter(segment.narrow(0, self._start, numel), requires_grad=False)
+        self.flat.grad_dtype = None  # any: that of the members
         self.states: list[State] = []  # of the members, once they have one
         self._shown: State = {}  # the state that those of the members are views of
         self._params = [member.param for member in members]
@@ -92,7 +94,8 @@ class FlatSlice:
 
     def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return ``tensors`` copied next to each other, as the members lie; padding is zero."""
-        flat = torch.zeros(self.flat.numel(), dtype=tensors[0].dtype, device=tensors[0].device)
+        dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+        flat = torch.zeros(self.flat.numel(), dtype=dtype, device=tensors[0].device)
         for member, tensor in zip(self.members, tensors, strict=True):
             self._range_of(flat, member).copy_(tensor.reshape(-1))
         return flat

@@ -44,6 +44,7 @@ class UnshardedStep(Optimizer):
             stepped += [(param, unsharded) for param, unsharded in pairs if param.grad is not None]
         try:
             for param, unsharded in stepped:
+                unsharded.grad_dtype = None  # any
                 unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
                 if self.state[param]:
                     self._inner.state[unsharded] = self.state[param]
