@@ -374,9 +374,17 @@ class Lifecycle:
         return replacement
 
     def _reach(self, of: ForwardPass) -> None:
+        """Record that this backward has come to a pass, and so is through with later ones."""
+        if of in self._reached:
+            return
+        for later in self._ended_passes():
+            self._begin_skipped(later, lambda _: True)
         of.open(self._num_backwards)
-        if of not in self._reached:
-            self._reached.append(of)
+        self._reached.append(of)
+
+    def _ended_passes(self) -> list[ForwardPass]:
+        """Return the reached passes, without one whose forward runs around this backward."""
+        return [of for of in self._reached if not self.running or of is not self.schedule.current]
 
     def _begin_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
@@ -551,7 +559,7 @@ class Lifecycle:
 
     def finish_backward(self) -> None:
         units = self.units()
-        ended = [of for of in self._reached if of is not self.schedule.current or not self.running]
+        ended = self._ended_passes()
         for of in ended:
             self._begin_skipped(of, lambda _: True)
         to_come = self._units_to_come(ended)
