@@ -83,6 +83,15 @@ def test_an_interrupted_pass_leaves_the_prediction_as_it_was():
     assert predicted == [A, B, C, None]
 
 
+def test_parts_that_are_called_in_turn_are_each_predicted():
+    schedule = StepSchedule()
+    parts = [(A, [(B, [])]), (C, []), TREE]
+    first = [run(schedule, part)[0] for part in parts]
+    second = [run(schedule, part)[0] for part in parts]
+    assert first == [[None] * 2, [None], [None] * 4]
+    assert second == [[B, None], [None], [A, B, C, None]]
+
+
 def over(schedule, call, backward=0):
     of = schedule.current
     of.open(backward)

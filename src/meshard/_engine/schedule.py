@@ -1,7 +1,7 @@
 """Recorded and predicted order of units, and gathers ahead of use.
 
-There are two orders. The order in which units were entered in one forward predicts the next
-forward. The order in which they were left, reversed, is the order of the backward. One list for
+There are two orders. What was entered after a unit in one forward predicts what comes after it in
+the next. The order in which units were left, reversed, is the order of the backward. One list for
 both would not do: the last prefetch of a backward would gather a unit for the next forward, before
 the optimizer has stepped it.
 """
@@ -12,6 +12,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshard._engine.param_group import ParamState
 from meshard._engine.unit import Unit, alive
@@ -23,6 +24,14 @@ class Phase(enum.Enum):
     IDLE = enum.auto()
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
+
+
+class _Entry(NamedTuple):
+    """An entry of a unit, as it comes again in a later pass."""
+
+    began_with: int  # the first unit of the pass
+    unit: int
+    num_before: int  # entries of the same unit before this one in the pass
 
 
 @dataclass(slots=True)
@@ -45,10 +54,10 @@ class ForwardCall:
 class ForwardPass:
     """One forward of the outermost unit, and of all units that ran inside it."""
 
-    entries: list[int] = field(default_factory=list)
     exits: list[ForwardCall] = field(default_factory=list)
     first_entries: list[ForwardCall] = field(default_factory=list)
-    units: set[int] = field(default_factory=set)
+    units: dict[int, int] = field(default_factory=dict)  # how often each has been entered
+    last_entry: _Entry | None = None
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
     # Units of the passes before this one whose backward may come, and the number of their window.
     earlier: frozenset[int] = frozenset()
@@ -72,18 +81,17 @@ class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
-        self._previous: list[int] = []
-        self._position = -1  # of the last entry, in the previous pass
+        # The unit that was entered after an entry, the last time; None: the pass ended there.
+        self._successors: dict[_Entry, int | None] = {}
         self._last: ForwardPass | None = None  # the last pass whose backward may come
         self._window = 0  # grows when passes are forgotten
         self.current = ForwardPass()
         self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        if self.current.entries:
-            self._previous = self.current.entries
+        if self.current.last_entry is not None:
+            self._successors[self.current.last_entry] = None
         self.current = ForwardPass()
-        self._position = -1
         if with_graph:
             # Units and not passes: of many forwards there may be no backward, as in rollouts.
             if self._last is not None:
@@ -102,7 +110,6 @@ class StepSchedule:
         """Drop what an interrupted pass has recorded. The prediction stays."""
         self.end_backward()
         self.current = ForwardPass()
-        self._position = -1
 
     @property
     def present(self) -> ForwardPass:
@@ -112,24 +119,18 @@ class StepSchedule:
     def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
         """Record that a unit begins; ``node`` is the number of the next autograd node."""
         now = self.current
-        is_first = unit not in now.units
-        call = ForwardCall(unit, is_first, with_graph, entered=now.ticks, began_at=node)
-        if is_first:
-            now.units.add(unit)
+        num_before = now.units.get(unit, 0)
+        call = ForwardCall(unit, not num_before, with_graph, entered=now.ticks, began_at=node)
+        if not num_before:
             now.first_entries.append(call)
-        now.entries.append(unit)
+        now.units[unit] = num_before + 1
         now.ticks += 1
-        self._follow(unit)
+        # By the unit that the pass began with: parts of a model may be called by themselves.
+        entry = _Entry(now.first_entries[0].unit, unit, num_before)
+        if now.last_entry is not None:
+            self._successors[now.last_entry] = unit
+        now.last_entry = entry
         return call
-
-    def _follow(self, unit: int) -> None:
-        expected = self._position + 1
-        if expected < len(self._previous) and self._previous[expected] == unit:
-            self._position = expected
-        elif unit in self._previous:
-            # Not the predicted unit: continue after this one, at its next occurrence if possible.
-            after = [i for i, other in enumerate(self._previous) if other == unit]
-            self._position = next((i for i in after if i > self._position), after[0])
 
     def exit(self, call: ForwardCall) -> None:
         now = self.current
@@ -141,10 +142,8 @@ class StepSchedule:
 
     def next_in_forward(self) -> int | None:
         """Return the unit expected to enter after the last one that did."""
-        following = self._position + 1
-        if self._position < 0 or following >= len(self._previous):
-            return None
-        return self._previous[following]
+        entry = self.current.last_entry
+        return None if entry is None else self._successors.get(entry)
 
     @staticmethod
     def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
