@@ -29,7 +29,7 @@ from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
 from meshard._engine.unit import Unit, alive, buckets_in
@@ -172,13 +172,17 @@ class Lifecycle:
         in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
         up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
         is_manual = in_forward and group.is_manually_unsharded
-        if in_forward:
+        # Of a unit of many modules, the others find what the first of this pass has installed.
+        is_first = is_manual or call is None or call.is_first
+        is_installed = not is_first and group.state is ParamState.INSTALLED
+        if in_forward and not is_installed:
             voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
             group.forget_stale(voids_graphs=voids_graphs)
+        if in_forward:
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
-        group.install_unsharded(read_flags=in_forward)
+        group.install_unsharded(read_flags=in_forward and not is_installed)
         if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
             group.finish_manual_unshard(group.start_manual_unshard())
         if group.num_trainable:
