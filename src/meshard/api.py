@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
@@ -210,8 +211,10 @@ def _check_modules(module: nn.Module | list[Module]) -> list[nn.Module]:
                 f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "
                 "apply it to the modules inside, one by one, and to the module around it."
             )
-    for outer, inner in itertools.permutations(modules, 2):
-        if inner in outer.modules():
+    listed = Counter(modules)
+    for outer in modules:
+        inner = next((each for each in outer.modules() if listed[each] > (each is outer)), None)
+        if inner is not None:
             raise ValueError(
                 f"in the list, a {type(inner).__name__} is inside a {type(outer).__name__}, or "
                 "given twice; list it once, or not: the unit has what is inside its modules."

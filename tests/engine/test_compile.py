@@ -17,7 +17,7 @@ import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.models import MlpStack, TransformerBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.sharding import shard_blocks
 
 STEPS = 4
@@ -349,3 +349,40 @@ def test_compiled_autograd_is_refused_and_named(wrap):
     assert torch.equal(
         grad.full_tensor() if wrap is meshard.fully_shard else grad, torch.ones(4, 4)
     )
+
+
+class _Scale(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class _Shift(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x + self.weight
+
+
+@on_fake_ranks(2)
+def test_two_classes_with_constant_shapes_are_compiled_without_symbolic_sizes():
+    placeholders = []
+
+    def record(graph, _):
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        placeholders.append([node.meta["example_value"] for node in nodes])
+        return graph
+
+    with compiling_at_most_once():
+        for cls, size in ((_Scale, 4), (_Shift, 6)):
+            block = meshard.fully_shard(cls(size), mesh_of_all())
+            torch.compile(block, backend=record)(torch.ones(2, size))
+    assert len(placeholders) == 2
+    for values in placeholders:
+        assert all(isinstance(value, torch.Tensor) for value in values), values
+        assert all(type(size) is int for value in values for size in value.shape), values

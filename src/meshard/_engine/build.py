@@ -437,8 +437,10 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
 
-    # Dynamo keeps what it compiles, and counts it, per code object: each class needs its own.
-    forward.__code__ = forward.__code__.replace()
+    # Dynamo counts what it compiles per code object, and records which sizes change by file, line
+    # and name: each class needs its own, or constant shapes of two classes become symbolic.
+    name = f"forward of {original.__module__}.{original.__qualname__}"
+    forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)
 
 

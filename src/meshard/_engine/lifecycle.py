@@ -193,13 +193,17 @@ class Lifecycle:
             self._end_backwards_after(running_node())
         up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
         is_manual = in_forward and group.is_manually_unsharded
-        if in_forward:
+        # Of a unit of many modules, the others find what the first of this pass has installed.
+        is_first = is_manual or call is None or call.is_first
+        is_installed = not is_first and group.state is ParamState.INSTALLED
+        if in_forward and not is_installed:
             voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
             group.forget_stale(voids_graphs=voids_graphs)
+        if in_forward:
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
-        group.install_unsharded(read_flags=in_forward)
+        group.install_unsharded(read_flags=in_forward and not is_installed)
         if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
             group.finish_manual_unshard(group.start_manual_unshard())
         if group.num_trainable:

@@ -398,6 +398,8 @@ class ParamGroup:
     def install_unsharded(self, *, read_flags: bool = True) -> None:
         if read_flags:  # not in backward, which uses those of its forward: all ranks the same
             self.num_trainable = take_flags(self.params)
+        elif self.state is ParamState.INSTALLED:
+            return  # a unit of many modules gets here for each of them
         if self.state is not ParamState.INSTALLED:
             self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
         install_unsharded(self.params)
