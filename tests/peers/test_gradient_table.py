@@ -39,6 +39,9 @@ SITUATIONS = {
     "the same, after `set_reduce_scatter_unused_params(True)`": (
         gradients.different_parameters_with_zeros_for_others
     ),
+    "ranks leave a unit out of the loss, an auxiliary head": (
+        gradients.a_head_in_the_loss_of_some_ranks
+    ),
     "a module of a unit is not used": programs.a_module_of_a_unit_is_not_used,
     "a divide factor of 3 on gloo": gradients.divide_by_three,
     "a divide factor over replicas of one shard, reduced in float16": gradients.one_shard_float16,

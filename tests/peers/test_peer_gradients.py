@@ -169,6 +169,28 @@ def different_parameters_with_zeros_for_others(lib):
     return different_parameters_of_the_same_size(lib, numel_b=32, sends_zeros=True)
 
 
+class TwoHeads(nn.Module):
+    """A trunk, and an auxiliary head beside the main one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.main, self.auxiliary = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.trunk(x)
+        return self.main(x), self.auxiliary(x)
+
+
+def a_head_in_the_loss_of_some_ranks(lib):
+    net, mesh = TwoHeads(), init_device_mesh("cpu", (4,))
+    for unit in (net.trunk, net.main, net.auxiliary, net):
+        lib.fully_shard(unit, mesh=mesh)
+    main, auxiliary = net(torch.ones(1, 4))
+    loss = main.sum() + (auxiliary.sum() if dist.get_rank() % 2 else 0)
+    loss.backward()
+    return tuple(head.bias.grad.full_tensor()[0].item() for head in (net.main, net.auxiliary))
+
+
 def reductions(lib, net):
     """Whether a backward reduces over the shard group, and over the replicas."""
     net.zero_grad()
@@ -268,6 +290,7 @@ ROWS = [
 DIVERGENT = [
     (different_parameters_of_the_same_size, [(None, 6.0), (6.0, None)] * 2, [(2.0, 4.0)] * 4),
     (different_parameters_of_other_sizes, "RankError", [(2.0, 4.0)] * 4),
+    (a_head_in_the_loss_of_some_ranks, "RankError", [(1.0, 0.5)] * 4),
 ]
 
 
@@ -300,9 +323,10 @@ def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies(row, peer, ours
     """Also a test that these two cases are what they are said to be. In processes of its own."""
     pool = RankPool()
     try:
-        found = pool.run(run_peer, 4, row)
+        found = pool.run(run_peer, 4, row, timeout=20)
     except RankError as error:
-        found = "RankError" if "the process died with exit code -6" in str(error) else error
+        ends = ("the process died with exit code -6", "no answer in 20 s")
+        found = "RankError" if any(each in str(error) for each in ends) else error
     finally:
         pool.close()
     assert found == on_torch(peer), "the peer has changed"

@@ -180,7 +180,8 @@ class Lifecycle:
             self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
-                self._passes.append(weakref.ref(self.schedule.current))
+                passes = (ref for ref in self._passes if ref() is not None)
+                self._passes = [*passes, weakref.ref(self.schedule.current)]
         call = None
         in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
         if in_forward:
