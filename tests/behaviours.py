@@ -41,10 +41,7 @@ SILENT = (
     ),
     Behaviour(
         situation="ranks run different units",
-        ours=(
-            "comm/test_debug.py::test_ranks_that_run_different_units_are_told_which",
-            "comm/test_debug_divergence.py::test_a_unit_that_one_rank_skips_in_backward",
-        ),
+        ours=("comm/test_debug.py::test_ranks_that_run_different_units_are_told_which",),
         no_peer="it waits in the backend for the timeout of the process group, or adds up what "
         "does not belong together, as its units happen to have the same size or not",
     ),

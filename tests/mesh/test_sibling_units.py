@@ -97,8 +97,9 @@ def test_calls_on_a_module_reach_all_of_its_units():
 def edit_after_a_forward():
     model = shard(build(), "flat")
     x = batch_of(0, 0, width=5)
+    params = model.scale, model.expert.weight, model.expert.bias
     before = model(x)  # without a backward, the root is left whole
-    for param in (model.scale, model.expert.weight, model.expert.bias):
+    for param in params:
         param.data.to_local().mul_(2)  # raises no version
     after = model(x)
     plain = build()

@@ -274,10 +274,10 @@ class Lifecycle:
         for unit in self.units():
             if unit.step.modules_run:
                 has_graph = torch.is_grad_enabled() and unit.gradients.bucket is None
-                is_partial = has_graph and len(unit.step.modules_run) < len(unit.modules)
-                if unit.reshards_after_forward and not is_partial:
+                if unit.reshards_after_forward:
+                    # Of several modules, not all have run; or the user has called unshard() since.
                     unit.group.reshard(keep_post_forward=True)
-                elif has_graph:  # of a partial unit, what has not run may have been read
+                elif has_graph:
                     unit.group.keep_installed()
                 else:  # after an evaluation the user may edit parameters, or build an optimizer
                     unit.group.install_sharded()
@@ -629,6 +629,7 @@ class Lifecycle:
         self.abort_if_failed()
         with self._recorded_failure():
             self._take_split_gradients()
+            self._accumulates = True  # whatever the last run of autograd did
             self.finish_backward()
 
     def _take_split_gradients(self) -> None:

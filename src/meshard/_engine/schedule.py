@@ -57,7 +57,7 @@ class ForwardPass:
     exits: list[ForwardCall] = field(default_factory=list)
     first_entries: list[ForwardCall] = field(default_factory=list)
     units: dict[int, int] = field(default_factory=dict)  # how often each has been entered
-    last_entry: _Entry | None = None
+    entries: list[_Entry] = field(default_factory=list)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
     # Units of the passes before this one whose backward may come, and the number of their window.
     earlier: frozenset[int] = frozenset()
@@ -89,8 +89,10 @@ class StepSchedule:
         self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        if self.current.last_entry is not None:
-            self._successors[self.current.last_entry] = None
+        # Only now: an interrupted pass, which may differ from rank to rank, predicts nothing.
+        entries = self.current.entries
+        following = [*(each.unit for each in entries[1:]), None]
+        self._successors.update(zip(entries, following, strict=False))
         self.current = ForwardPass()
         if with_graph:
             # Units and not passes: of many forwards there may be no backward, as in rollouts.
@@ -126,10 +128,7 @@ class StepSchedule:
         now.units[unit] = num_before + 1
         now.ticks += 1
         # By the unit that the pass began with: parts of a model may be called by themselves.
-        entry = _Entry(now.first_entries[0].unit, unit, num_before)
-        if now.last_entry is not None:
-            self._successors[now.last_entry] = unit
-        now.last_entry = entry
+        now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 
     def exit(self, call: ForwardCall) -> None:
@@ -142,8 +141,8 @@ class StepSchedule:
 
     def next_in_forward(self) -> int | None:
         """Return the unit expected to enter after the last one that did."""
-        entry = self.current.last_entry
-        return None if entry is None else self._successors.get(entry)
+        entries = self.current.entries
+        return self._successors.get(entries[-1]) if entries else None
 
     @staticmethod
     def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
