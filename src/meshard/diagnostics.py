@@ -53,7 +53,8 @@ def describe(module: nn.Module) -> str:
     sharded = {id(param.sharded) for group in groups for param in group.params}
     left = [param for param in module.parameters() if id(param) not in sharded]
     paths = {inner: name for name, inner in module.named_modules()}
-    labels = [_label_in(paths, unit) for unit in units]
+    roots = {lifecycle: lifecycle.units()[0] for lifecycle in {u.lifecycle for u in units}}
+    labels = [_label_in(paths, unit, roots[unit.lifecycle]) for unit in units]
     rows = [_row_of(label, unit) for label, unit in zip(labels, units, strict=True)]
     if left:
         num_bytes = sum(param.nbytes for param in left)
@@ -90,12 +91,11 @@ class _Row(NamedTuple):
         return (self.label, *numbers, self.mesh, self.policies)
 
 
-def _label_in(paths: dict[nn.Module, str], unit: Unit) -> str:
+def _label_in(paths: dict[nn.Module, str], unit: Unit, root: Unit) -> str:
     """Return the name of a unit from its root, or from the module of ``paths`` if that is outside.
 
     Without a unit around them, units are roots of their own.
     """
-    root = unit.lifecycle.units()[0]
     prefix = next((paths[each] for each in alive(root.modules) if each in paths), "")
     return (joined(prefix, unit.fqn) if unit.fqn else prefix or "(root)") + unit.mesh_name
 

@@ -43,7 +43,7 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         bits = tensor.reshape(-1).view(INT_OF_SIZE[tensor.itemsize])
         every = max(1, bits.numel() // _SAMPLES)
         samples.setdefault((bits.device, bits.dtype), []).append(bits[::every])
-    sums = [torch.cat(each).sum() for each in samples.values()]
+    sums = [(torch.cat(each) if len(each) > 1 else each[0]).sum() for each in samples.values()]
     return sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
 
 

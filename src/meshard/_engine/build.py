@@ -449,11 +449,13 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     units = with_siblings(unit)
     innermost = units[-1]
     before: dict[Lifecycle, None] = {}
+    seen = set(units)
     for position, root in enumerate(modules):
         for fqn, module in root.named_modules():
             for inner in units_of(module):
-                if inner in units:
+                if inner in seen:
                     continue
+                seen.add(inner)
                 units.append(inner)
                 before[inner.lifecycle] = None
                 inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn

@@ -54,13 +54,21 @@ def find_overlapped(
     params: Iterable[torch.Tensor], *, but: Optimizer | None = None, in_backward: bool = False
 ) -> torch.Tensor | None:
     """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps."""
-    others = [
-        each
-        for each, steps_in_backward in overlapped_optimizers.items()
-        if each is not but and (steps_in_backward or not in_backward)
-    ]
-    ids = {id(param) for each in others for group in each.param_groups for param in group["params"]}
-    return next((param for param in params if id(param) in ids), None)
+    if not overlapped_optimizers:
+        return None
+    wanted = (True,) if in_backward else (True, False)
+    held: dict[Optimizer, set[int]] = {}  # the ids of what each of the others steps
+    for param in params:
+        owner = owner_of(param)
+        for each in () if owner is None else owner.overlapped:
+            # None: it has been detached.
+            if each is but or overlapped_optimizers.get(each) not in wanted:
+                continue
+            if each not in held:
+                held[each] = set(map(id, params_in(each)))
+            if id(param) in held[each]:
+                return param
+    return None
 
 
 def refuse_backward_optimizer(
@@ -79,8 +87,9 @@ def refuse_backward_optimizer(
 def watch_optimizers(owner: ParamGroup) -> None:
     """Check and record from now on every step of an optimizer with parameters of ``owner``."""
     _register_hooks()
-    for param in owner.params:
+    for index, param in enumerate(owner.params):
         _owners[id(param.sharded)] = owner
+        owner.indices[id(param.sharded)] = index
     _stepped_by.clear()
 
 
@@ -101,29 +110,22 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``params`` with the sharded parameter in the place of every unsharded one."""
     if not _manually_unsharded:
         return list(params)
-    found = []
-    for param in params:
-        owner = _manually_unsharded.get(id(param))
-        own = () if owner is None else owner.params
-        found.append(next((each.sharded for each in own if each.unsharded is param), param))
-    return found
+    given = list(params)
+    owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
+    # By what is unsharded now: the id may have been that of another tensor.
+    sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
+    return [sharded.get(id(param), param) for param in given]
 
 
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
     """Return the group whose sharded parameter this very tensor is."""
-    return next(iter(owners_of((param,))), None)
+    owner = _owners.get(id(param))
+    return None if owner is None or owner.index_of(param) is None else owner
 
 
 def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     """Return the groups that have one of ``params`` as a sharded parameter, each once."""
-    found: dict[ParamGroup, None] = {}
-    for param in params:
-        owner = _owners.get(id(param))
-        if owner is None or owner in found:
-            continue
-        if any(own.sharded is param for own in owner.params):
-            found[owner] = None
-    return list(found)
+    return list(dict.fromkeys(owner for each in params if (owner := owner_of(each)) is not None))
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:

@@ -60,11 +60,20 @@ def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
 
     ``since`` is ``next_node()`` of when it began.
     """
-    return [
-        tensor
-        for tensor in tensors_in([value for value in arguments if may_collect(value)])
-        if number_of(tensor) >= since and not hasattr(tensor, WATCHED)
-    ]
+    found = []
+    for value in arguments:
+        given = value
+        if type(value) is list:
+            # Each layer may append to one list: no walk over what earlier layers have appended.
+            given = [
+                each
+                for each in value
+                if not hasattr(each, WATCHED)
+                and (type(each) is not torch.Tensor or each.requires_grad)
+            ]
+        if may_collect(given):
+            found += tensors_in(given)
+    return [each for each in found if number_of(each) >= since and not hasattr(each, WATCHED)]
 
 
 def map_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
 from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
@@ -143,6 +145,9 @@ class ParamGroup:
         self._post_forward_shard: PostForwardShard | None = None
         # What the shards were cut from, and a sum of these shards; until ranks have compared them.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
+        # The overlapped optimizers that step parameters of it, also those that are detached since.
+        self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.indices: dict[int, int] = {}  # by the id of every sharded parameter there has been
         self._begin_watching()
 
     @property
@@ -181,6 +186,12 @@ class ParamGroup:
             )
 
     # --- edits from outside -----------------------------------------------------------
+
+    def index_of(self, sharded: torch.Tensor) -> int | None:
+        """Return the index of the parameter whose sharded tensor this very one is."""
+        index = self.indices.get(id(sharded))  # another tensor may have the id by now
+        is_own = index is not None and self.params[index].sharded is sharded
+        return index if is_own else None
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -110,6 +111,7 @@ class Unit:
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
+        self._open_at = 0  # the position of one of them that was open the last time
         self.siblings: list[Unit] = []  # further units of the same modules: see link_siblings
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # tells siblings apart
@@ -156,13 +158,20 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        return any(
-            child.step.awaits_gradients
-            or child.step.may_run_again
-            or child.has_open_children  # it may have nothing to train, but a unit further inside
-            for ref in self.children
-            if (child := ref()) is not None
-        )
+        # Read after each unit inside, while the one that was found the last time is often open.
+        last = self.children[self._open_at : self._open_at + 1]
+        for position, ref in chain(enumerate(last, self._open_at), enumerate(self.children)):
+            child = ref()
+            if child is not None and child.is_open:
+                self._open_at = position
+                return True
+        return False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients of this unit, or of one inside, are or may be still to come."""
+        step = self.step  # it may have nothing to train, but a unit further inside
+        return step.awaits_gradients or step.may_run_again or self.has_open_children
 
     def distrust_leftovers(self) -> None:
         """Gather again in the next forward: the unit was left unsharded for its backward only.

@@ -85,7 +85,7 @@ class FlatParams(ShardedUnitParams):
             param.compute_dtype(own.dtype, self._mp_policy.param_dtype)
             for param, own in zip(self.params, self.locals, strict=True)
         ]
-        on_wire = FlatLayout.build(self.layout.params, dtypes, self.layout.order)
+        on_wire = self.layout.in_dtypes(dtypes)
         self.plan = GatherPlan(self.layout, on_wire)
         # A module first run under inference_mode must be able to train later.
         with torch.inference_mode(False), torch.no_grad():

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import DTensorPlacement, MissingSum
-from meshard._torch.dtensor import copy_dtensor, make_dtensor, place_like, set_local
+from meshard._torch.dtensor import as_parameter, copy_dtensor, make_dtensor, place_like
 from meshard._torch.private import without_torch_function
 
 
@@ -170,9 +170,7 @@ class ShardedParam(UnitParam):
         """Create the sharded parameter over ``local``, a view of the unit's flat shard."""
         self._shard_rank = mesh_info.shard_rank
         dtensor = self._over_mesh(local, mesh_info, mesh_info.placements(self.layout.shard_dim))
-        self.sharded = nn.Parameter(dtensor, requires_grad=requires_grad)
-        # nn.Parameter wraps the local tensor anew; replacements are detected by identity.
-        set_local(self.sharded, local)
+        self.sharded = as_parameter(dtensor, requires_grad=requires_grad)
         tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
     def make_unsharded(self, plain: nn.Parameter, hook: GradientHook) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,17 +26,33 @@ def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
     """Return a DTensor of global ``shape`` (contiguous) over this rank's ``local`` shard."""
-    # from_local moves tensors to the device of the mesh, but a shard may live on the host; meta
-    # tensors it does not move.
-    meta = DTensor.from_local(
-        torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
-        mesh,
-        placements,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    return _made_over(local, meta._spec)
+    key = (id(mesh), placements, shape, local.dtype)
+    spec = _specs.get(key)
+    if spec is None:
+        # from_local moves tensors to the device of the mesh, but a shard may live on the host; meta
+        # tensors it does not move.
+        meta = DTensor.from_local(
+            torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
+            mesh,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        spec = _specs[key] = meta._spec
+    return _made_over(local, spec)
+
+
+# Of DTensors that are alive. A spec holds its mesh, so no other mesh gets that id meanwhile; equal
+# meshes do not share one, because their process groups may differ.
+_specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+def as_parameter(made: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """Make a parameter of a new DTensor; ``nn.Parameter(made)`` dispatches a copy of it."""
+    made.requires_grad_(requires_grad)
+    made._is_param = True  # what makes isinstance say so
+    return cast("nn.Parameter", made)
 
 
 # The local tensor object itself, without a copy and without autograd; a call of it runs in C.

@@ -160,12 +160,18 @@ class FlatStepper:
         for number, group in enumerate(self._optim_groups):
             for param in group["params"]:
                 owner = owner_of(param) if self._is_pointwise else None
-                if owner is not None and isinstance(owner.storage, FlatParams):
-                    owner.adopt_edits()
-                    index = next(i for i, p in enumerate(owner.params) if p.sharded is param)
-                    found.setdefault(owner.storage, {})[index] = number
-                else:
+                storage = None if owner is None else owner.storage
+                if owner is None or not isinstance(storage, FlatParams):
                     self._loose.append((number, param))
+                    continue
+                if storage not in found:
+                    owner.adopt_edits()
+                    found[storage] = {}
+                index = owner.index_of(param)
+                if index is None:  # it was replaced, and is no shard any more
+                    self._loose.append((number, param))
+                else:
+                    found[storage][index] = number
         for storage, numbers in found.items():
             self.slices += _slices_of(storage, numbers)
 

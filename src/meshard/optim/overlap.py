@@ -284,6 +284,7 @@ class OverlappedOptimizer(Optimizer):
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
+            unit.group.overlapped.add(self)
         self._planned = params_in(self)
 
 
