@@ -153,6 +153,70 @@ def test_in_the_last_of_several_forwards(skipped):
     assert_same(full_grads(model), grads_of(plain))
 
 
+@pytest.mark.parametrize("skipped", SKIPPED)
+@on_threads(2)
+def test_in_the_second_backward_through_one_graph(skipped):
+    plain = seeded(Heads())
+    model = wrap(copy.deepcopy(plain), (2,))
+    rank = dist.get_rank()
+    for each, module, share in [(rank, model, 1), *((other, plain, 2) for other in range(2))]:
+        uses_tower = skipped != "tower" or each == 0
+        main, auxiliary = (out.square().mean() / share for out in module(batch_of(each), True))
+        (main + auxiliary).backward(retain_graph=True)
+        if uses_tower:
+            parts = {"main": main, "auxiliary": auxiliary}
+            used = [part for name, part in parts.items() if name != skipped or each == 0]
+            sum(used).backward()
+        else:
+            (main * 0.5).backward()
+    assert_same(full_grads(model), grads_of(plain))
+
+
+class Around(nn.Module):
+    """A layer around a frozen one, which odd ranks leave out, and with a scale of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x, uses_all):
+        inner = self.frozen(x)
+        x = (x + inner if uses_all else x) * self.scale
+        return x + self.shift if uses_all else x
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Around() for _ in range(2))
+
+    def forward(self, x, uses_all):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, uses_all)
+        return x.square().mean()
+
+
+@on_threads(2)
+def test_a_frozen_unit_inside_another_that_one_rank_leaves_out():
+    plain = seeded(Chain())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        meshard.fully_shard(layer.frozen, mesh)
+        meshard.fully_shard(layer, mesh)
+    for unit in (model.first, model):
+        meshard.fully_shard(unit, mesh)
+    rank = dist.get_rank()
+    for _ in range(2):
+        model(batch_of(rank), rank == 0).backward()
+        for each in range(2):
+            (plain(batch_of(each), each == 0) / 2).backward()
+    assert_same(full_grads(model), grads_of(plain))
+
+
 # --- recomputations -------------------------------------------------------------------------------
 
 

@@ -506,7 +506,7 @@ class Lifecycle:
     def _reduce_if_ready(self, unit: Unit, *, is_at_end: bool = False) -> None:
         if unit.step.awaits_gradients and not unit.step.is_ready:
             return
-        if unit.has_open_children and not is_at_end:
+        if not is_at_end and (unit.has_open_children or self._may_begin_inside(unit)):
             return
         if unit.step.is_ready:  # otherwise it has nothing to train
             unit.step.record_taken()
@@ -519,6 +519,16 @@ class Lifecycle:
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None:
             self._reduce_if_ready(parent)
+
+    def _may_begin_inside(self, unit: Unit) -> bool:
+        """Whether the backward of a unit inside ``unit`` is to come.
+
+        It may be frozen, and left out by this rank only: other ranks gather for it first.
+        """
+        of, call = unit.step.in_pass, unit.step.in_call
+        if not unit.children or of is None or call is None:
+            return False
+        return StepSchedule.may_begin_inside(of, call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:

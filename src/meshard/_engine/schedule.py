@@ -42,6 +42,7 @@ class ForwardCall:
     is_first: bool = True  # the first of its unit in this pass, so the last in the backward
     has_graph: bool = True  # it ran with grad enabled
     entered: int = -1  # in ticks of the pass
+    first_inside: int = 0  # index in ForwardPass.exits of the first call inside this one
     exited: int = -1  # in ticks of the pass
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
@@ -123,6 +124,7 @@ class StepSchedule:
         now = self.current
         num_before = now.units.get(unit, 0)
         call = ForwardCall(unit, not num_before, with_graph, entered=now.ticks, began_at=node)
+        call.first_inside = len(now.exits)
         if not num_before:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
@@ -130,6 +132,14 @@ class StepSchedule:
         # By the unit that the pass began with: parts of a model may be called by themselves.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
+
+    @staticmethod
+    def may_begin_inside(of: ForwardPass, call: ForwardCall, backward: int) -> bool:
+        """Return whether a call inside ``call`` has its backward to begin, as far as is known."""
+        if of.open_in != backward or of.num_to_begin <= call.first_inside:
+            return False
+        is_last = of.num_to_begin == call.first_inside + 1
+        return not is_last or of.exits[call.first_inside].begun_in != backward
 
     def exit(self, call: ForwardCall) -> None:
         now = self.current
