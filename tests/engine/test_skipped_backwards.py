@@ -217,6 +217,23 @@ def test_a_frozen_unit_inside_another_that_one_rank_leaves_out():
     assert_same(full_grads(model), grads_of(plain))
 
 
+@on_threads(2)
+def test_an_output_without_backward_that_one_rank_keeps_changes_nothing():
+    plain = seeded(Heads())
+    model = wrap(copy.deepcopy(plain), (2,))
+    rank, kept = dist.get_rank(), []
+    for _ in range(2):
+        output = model.auxiliary(batch_of(rank))  # with a graph, for a log
+        if rank == 0:
+            kept.append(output)
+        del output
+        model.main(batch_of(rank)).square().mean().backward()
+    for each in (0, 1, 0, 1):
+        (plain.main(batch_of(each)).square().mean() / 2).backward()
+    assert_same(full_grads(model), grads_of(plain))
+    assert len(kept) == (2 if rank == 0 else 0)
+
+
 # --- recomputations -------------------------------------------------------------------------------
 
 

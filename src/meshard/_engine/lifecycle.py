@@ -207,6 +207,8 @@ class Lifecycle:
         group.install_unsharded(read_flags=in_forward and not is_installed)
         if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
             group.finish_manual_unshard(group.start_manual_unshard())
+        if in_forward and with_graph:
+            unit.step.last_pass = self.schedule.current
         if group.num_trainable:
             unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
@@ -577,7 +579,7 @@ class Lifecycle:
         ended = self._ended_passes()
         for of in ended:
             self._begin_skipped(of, lambda _: True)
-        to_come = self._units_to_come(ended)
+        to_come = self._units_to_come(units, ended)
         self.schedule.end_backward(ends_passes=self._accumulates or not self._keeps_graph)
         self.retained.end_backward()
         for unit in reversed(units):  # units inside before the unit around them
@@ -586,7 +588,8 @@ class Lifecycle:
         full = [
             unit
             for unit in reversed(units if self._accumulates else ())
-            if unit.settings.sync is GradientSync.FULL and unit.number not in to_come
+            if unit.settings.sync is GradientSync.FULL
+            and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
         for unit in full if not self.is_manual else ():
             # It may have got nothing today, and hold gradients of earlier microbatches.
@@ -604,26 +607,29 @@ class Lifecycle:
         self._backward_calls.clear()
         self._ends = []  # last: until here the backward counts as failed if it does not go on
 
-    def _units_to_come(self, ended: Sequence[ForwardPass]) -> set[int]:
+    def _units_to_come(self, units: Sequence[Unit], ended: Sequence[ForwardPass]) -> set[int]:
         """Return the units whose backward comes later, as this one has reached other passes only.
 
-        So a loss may run a part of the model again, chunk by chunk, with a backward in each.
+        So a loss may run a part of the model again, chunk by chunk, with a backward in each. The
+        answer is the same on all ranks: it does not depend on which graphs a rank keeps alive.
         """
         for of in ended:
             of.is_spent |= not self._keeps_graph
-        passes = [of for of in alive(self._passes) if not of.is_spent]
-        self._passes = [weakref.ref(of) for of in passes]
         if not self._reached:
             return set()
-        to_come = set().union(*(of.units for of in passes if of not in ended))
-        reached = set().union(*(of.units for of in ended))
-        units = alive(self._units[number] for number in to_come - reached)
+        reached = set[int]().union(*(of.units for of in ended))
         return {
-            unit.number for unit in units if not unit.step.is_in_backward and not unit.step.arrived
+            unit.number
+            for unit in units
+            if (last := unit.step.last_pass) is not None
+            and not last.is_spent
+            and unit.number not in reached
+            and not unit.step.is_in_backward
+            and not unit.step.arrived
         }
 
     def awaits_backward(self, unit: Unit) -> bool:
-        """Whether a forward of ``unit`` has a graph whose backward may come."""
+        """Whether a forward of ``unit`` has a graph, on this rank, whose backward may come."""
         return unit.step.awaits_gradients or any(
             unit.number in of.units and not of.is_spent for of in alive(self._passes)
         )

@@ -61,6 +61,7 @@ class UnitStep:
     is_ready: bool = False  # its gradients are complete, and wait for the units inside it
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
+    last_pass: ForwardPass | None = None  # the last one with a graph in which it ran
     is_retained: bool = False  # a graph may read its unsharded parameters again: see retained
     modules_run: set[int] = field(default_factory=set)  # ids, in this pass: a unit of several
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
@@ -87,7 +88,7 @@ class UnitStep:
         self.record_taken()
         self.end_backward()
         self.modules_run.clear()
-        self.in_pass = self.in_call = None
+        self.in_pass = self.in_call = self.last_pass = None
         self.is_wanted_unsharded = False
 
 
