@@ -234,6 +234,60 @@ def test_an_output_without_backward_that_one_rank_keeps_changes_nothing():
     assert len(kept) == (2 if rank == 0 else 0)
 
 
+class OwnNorm(nn.Module):
+    """A root with parameters of its own, which are complete early where the head is left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.norm(self.inp(x))
+        return self.head(x), x
+
+
+def own_norm_steps(model, rank, scale, how):
+    """Leave the head out of the last loss on odd ranks."""
+    first = model(batch_of(rank))
+    if how == "kept graph":
+        second = first
+    elif how == "two forwards":
+        second = model(batch_of(rank, 1))
+    if how != "one backward":
+        (sum(out.square().sum() for out in first) * scale).backward(
+            retain_graph=how == "kept graph"
+        )
+    else:
+        second = first
+    outs = second[1:] if rank % 2 else second
+    (sum(out.square().sum() for out in outs) * scale).backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("how", ["one backward", "two forwards", "kept graph"])
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("num_ranks", MESHES)
+def test_a_root_with_parameters_is_reduced_after_a_skipped_head(
+    num_ranks, reshard_after_forward, how, frozen
+):
+    @on_threads(num_ranks)
+    def run():
+        plain = seeded(OwnNorm())
+        plain.head.requires_grad_(not frozen)
+        model = copy.deepcopy(plain)
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        for unit in (model.head, model):
+            meshard.fully_shard(unit, mesh, reshard_after_forward=reshard_after_forward)
+        for _ in range(2):
+            own_norm_steps(model, dist.get_rank(), 1.0, how)
+        for _ in range(2):
+            for rank in range(num_ranks):
+                own_norm_steps(plain, rank, 1 / num_ranks, how)
+        assert_same(full_grads(model), grads_of(plain))
+
+    run()
+
+
 # --- recomputations -------------------------------------------------------------------------------
 
 
