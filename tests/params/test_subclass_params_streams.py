@@ -65,13 +65,14 @@ def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
 @pytest.mark.full
 def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
     device, start = FakeDevice(), StreamCommunicator.all_gather
+    started = []  # alive: what is dropped orders the stream that queued it
 
     class Never:
         def wait(self):
             pass
 
     def all_gather(self, *args, **kwargs):
-        start(self, *args, **kwargs)
+        started.append(start(self, *args, **kwargs))
         return Never()
 
     monkeypatch.setattr(StreamCommunicator, "all_gather", all_gather)
