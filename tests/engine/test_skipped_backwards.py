@@ -288,6 +288,34 @@ def test_a_root_with_parameters_is_reduced_after_a_skipped_head(
     run()
 
 
+class TwoOutputs(nn.Module):
+    """A root with parameters of its own that returns more than one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.norm(self.inp(x))
+        return *(head(x) for head in self.heads), x
+
+
+@on_threads(2)
+def test_ranks_that_use_different_numbers_of_outputs():
+    plain = seeded(TwoOutputs())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in (*model.heads, model):
+        meshard.fully_shard(unit, mesh)
+    rank = dist.get_rank()
+    for each, module, share in [(rank, model, 1), *((other, plain, 2) for other in range(2))]:
+        outputs = module(batch_of(each))
+        used = outputs[-1:] if each % 2 else outputs
+        (sum(out.square().mean() for out in used) / share).backward()
+    assert_same(full_grads(model), grads_of(plain))
+
+
 # --- recomputations -------------------------------------------------------------------------------
 
 

@@ -388,6 +388,11 @@ class Lifecycle:
             self._begin_skipped(later, lambda _: True)
         of.open(self._num_backwards)
         self._reached.append(of)
+        # An earlier backward may have taken the gradients of units that this one comes to again.
+        for call in of.exits if self._accumulates else ():
+            unit = self._units[call.unit]()
+            if unit is not None and call.has_graph:
+                unit.step.awaits_gradients |= unit.group.num_trainable > 0
 
     def _ended_passes(self) -> list[ForwardPass]:
         """Return the reached passes, without one whose forward runs around this backward."""
@@ -395,6 +400,7 @@ class Lifecycle:
 
     def _begin_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
+        has_begun = call.begun_in == self._num_backwards  # by another of its outputs
         call.begun_in = self._num_backwards
         self._complete_over(of, lambda first: first.entered > call.exited, but=unit)
         self.schedule.in_backward = unit.step.in_pass = of
@@ -405,7 +411,8 @@ class Lifecycle:
             unit.step.is_in_backward = True
             unit.step.awaits_gradients |= unit.group.num_trainable > 0
         if unit.settings.unshard_in_backward:
-            up_next = self._prefetcher.after_backward_of(unit, of, call)
+            # Once: ranks may use different numbers of outputs.
+            up_next = [] if has_begun else self._prefetcher.after_backward_of(unit, of, call)
             self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
 
     def _begin_skipped(self, of: ForwardPass, is_next: Callable[[ForwardCall], bool]) -> None:
