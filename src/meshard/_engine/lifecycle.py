@@ -143,7 +143,7 @@ class Lifecycle:
         self._accumulates = True  # it adds to .grad, as torch.autograd.grad does not
         self._keeps_graph = False  # another backward may follow through its graph
         self._reached: list[ForwardPass] = []  # the passes whose backward it has begun
-        self._passes: list[weakref.ref[ForwardPass]] = []  # those whose backward may come
+        self._passes: list[weakref.ref[ForwardPass]] = []  # with a graph that this rank keeps
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
         for number, unit in enumerate(units):
@@ -495,14 +495,13 @@ class Lifecycle:
         """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
         if self._runs(unit):
             return  # a backward inside the forward of this unit
-        awaits_gradients = unit.step.awaits_gradients
         unit.step.end_backward()
         unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
             unit.group.reshard()
         if of is not None and self.schedule.runs_before(of, unit.number):
             return
-        if not awaits_gradients:
+        if not unit.step.awaits_gradients:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
