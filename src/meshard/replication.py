@@ -30,6 +30,7 @@ from meshard._engine.build import (
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
+from meshard._engine.schedule import Phase
 from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
 from meshard._gradients.replicated_grads import ReplacedCount
@@ -191,7 +192,9 @@ class Buckets:
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Prepare a forward with a graph. A pre-hook that runs before those of the units."""
-        if torch.is_grad_enabled() and not self.is_looped:
+        # Not a recomputation: its backward has begun with the present buckets.
+        is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
+        if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
 
     def prepare(self, module: nn.Module) -> None:

@@ -316,6 +316,46 @@ def test_ranks_that_use_different_numbers_of_outputs():
     assert_same(full_grads(model), grads_of(plain))
 
 
+class Repeated(nn.Module):
+    """Two layers that run several times, once without grad, with a head in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Choice() for _ in range(2))
+        self.inp, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        first, second = self.layers
+        x = self.inp(x)
+        with torch.no_grad():
+            target = second(x, True)
+        x = x + target
+        x = second(first(x, False), True)
+        return self.head(x), first(x, True)
+
+
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@on_threads(2)
+def test_a_later_use_that_one_rank_leaves_out(num_forwards):
+    plain = seeded(Repeated())
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in (*model.layers, model.head, model):
+        meshard.fully_shard(unit, mesh)
+
+    def step(module, rank, share):
+        used = [module(batch_of(rank, number)) for number in range(num_forwards)]
+        if rank % 2:
+            used[-1] = used[-1][:1]
+        (sum(out.square().sum() for outs in used for out in outs) * share).backward()
+
+    for _ in range(2):
+        step(model, dist.get_rank(), 1.0)
+        for rank in range(2):
+            step(plain, rank, 0.5)
+    assert_same(full_grads(model), grads_of(plain))
+
+
 # --- recomputations -------------------------------------------------------------------------------
 
 

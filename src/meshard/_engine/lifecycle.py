@@ -385,7 +385,7 @@ class Lifecycle:
         if of in self._reached:
             return
         for later in self._ended_passes():
-            self._begin_skipped(later, lambda _: True)
+            self._end_pass(later)
         of.open(self._num_backwards)
         self._reached.append(of)
         # An earlier backward may have taken the gradients of units that this one comes to again.
@@ -393,6 +393,14 @@ class Lifecycle:
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph:
                 unit.step.awaits_gradients |= unit.group.num_trainable > 0
+
+    def _end_pass(self, of: ForwardPass) -> None:
+        """Complete the units of a pass, in the order in which other ranks have reduced them.
+
+        These may have had all gradients of a unit earlier than this rank.
+        """
+        self._begin_skipped(of, lambda _: True)
+        self._complete_over(of, lambda _: True)
 
     def _ended_passes(self) -> list[ForwardPass]:
         """Return the reached passes, without one whose forward runs around this backward."""
@@ -584,7 +592,7 @@ class Lifecycle:
         units = self.units()
         ended = self._ended_passes()
         for of in ended:
-            self._begin_skipped(of, lambda _: True)
+            self._end_pass(of)
         to_come = self._units_to_come(units, ended)
         self.schedule.end_backward(ends_passes=self._accumulates or not self._keeps_graph)
         self.retained.end_backward()
