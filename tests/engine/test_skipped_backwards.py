@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 import meshard
@@ -354,6 +355,47 @@ def test_a_later_use_that_one_rank_leaves_out(num_forwards):
         for rank in range(2):
             step(plain, rank, 0.5)
     assert_same(full_grads(model), grads_of(plain))
+
+
+class Stage(nn.Module):
+    """A stage of a pipeline. Odd data-parallel ranks do not use what its tower returns."""
+
+    def __init__(self, uses_tower):
+        super().__init__()
+        self.tower, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.uses_tower = uses_tower
+
+    def forward(self, x):
+        seen = self.tower(x)
+        return self.layer(x + seen if self.uses_tower else x)
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@on_ranks(4)
+def test_a_tower_that_one_rank_leaves_out_of_a_pipeline(schedule):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    position, data = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
+    plain = [seeded(Stage(True), number) for number in range(2)]
+    own = copy.deepcopy(plain[position])
+    own.uses_tower = data == 0
+    for unit in (own.tower, own.layer, own):
+        meshard.fully_shard(unit, mesh["data"], reshard_after_forward=False)
+    group = mesh["pipeline"].get_group()
+    stage = PipelineStage(own, position, 2, torch.device("cpu"), group=group)
+    pipeline = getattr(schedules, schedule)(stage, 4, nn.functional.mse_loss)
+    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)) for rank in (0, 1)]
+    targets = [batch.roll(1, 0) for batch in batches]
+    for _ in range(2):
+        if position == 0:
+            pipeline.step(batches[data])
+        else:
+            pipeline.step(target=targets[data], losses=[])
+        for rank in range(2):
+            for part in plain:
+                part.uses_tower = rank == 0
+            output = plain[1](plain[0](batches[rank]))
+            (nn.functional.mse_loss(output, targets[rank]) / 2).backward()
+    assert_same(full_grads(own), grads_of(plain[position]))
 
 
 # --- recomputations -------------------------------------------------------------------------------
