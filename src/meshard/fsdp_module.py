@@ -456,7 +456,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather | None, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        Groups of one rank do not use it. A ``comm`` for FSDP2 fits. None undoes an earlier call.
+        ``comm`` is a ``meshard.policies.AllGather``; one for FSDP2 fits. Groups of one rank do not
+        use it. None undoes an earlier call.
         """
         _replace_comm(self, recurse, all_gather=comm)
 
@@ -465,7 +466,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        Its operation is always SUM. A ``comm`` for FSDP2 fits. None undoes an earlier call.
+        ``comm`` is a ``meshard.policies.ReduceScatter``; one for FSDP2 fits. Its operation is
+        always SUM. None undoes an earlier call.
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
