@@ -17,6 +17,7 @@ from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
+from meshard._comm.log import log_event
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -296,6 +297,7 @@ class ParamGroup:
             self.pending_step.finish()
 
     def record_step(self) -> None:
+        log_event("step", self.storage.label)
         self.install_sharded()  # kept since a forward, the unsharded parameters are stale now
         self.num_steps += 1
         self.saves_memory = False
@@ -321,6 +323,7 @@ class ParamGroup:
             self._gather.may_keep_shard &= may_keep_shard
         if self.state is not ParamState.SHARDED:
             return
+        log_event("unshard", self.storage.label)
         if self.pending_step is not None:
             self.pending_step.before_gather()
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
@@ -371,6 +374,7 @@ class ParamGroup:
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
         self._gather = None
+        log_event("unsharded", self.storage.label)
         gather.in_flight.release()  # last: what was released must not be read again
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
@@ -395,6 +399,7 @@ class ParamGroup:
         else:
             self._post_forward_shard = None
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
+            log_event("reshard", self.storage.label)
             self._move(ParamState.SHARDED)
             if not self.keeps_storage:
                 self.storage.free_unsharded()

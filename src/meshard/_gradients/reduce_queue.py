@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
+from meshard._comm.log import log_event
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.reduce_plan import ReduceSettings, TensorHook, check_divide_factor
 from meshard._gradients.sharded_grads import unrecorded
@@ -90,6 +91,7 @@ class ReduceQueue:
             )
         if in_flight is None:
             return
+        log_event("reduce", gradients.storage.label)
         self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
         # Skipped for small units: polling at every gradient costs more than the memory is worth.
         self.has_sent_input |= self._comm.waits_block_host and in_flight.layout.is_large
@@ -116,6 +118,7 @@ class ReduceQueue:
         gradients, in_flight, after, on_reduced = self._queue.popleft()
         with unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
+        log_event("reduced", gradients.storage.label)
         self._leaving.wait()  # it keeps the device's memory until compute has waited
         self._leaving = leaving or DONE
         if on_reduced is not None:
