@@ -96,8 +96,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     registered = module.__dict__.setdefault(FORWARD_METHODS, {})
     if method_name in registered:
         return
-    # On the class, which only sharded modules have: an instance that referred to itself would not
-    # be freed without the garbage collector, and a copy would call the method of the original.
+    # The method is set on the class, which only sharded modules have. An instance that referred to
+    # itself would be freed by the garbage collector only, and a copy would call the original.
     if not hasattr(vars(type(module)).get(method_name), FORWARD_METHODS):
         setattr(type(module), method_name, _dispatching(type(module), method_name))
     registered[method_name] = module.__dict__.pop(method_name, None)
@@ -319,7 +319,7 @@ class GradientSetters(_AnyModule):
         return copy_with_units(self, memo)
 
     def __copy__(self: Any) -> Any:
-        """Refuse: two modules would share the units."""
+        """Raise a TypeError: two modules would share the units."""
         name = own_class(self).__name__
         raise TypeError(f"a sharded or replicated {name} needs copy.deepcopy, not copy.copy.")
 
@@ -411,7 +411,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Gather this unit in backward, or not because its backward does not read parameters."""
+        """Choose whether backward gathers this unit. False: its backward reads no parameters."""
         check_bool("unshard_in_backward", unshard_in_backward)
         _write(self, recurse, unshard_in_backward=unshard_in_backward)
 
@@ -512,7 +512,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         _lifecycle(self).comm.gather_after(event)
 
     def _get_fsdp_state(self) -> Any:
-        """Return what ``torch.distributed.pipelining`` asks for, and trainers read a policy of."""
+        """Return the state that torch's pipelines call, and whose policy trainers read."""
         return state_of(self)
 
     # --- moves, casts and copies ---------------------------------------------------------------
@@ -525,7 +525,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.finish_pending_step()
             group.end_manual_unshard()
             group.reshard()
-            group.storage.free_unsharded()  # also where reshard keeps it
+            group.storage.free_unsharded()  # also where set_keep_unsharded_storage(True) keeps it
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
@@ -654,7 +654,7 @@ class StageState(UnitHook):
 
     @property
     def all_states(self) -> list[StageState]:
-        """This state: it stands for those of all units."""
+        """A list of this state, which stands for those of all units."""
         return [self]
 
     _fsdp_param_groups = all_states  # since torch 2.13

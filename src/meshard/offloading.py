@@ -89,7 +89,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
         if group.storage.is_offloaded is not to_host:
             group.reshard()
-            group.storage.free_unsharded()  # also where reshard keeps it
+            group.storage.free_unsharded()  # also where set_keep_unsharded_storage(True) keeps it
             group.adopt_edits()
             sources += group.storage.move(location)
             assert isinstance(gradients.sharded, ShardedGrads)
@@ -125,12 +125,12 @@ def _move_state(
             local, was_moved = plain_of(tensor), id(tensor) in moved
             if location is not None:
                 if was_moved or local.device != device:
-                    continue  # on the host anyway, like AdamW's step count
+                    continue  # it is on the host anyway, like AdamW's step count
                 moved[id(tensor)] = tensor
             elif was_moved:
                 del moved[id(tensor)]
             elif not isinstance(tensor, DTensor) or local.device == device:
-                continue  # otherwise it was loaded meanwhile
+                continue  # a DTensor on the host was loaded since: it is moved too
             new = (location or MemoryLocation(device)).empty_like(local)
             new.copy_(local.detach(), non_blocking=True)
             sources.append(local.data)

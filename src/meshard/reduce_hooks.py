@@ -13,7 +13,7 @@ from meshard.policies import check_can_be_added
 
 
 class ReduceHookHandle:
-    """Removes a hook from the units that it was registered on."""
+    """The registration of a hook, which ``remove`` undoes."""
 
     def __init__(self, units: list[Unit], registration: ReduceHook) -> None:
         self._lists = [unit.settings.reduce_hooks for unit in units]

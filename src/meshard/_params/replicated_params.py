@@ -128,15 +128,15 @@ class ReplicatedParams(UnitParams):
         params: list[ReplicatedParam],  # in the order in which their gradients lie in the bucket
         *,
         spec: GroupSpec,
-        param_dtype: torch.dtype | None,  # in which they compute; None: as they are
+        param_dtype: torch.dtype | None,  # in which modules compute; None: that of each parameter
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params: list[ReplicatedParam] = params
         self.spec = spec
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
-        # Hooks of the nodes, not of the parameters: those of users run before them, and see
-        # `.grad`. A parameter does not keep its node alive.
+        # The hooks are on autograd's nodes and not on the parameters, so that hooks of users run
+        # before them, and see `.grad`. The nodes are kept here: a parameter does not keep its own.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
         self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # a copy, and its parameter
         self._copies: UnshardedMemoryPool | None = None

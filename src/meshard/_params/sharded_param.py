@@ -69,7 +69,8 @@ class UnitParam(abc.ABC):
         self.layout = layout
         self.keeps_dtype = keeps_dtype  # it computes in its own dtype, and not in param_dtype
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        self.owner_dicts: list[tuple[ParamDict, str]] = []  # theirs; read often in each step
+        # The dicts in which the owners keep their parameters: each step reads them often.
+        self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
 
@@ -256,7 +257,8 @@ class ShardedParam(UnitParam):
         return placement.missing_sum(gradient.placements)
 
 
-# A step does the following to all parameters of a unit, several times: one loop, no calls inside.
+# A step calls these several times for all parameters of a unit. For speed, each is one loop without
+# calls inside.
 
 
 def take_flags(params: Sequence[UnitParam]) -> int:

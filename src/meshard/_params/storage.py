@@ -131,7 +131,7 @@ class UnshardedMemoryPool:
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
-            self._has_memory = True  # last, and False first: an interrupt may come in between
+            self._has_memory = True  # set last, and cleared first below: an interrupt may come
 
     def free(self) -> None:
         if self._has_memory:

@@ -218,8 +218,8 @@ class CustomParam:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # Padding is behind the rows of the last rank that owns any. Not narrow: torch's
-            # fully_shard requires as_strided of tensor subclasses.
+            # The rows of padding come last. as_strided, and not narrow, because torch's fully_shard
+            # requires it of tensor subclasses.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if hasattr(self._methods, RELEASE):
             self.may_free_outputs = getattr(self._methods, RELEASE)()
@@ -255,7 +255,7 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
 
 
 class Form(NamedTuple):
-    """dtype and shape of what every rank sends of one tensor."""
+    """The dtype and shape of one tensor that every rank sends."""
 
     dtype: torch.dtype
     rows: int
@@ -332,7 +332,7 @@ class PackedGather:
 
     def allocate(self) -> None:
         for flat in self._bytes:
-            if flat.untyped_storage().nbytes() != flat.numel():  # resizing moves it in any case
+            if flat.untyped_storage().nbytes() != flat.numel():  # resize_ always copies
                 flat.untyped_storage().resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:

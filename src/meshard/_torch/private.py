@@ -181,7 +181,10 @@ class BackwardCall:
 
 
 def _other_threads() -> dict[int, FrameType]:
-    """Return the innermost frames of the other threads. One's own in a variable makes a cycle."""
+    """Return the innermost frames of the other threads.
+
+    A frame that has itself in a variable would be a cycle, so the own one is left out.
+    """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
     return frames
@@ -321,7 +324,7 @@ def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [dual.tangent for dual in duals if dual.tangent is not None]
 
 
-# Grows with every edit of a tensor in place.
+# The version of a tensor, which grows with every edit in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # The tensor that a tensor is a view of, to autograd; None if it is no view.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
@@ -343,7 +346,7 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = (
 )
 # One kernel for lists of tensors: ``target.copy_(source)`` for each.
 foreach_copy_ = _or_error("torch._foreach_copy_")
-# Likewise ``tensor.mul_(factor)``: a fifth of the time of one by one.
+# ``tensor.mul_(factor)`` for each, in a fifth of the time that single calls take.
 foreach_mul_ = _or_error("torch._foreach_mul_")
 # ``[num_chunks, -1]`` of each tensor, all side by side. Sizes of dim 0 are multiples of num_chunks.
 chunk_cat = _or_error("torch._chunk_cat")
@@ -379,10 +382,10 @@ _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
 
 
-# torch's own, whatever is patched later. Its pipeline stages call ``fully_shard.state(module)``.
+# torch's own function, also after ``patch_torch``. Pipeline stages call its ``state(module)``.
 _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
-# The key in a module's ``__dict__`` under which that looks.
+# The key in a module's ``__dict__`` under which ``state_of`` looks.
 _STATES = getattr(_contract, "STATE_KEY", "")
 # The keys in a module's ``__dict__`` that ``register_as_sharded`` writes.
 composable_keys = {key for key in (_registry, _STATES) if key}
@@ -404,7 +407,7 @@ def register_as_sharded(module: nn.Module, state: object) -> None:
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._concatenate"
 )
-# A mesh with all axes of a mesh as one, and a process group that it remembers.
+# A mesh with all axes of a mesh as one; torch remembers it and its process group.
 flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._flatten"
 )
@@ -419,12 +422,12 @@ strided_shard: Callable[..., Placement] = _or_error(
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return what carries the collectives of ``group`` on ``device``."""
+    """Return the backend that runs the collectives of ``group`` on ``device``."""
     return group._get_backend(device)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of that; empty if ``group`` has nothing for ``device``."""
+    """Return the name of that backend; empty if ``group`` has none for ``device``."""
     try:
         return str(backend_of(group, device).name())
     except RuntimeError:
@@ -452,7 +455,7 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
-# Since torch 2.12; an instance of () does not exist.
+# Since torch 2.12. Before it is (), for isinstance a type without instances.
 TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 
