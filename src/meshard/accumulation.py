@@ -288,11 +288,11 @@ def _uneven_batches(
 class _Report(enum.IntEnum):
     """What a rank sends to all others in an iteration of ``uneven_batches``."""
 
-    # As it begins:
+    # Sent as an iteration begins:
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
     FAILED = enum.auto()  # may also be sent in the place of the reports below
-    # When the first unit is reduced, or else at its end:
+    # Sent when the first unit is reduced, or else at the end of the iteration:
     REDUCES = enum.auto()
     KEEPS = enum.auto()  # its backward has reduced nothing
     JOINS = enum.auto()  # it has no batch, and takes part in the reductions of the others

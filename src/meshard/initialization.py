@@ -86,7 +86,7 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     if is_new:
         value = _poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
-        local = local_of(sharded).to(device)  # the only one that the groups of the mesh serve
+        local = local_of(sharded).to(device)  # the groups of the mesh serve no other device
         value = place_like(sharded, local).full_tensor().detach().clone()
     return nn.Parameter(value, requires_grad=False)
 
@@ -149,7 +149,7 @@ class _Initialisation:
     def __init__(self, init: Init | None, device: torch.device) -> None:
         self.untouched: list[str] = []
         self._init = init
-        self._device = device  # of tensors that belong to no unit
+        self._device = device  # that of tensors that belong to no unit
         self._seen: set[nn.Module] = set()
         self._summoned: dict[Unit, SummonedUnit] = {}
         # Names of the parameters of summoned units that have no values yet.

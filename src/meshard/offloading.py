@@ -81,7 +81,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         check_not_subclass(unit.group.storage, caller)
         unit.group.check_may_step()
     forget_slices()
-    sources: list[torch.Tensor] = []  # of copies that may still be running
+    sources: list[torch.Tensor] = []  # what copies that may still be running read
     for unit in units:
         group, gradients = unit.group, unit.gradients
         if not group.params or group.spec.host is not None:

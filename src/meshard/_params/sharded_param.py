@@ -36,7 +36,8 @@ class TensorTag(enum.Enum):
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and its dotted name from the unit's module."""
-    # By name: torch.save writes attributes too, for readers that may not have meshard.
+    # By the name of the tag: torch.save writes attributes too, and who loads the tensor may not have
+    # meshard.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
@@ -53,8 +54,8 @@ ParamDict = dict[str, "nn.Parameter | None"]  # what a module keeps its paramete
 class UnitParam(abc.ABC):
     """A parameter of a unit, with every ``(module, attribute)`` that holds it."""
 
-    sharded: nn.Parameter  # outside of the unit's own forward and backward
-    unsharded: nn.Parameter  # inside of them
+    sharded: nn.Parameter  # what modules hold outside of the unit's own forward and backward
+    unsharded: nn.Parameter  # what they hold inside of these
     needs_conversion: bool  # its gradient must go through ``own_part_of``
 
     def __init__(

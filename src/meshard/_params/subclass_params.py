@@ -377,7 +377,7 @@ class SubclassParams(ShardedUnitParams):
             for index, (param, local) in enumerate(zip(self.params, self.locals, strict=True))
         ]
         self._gather: PackedGather | None = None  # made by the first gather
-        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
+        self._own_forms: list[Form] = []  # what this rank sends, perhaps in fewer rows than others
         self._read_dtypes()
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])

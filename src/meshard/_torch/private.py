@@ -82,7 +82,7 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     return function
 
 
-# Likewise, but what the function calls may be compiled.
+# Like ``skip_dynamo``, but what the function calls may be compiled.
 skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
 
 
@@ -166,7 +166,8 @@ class BackwardCall:
         found = _innermost_backward(sys._getframe())
         self._frames = {} if found is None else {threading.get_ident(): found}
         if found is None:
-            # Autograd's own thread, which works for a call in another one. All are taken.
+            # A thread of autograd works for a call in another thread. Which one is not known, so
+            # the calls of all threads are taken.
             for thread, frame in _other_threads().items():
                 if (found := _innermost_backward(frame)) is not None:
                     self._frames[thread] = found
@@ -219,7 +220,7 @@ def number_of(tensor: torch.Tensor) -> int:
 HooksOf = Callable[[torch.Tensor], Mapping[int, Callable[..., Any]] | None]
 # The hooks of ``tensor.register_hook``; None or empty if there are none.
 gradient_hooks_of: HooksOf = attrgetter("_backward_hooks")
-# Those of ``tensor.register_post_accumulate_grad_hook``, likewise.
+# The hooks of ``tensor.register_post_accumulate_grad_hook``; None or empty if there are none.
 accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -272,12 +273,12 @@ _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambd
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
 _suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-# Transforms whose backward, if there is one, is that of the loss: after the forward, outside of it.
+# Transforms inside of which no backward runs: if there is one, it is that of the loss, later.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
 _suspend_modes = _or_error("torch.utils._python_dispatch._disable_current_modes")
-_SELECTIVE = tuple(  # the modes of a forward and of its recomputation, as far as torch has them
+_SELECTIVE = tuple(  # those modes of selective checkpoints, forward and recomputing, that torch has
     mode
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if (mode := _find(f"torch.utils.checkpoint.{name}")) is not None
@@ -370,7 +371,7 @@ def num_running_steps() -> int:
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
 # The code of a module's call around its forward, which has the module as ``self``.
 module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
-# Nested containers that are registered with torch, and back.
+# Flatten nested containers that are registered with torch's pytree, and build them again.
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 
@@ -437,7 +438,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long the collectives of ``group`` on ``device`` wait for a rank."""
     options = None
-    with contextlib.suppress(RuntimeError):  # a group in Python has no such backend
+    with contextlib.suppress(RuntimeError):  # a process group written in Python has no backend
         options = getattr(backend_of(group, device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
