@@ -251,7 +251,7 @@ def _uneven_batches(
     buckets, lifecycle = module.__dict__["_meshard_buckets"], loop.lifecycle
     if buckets.is_looped:
         raise RuntimeError("a loop over uneven_batches of this module is under way; end it first.")
-    if lifecycle.is_manual:
+    if lifecycle.finalization is not None:
         raise RuntimeError(
             "uneven_batches does not work with set_manual_backward_finalization(True): ranks "
             "without a batch take part in the reductions of a backward. Disable it for the loop."

@@ -31,6 +31,7 @@ from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup
+from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Unit,
     UnitSettings,
@@ -466,8 +467,9 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for lifecycle in before:
         lifecycle.finish_reductions()
     outer = give_lifecycle(units)
-    outer.is_manual = any(lifecycle.is_manual for lifecycle in before)
     for lifecycle in before:
+        if lifecycle.finalization is not None:
+            outer.finalization = ManualFinalization()
         outer.retained.take_over(lifecycle.retained)
 
 

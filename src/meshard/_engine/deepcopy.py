@@ -22,6 +22,7 @@ from meshard._engine.build import give_lifecycle
 from meshard._engine.hooks import check_may_pickle, gradient_hook_maker
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
+from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Unit,
     UnitSettings,
@@ -123,7 +124,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             own.install(own.sharded)
     source = units[0].lifecycle
     lifecycle = give_lifecycle(copies, copied=source)
-    lifecycle.is_last_backward, lifecycle.is_manual = source.is_last_backward, source.is_manual
+    lifecycle.is_last_backward = source.is_last_backward
+    lifecycle.finalization = source.finalization and ManualFinalization()
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)

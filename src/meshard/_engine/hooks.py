@@ -39,7 +39,8 @@ from meshard._engine.outputs import (
     may_collect,
     tensors_in,
 )
-from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
+from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.step_state import Phase
 from meshard._engine.unit import (
     Unit,
     alive,
@@ -341,7 +342,7 @@ def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
     """End a forward of a unit, that of ``module``; None: it has no backward."""
-    of = unit.lifecycle.schedule.present
+    of = unit.lifecycle.present_pass
     # A root without parameters too: its units may hold gradients and not run in this forward.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()

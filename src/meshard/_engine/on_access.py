@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from meshard._engine.hooks import end_forward, has_raised, watch_outputs
-from meshard._engine.schedule import Phase
+from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 

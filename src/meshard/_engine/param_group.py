@@ -19,6 +19,7 @@ from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
+from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
     ShardedParam,
@@ -29,7 +30,7 @@ from meshard._params.sharded_param import (
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
-from meshard._torch.private import BackwardCall, is_in_transform
+from meshard._torch.private import is_in_transform
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -133,9 +134,7 @@ class ParamGroup:
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.saves_memory = False  # it was resharded between forward and backward of this step
         self.keeps_storage = False  # reshard leaves the memory of the unsharded parameters
-        # Of the whole root: not empty after a backward that raised, until that is cleaned up.
-        self.failures: list[object] = []
-        self.backward_calls: list[BackwardCall] = []  # likewise, that of the backward that runs
+        self.failure = Failure()  # that of the whole root, once there is one
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
         self.pending_step: AwaitedStep | None = None  # until the next gather
@@ -250,7 +249,7 @@ class ParamGroup:
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        if self.failures or any(call.has_returned() for call in self.backward_calls):
+        if self.failure.has_happened():
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
                 "some units only; run the whole window again (the next forward drops them, as "
@@ -283,7 +282,7 @@ class ParamGroup:
         try:
             self.gradients.settle()
         except BaseException:
-            self.failures.append("cut off")  # some gradients are lost
+            self.failure.marks.append("cut off")  # some gradients are lost
             raise
 
     def finish_copies(self) -> None:

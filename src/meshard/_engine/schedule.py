@@ -8,7 +8,6 @@ the optimizer has stepped it.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +15,6 @@ from typing import NamedTuple
 
 from meshard._engine.param_group import ParamState
 from meshard._engine.unit import Unit, alive
-
-
-class Phase(enum.Enum):
-    """What the outermost unit is doing."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
 
 
 class _Entry(NamedTuple):
@@ -87,7 +78,6 @@ class StepSchedule:
         self._last: ForwardPass | None = None  # the last pass whose backward may come
         self._window = 0  # grows when passes are forgotten
         self.current = ForwardPass()
-        self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
         # Only now: an interrupted pass, which may differ from rank to rank, predicts nothing.
@@ -104,7 +94,6 @@ class StepSchedule:
 
     def end_backward(self, *, ends_passes: bool = True) -> None:
         """Forget the passes whose backward might have come, if this one ends them."""
-        self.in_backward = None
         if ends_passes:
             self._last = None
             self._window += 1
@@ -113,11 +102,6 @@ class StepSchedule:
         """Drop what an interrupted pass has recorded. The prediction stays."""
         self.end_backward()
         self.current = ForwardPass()
-
-    @property
-    def present(self) -> ForwardPass:
-        """The pass that runs. A recomputation belongs to the pass whose backward runs."""
-        return self.current if self.in_backward is None else self.in_backward
 
     def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
         """Record that a unit begins; ``node`` is the number of the next autograd node."""
