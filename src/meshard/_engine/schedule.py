@@ -1,4 +1,4 @@
-"""Recorded and predicted order of units, and gathers ahead of use.
+"""Recorded and predicted order of units, which are given by their numbers.
 
 There are two orders. What was entered after a unit in one forward predicts what comes after it in
 the next. The order in which units were left, reversed, is the order of the backward. One list for
@@ -8,13 +8,9 @@ the optimizer has stepped it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from meshard._engine.param_group import ParamState
-from meshard._engine.unit import Unit, alive
 
 
 class _Entry(NamedTuple):
@@ -177,62 +173,3 @@ class StepSchedule:
         """
         of = of or self._last
         return of is not None and unit in of.earlier and of.window == self._window
-
-
-class Prefetcher:
-    """Gathers of units, ahead of their use. Units are listed by the numbers of the schedule."""
-
-    def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
-        self._units = units
-        self._prefetched: list[Unit] = []
-
-    def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
-        return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
-
-    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
-        chosen = unit.settings.backward_prefetch
-        following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
-        return [each for each in following if chosen or each.settings.unshard_in_backward]
-
-    def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
-        refs = chosen or ([] if predicted is None else [self._units[predicted]])
-        return alive(refs)
-
-    def unshard(
-        self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
-    ) -> None:
-        """Unshard a unit that is about to compute, and start gathering ``up_next``.
-
-        In forward, edits may have made unsharded copies stale. ``keep_shard``: keep a post-forward
-        shard, if the unit has a group for it.
-        """
-        is_cold = unit.group.state is ParamState.SHARDED
-        if is_cold:
-            _start_unshard(unit, in_forward=in_forward)
-            # There is no compute to hide this gather behind: the next one shares the wait.
-            self._start(up_next, in_forward=in_forward)
-        unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
-        if not is_cold:
-            self._start(up_next, in_forward=in_forward)
-
-    def _start(self, units: list[Unit], *, in_forward: bool) -> None:
-        for unit in units:
-            if unit.params and unit.group.state is ParamState.SHARDED:
-                if in_forward:
-                    unit.group.forget_stale()
-                _start_unshard(unit, in_forward=in_forward)
-                self._prefetched.append(unit)
-            if unit.siblings:  # they are entered at the same moment
-                self._start(unit.siblings, in_forward=in_forward)
-
-    def drop_unused(self) -> None:
-        """Drop the gathers that no forward or backward has used, nor an ``unshard()`` awaits."""
-        for unit in self._prefetched:
-            if unit.group.state is ParamState.GATHERING and unit.group.manual_unshard is None:
-                unit.group.reshard()
-        self._prefetched.clear()
-
-
-def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
-    is_freed_after = unit.settings.reshard_after_backward
-    unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)

@@ -21,6 +21,7 @@ from torch import nn
 
 from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
+from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.replicated_grads import ReplicatedGrads
@@ -31,7 +32,6 @@ from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
-    from meshard._engine.schedule import ForwardCall, ForwardPass
 
 
 @dataclass(slots=True)
