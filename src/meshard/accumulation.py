@@ -396,7 +396,7 @@ class _UnevenLoop:
         def arrive(_: torch.Tensor) -> None:
             for unit in self._units:
                 if any(param.sharded.requires_grad for param in unit.params):
-                    unit.lifecycle.gradient_joins(unit)
+                    unit.lifecycle.gradient_from_outside(unit)
 
         with gradient_sync(module, mode), torch.enable_grad():
             zero = torch.zeros((), requires_grad=True)

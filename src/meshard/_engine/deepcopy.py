@@ -36,7 +36,7 @@ from meshard._engine.unit import (
 from meshard._torch.private import composable_keys
 
 FORWARD_METHODS = "_meshard_forward_methods"  # on a module: name -> its own method, or None
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # dicts with the same keys
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # dicts by the id of a hook
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -55,7 +55,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
-    for unit in units:  # a unit of several modules has some that are not inside this one
+    for unit in units:  # modules of a unit may lie outside of the one that is copied
         for each in alive(unit.modules):
             copy.deepcopy(each, memo)
     _connect(units, memo)
@@ -137,7 +137,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # The same hooks, in a list of their own: torch's streams cannot be copied.
+        # The list is copied and the hooks are not, as they may hold streams, which cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),
@@ -151,7 +151,7 @@ def reduce_as_plain(module: nn.Module) -> Any:
     """Return what pickles ``module`` as an instance of its own class, without unit and hooks."""
     for unit in units_of(module):
         check_may_pickle(unit)
-    plain: nn.Module = object.__new__(own_class(module))  # its class may pickle in its own way
+    plain: nn.Module = object.__new__(own_class(module))  # which may define how it is pickled
     plain.__dict__.update(_plain_state(module))
     # The later protocols refuse an object of another class than that of ``module``.
     return plain.__reduce_ex__(1)

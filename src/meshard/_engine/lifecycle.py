@@ -121,19 +121,24 @@ class Lifecycle:
 
     def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
         self.forward: ForwardRun | None = None  # while one runs
-        self.backward: BackwardRun | None = None  # likewise; it may run inside a forward
+        self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
         self.failure = Failure()  # shared with the parameter groups
         self.is_last_backward = True
-        self.finalization: ManualFinalization | None = None  # in that mode
+        # Not None: windows end in finalize_backward, and not in the last backward.
+        self.finalization: ManualFinalization | None = None
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
-        self.usual_divide_factor: float | None = None  # of units that have none of the user's
+        # The divide factor of units for which the user has chosen none. None: the number of ranks.
+        self.usual_divide_factor: float | None = None
         # Called before each reduction over replicas: see ``meshard.uneven_batches``.
         self.before_reduction: Callable[[], None] | None = None
         self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self._num_backwards = 0
-        self._has_compared = is_debugging()  # the values that ranks brought; fully_shard then has
-        self._passes: list[weakref.ref[ForwardPass]] = []  # with a graph that this rank keeps
+        # Whether ranks have compared the values that they brought. fully_shard does under
+        # MESHARD_DEBUG=1.
+        self._has_compared = is_debugging()
+        # The forwards whose graph exists on this rank; it may differ between ranks.
+        self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
         for number, unit in enumerate(units):
@@ -181,9 +186,11 @@ class Lifecycle:
         if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
             self._refuse_other_reductions()
-            self.forward = ForwardRun()  # first: a second thread, and an interrupt, may come here
+            # This is set first, because a second thread or an interrupt may come at any later line.
+            self.forward = ForwardRun()
             self.retained.begin_forward()
-            self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it
+            # Memory that only a backward needs is freed.
+            self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 passes = (ref for ref in self._passes if ref() is not None)
@@ -198,9 +205,9 @@ class Lifecycle:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
             self._end_backwards_after(self.backward, running_node())
-        up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
+        up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # Of a unit of many modules, the others find what the first of this pass has installed.
+        # The first module of a unit has installed the parameters for the others, in this pass.
         is_first = is_manual or call is None or call.is_first
         is_installed = not is_first and group.state is ParamState.INSTALLED
         if in_forward and not is_installed:
@@ -211,7 +218,7 @@ class Lifecycle:
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward and not is_installed)
-        if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
+        if is_manual and not unit.reshards_after_forward:  # unshard() lasts until reshard()
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -236,7 +243,7 @@ class Lifecycle:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
         group = unit.group
         if self.backward is not None:
-            # A recomputation; checkpointing may stop one by an exception.
+            # This is a recomputation. Checkpointing may end it early, by an exception.
             self.check_recomputes(unit)
             if not unit.step.is_in_backward:
                 group.install_sharded()
@@ -252,13 +259,13 @@ class Lifecycle:
         if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
         elif not self.running:
-            unit.distrust_leftovers()
+            unit.forget_unchosen_copy()
         if not self.running:
             self._end_forward(failed=failed)
         return call
 
     def check_recomputes(self, unit: Unit) -> None:
-        """Raise unless the backward that runs is that of this thread: it computes forward again."""
+        """Raise unless this forward is a recomputation: a backward of this thread runs it again."""
         if graph_task_id() < 0:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
@@ -283,7 +290,7 @@ class Lifecycle:
             if unit.step.modules_run:
                 has_graph = torch.is_grad_enabled() and unit.gradients.bucket is None
                 if unit.reshards_after_forward:
-                    # Of several modules, not all have run; or the user has called unshard() since.
+                    # Only some of its modules have run, or the user has called unshard() since.
                     unit.group.reshard(keep_post_forward=True)
                 elif has_graph:
                     unit.group.keep_installed()
@@ -317,9 +324,10 @@ class Lifecycle:
         if is_in_compiled_autograd():
             raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
-            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)  # torch drops the text of the error
+            # Distributed autograd drops the text of the error, so it is said here too.
+            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        self.failure.marks.append("begun")  # until its end is sure to be noticed
+        self.failure.marks.append("begun")  # cleared below, when its end is sure to be noticed
         self._num_backwards += 1
         run = self.backward = BackwardRun(
             number=self._num_backwards,
@@ -345,7 +353,8 @@ class Lifecycle:
             weakref.ref(end, functools.partial(_backward_raised, me)),
             weakref.ref(end, self.failure.marks.append),
         ]
-        self.failure.marks.clear()  # last: this frame holds ``end``, also in a traceback
+        # This comes last: while this frame, or a traceback, holds ``end``, autograd cannot drop it.
+        self.failure.marks.clear()
         return run
 
     def _will_accumulate(self, first: Unit) -> bool:
@@ -383,14 +392,15 @@ class Lifecycle:
             return None
         replacement = None
         if unit.settings.unshard_in_backward:
-            group.install_unsharded(read_flags=False)  # checkpointing may run forward again
+            group.install_unsharded(read_flags=False)  # a checkpoint may run the forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            self._on_complete_gradients(run, unit)  # they were complete in a later call
+            # All gradients came in a later call, when this one was still to come.
+            self._on_last_gradient(run, unit)
         return replacement
 
     def _reach(self, run: BackwardRun, of: ForwardPass) -> None:
-        """Record that this backward has come to a pass, and so is through with later ones."""
+        """Begin the backward of a pass; those of later passes have ended."""
         if of in run.reached:
             return
         for later in self._ended_passes(run):
@@ -409,7 +419,7 @@ class Lifecycle:
         These may have had all gradients of a unit earlier than this rank.
         """
         self._begin_skipped(run, of, lambda _: True)
-        self._complete_over(run, of, lambda _: True)
+        self._end_backwards_over(run, of, lambda _: True)
 
     def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
         """Return the reached passes, without one whose forward runs around this backward."""
@@ -419,9 +429,9 @@ class Lifecycle:
         self, run: BackwardRun, unit: Unit, of: ForwardPass, call: ForwardCall
     ) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
-        has_begun = call.begun_in == run.number  # by another of its outputs
+        has_begun = call.begun_in == run.number  # another output of this call has begun it
         call.begun_in = run.number
-        self._complete_over(run, of, lambda first: first.entered > call.exited, but=unit)
+        self._end_backwards_over(run, of, lambda first: first.entered > call.exited, but=unit)
         run.of = unit.step.in_pass = of
         unit.step.in_call = call
         if not unit.params:
@@ -430,7 +440,7 @@ class Lifecycle:
             unit.step.is_in_backward = True
             unit.step.awaits_gradients |= unit.group.num_trainable > 0
         if unit.settings.unshard_in_backward:
-            # Once: ranks may use different numbers of outputs.
+            # The prefetch is issued once per call, as ranks may use different numbers of outputs.
             up_next = [] if has_begun else self._prefetcher.after_backward_of(unit, of, call)
             self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
 
@@ -450,7 +460,7 @@ class Lifecycle:
             if call.is_watched or unit.group.num_trainable:
                 self._begin_backward_of(run, unit, of, call)
 
-    def _complete_over(
+    def _end_backwards_over(
         self,
         run: BackwardRun,
         of: ForwardPass,
@@ -462,7 +472,7 @@ class Lifecycle:
         for number in StepSchedule.pop_over(of, is_over):
             other = self._units[number]()
             if other is not None and other is not but:
-                self._complete(run, other, of)
+                self._end_backward_of(run, other, of)
 
     def _end_backwards_after(self, run: BackwardRun, node: int) -> None:
         """Complete what is over when ``node`` runs: a recomputation in it is about to gather.
@@ -484,9 +494,9 @@ class Lifecycle:
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
         self._begin_skipped(run, of, lambda call: call.began_at > node)
-        self._complete_over(run, of, is_over)
+        self._end_backwards_over(run, of, is_over)
 
-    def gradient_arrived(self, unit: Unit, index: int) -> None:
+    def post_gradient(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
         run = self.backward
         if run is None or self.failure.marks or self._is_cut_off():
@@ -497,29 +507,30 @@ class Lifecycle:
         step.arrived.add(index)
         self._check_nested(run)
         if step.has_all(unit.group.num_trainable):
-            # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
-            self._on_complete_gradients(run, unit)
+            # The unit stays unsharded: a node that is still to run may have saved a weight, even if
+            # it does not contribute to a gradient.
+            self._on_last_gradient(run, unit)
             return
         if unit.gradients.bucket is not None:
             unit.gradients.pack_arrived(index)
         if self._queue.has_sent_input:
             self._queue.free_input_if_sent()
 
-    def gradient_joins(self, unit: Unit) -> None:
+    def gradient_from_outside(self, unit: Unit) -> None:
         """Record a gradient from outside of the unit's forward; it is reduced at the very end."""
         self._begin_backward(unit).accumulates = True
         unit.step.awaits_gradients = True
 
-    def _on_complete_gradients(self, run: BackwardRun, unit: Unit) -> None:
+    def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
         # A reentrant checkpoint runs a backward of its own inside this one. A gradient that arrives
         # there is a part: other parts come from outside of the checkpoint, or from the next one.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(run, unit)
 
-    def _complete(self, run: BackwardRun, unit: Unit, of: ForwardPass | None = None) -> None:
+    def _end_backward_of(self, run: BackwardRun, unit: Unit, of: ForwardPass | None = None) -> None:
         """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
         if self._runs(unit):
-            return  # a backward inside the forward of this unit
+            return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
         unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
@@ -541,12 +552,12 @@ class Lifecycle:
         Not before those of the units inside it, with the last of which this comes here again. At
         the end of a backward nothing more comes from inside.
         """
-        unit.step.is_ready = True
+        unit.step.are_complete = True
         around: Unit | None = unit
-        while around is not None and (around.step.is_ready or not around.step.awaits_gradients):
+        while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
             if not is_at_end and (around.has_open_children or self._may_begin_inside(run, around)):
                 return
-            if around.step.is_ready:  # otherwise it has nothing to train
+            if around.step.are_complete:  # if not, the unit has nothing to train
                 around.step.record_taken()
                 sync = around.settings.sync
                 if sync is GradientSync.NONE:
@@ -621,9 +632,9 @@ class Lifecycle:
         self.schedule.end_backward(ends_passes=run.accumulates or not run.keeps_graph)
         run.of = None
         self.retained.end_backward()
-        for unit in reversed(units):  # units inside before the unit around them
+        for unit in reversed(units):  # the units inside a unit come before it
             if unit.number not in to_come:
-                self._complete(run, unit)
+                self._end_backward_of(run, unit)
         full = [
             unit
             for unit in reversed(units if run.accumulates else ())
@@ -631,7 +642,7 @@ class Lifecycle:
             and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
         for unit in full if self.finalization is None else ():
-            # It may have got nothing today, and hold gradients of earlier microbatches.
+            # It may hold gradients of earlier microbatches, and have got none in this backward.
             self._flush(unit, ends_window=self._ends_window)
         if self._ends_window and run.accumulates:
             self._queue.finish_all()
@@ -643,7 +654,7 @@ class Lifecycle:
             grads.show()
         self.failure.backward_call = None
         self.backward = None
-        run.ends.clear()  # last: until here the backward counts as failed if it does not go on
+        run.ends.clear()  # if something above is interrupted, the backward counts as failed
 
     def _units_to_come(
         self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]
@@ -747,7 +758,7 @@ class Lifecycle:
             with self._recorded_failure():
                 self._take_split_gradients()
         for unit in units:
-            # Not one whose backward is to come.
+            # A unit whose backward is to come stays unsharded.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
             if is_over and unit.settings.reshard_after_backward:
                 unit.group.reshard()
@@ -802,7 +813,8 @@ class Lifecycle:
 
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
-        self.failure.marks.append("raised")  # first; the next step begins with abort()
+        # This comes first, so that the next step begins with abort() even after an interrupt here.
+        self.failure.marks.append("raised")
         self.failure.backward_call = None
         self.running.clear()
         for group in self.groups():
@@ -841,7 +853,7 @@ class Lifecycle:
         is_void = bool(self.failure.marks)
         is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
-            self.failure.marks.append("aborted")  # until the end: this may be interrupted too
+            self.failure.marks.append("aborted")  # cleared at the end: this may be interrupted too
         if self.backward is not None:
             self.backward.ends.clear()
         self._passes = []

@@ -26,7 +26,7 @@ from meshard._torch.private import keeps_graph, skip_dynamo
 
 
 class Prefetcher:
-    """Gathers of units, ahead of their use. Units are listed by the numbers of the schedule."""
+    """Gathers of units, ahead of their use. ``units`` are in the order of the schedule's numbers."""
 
     def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
         self._units = units
@@ -55,7 +55,7 @@ class Prefetcher:
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, in_forward=in_forward)
-            # There is no compute to hide this gather behind: the next one shares the wait.
+            # No compute hides this gather, so the next one is started at once and waits beside it.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
@@ -68,7 +68,7 @@ class Prefetcher:
                     unit.group.forget_stale()
                 _start_unshard(unit, in_forward=in_forward)
                 self._prefetched.append(unit)
-            if unit.siblings:  # they are entered at the same moment
+            if unit.siblings:  # which are entered together with it
                 self._start(unit.siblings, in_forward=in_forward)
 
     def drop_unused(self) -> None:
@@ -90,7 +90,7 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 class _SecondOrder:
     """The graph that one backward has made. Only the hooks of that graph hold this object."""
 
-    was_used = False  # by the present backward
+    was_used = False  # the backward that runs goes through this graph
 
     @skip_dynamo
     def record_use(self, _: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class RetainedUnits:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # forwards whose backward no hook reports
+        self._num_hidden = 0  # the number of forwards whose backward no hook reports
         self._hidden_in: ForwardPass | None = None  # the last of them
         self._making: _SecondOrder | None = None  # the graph that the present backward makes
         self._is_in_backward = self._frees = False
@@ -130,7 +130,7 @@ class RetainedUnits:
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # A constant, as the gradient of a sum. A hook needs a tensor that requires a gradient.
+            # The gradient is a constant, as that of a sum is. A hook needs one that requires grad.
             try:
                 watched = gradient.detach().requires_grad_()
             except RuntimeError as error:
@@ -148,7 +148,7 @@ class RetainedUnits:
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
         """Keep a unit unsharded whose output has no tensor, for one backward of this forward."""
         if self._is_in_backward:
-            return  # a recomputation: the unit is in its backward
+            return  # this is a recomputation, in the backward of the unit
         if unit not in _warned:
             _warned.add(unit)
             warnings.warn(

@@ -26,16 +26,16 @@ class ForwardCall:
     """One run of one unit's forward."""
 
     unit: int
-    is_first: bool = True  # the first of its unit in this pass, so the last in the backward
+    is_first: bool = True  # the first call of its unit in this pass; its backward comes last
     has_graph: bool = True  # it ran with grad enabled
-    entered: int = -1  # in ticks of the pass
+    entered: int = -1  # when it began: entries and exits of the pass until then
     first_inside: int = 0  # index in ForwardPass.exits of the first call inside this one
-    exited: int = -1  # in ticks of the pass
+    exited: int = -1  # likewise
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
-    began_at: int = -1  # the number of the next autograd node when it began
-    may_collect: bool = False  # it may store tensors in its arguments
-    is_watched: bool = False  # an output of it has a hook
+    began_at: int = -1  # the number that the next autograd node had when it began
+    may_collect: bool = False  # it may store tensors in its arguments, as in a list
+    is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
 
 @dataclass(eq=False)  # no slots: there are weak references to it
@@ -69,20 +69,21 @@ class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
-        # The unit that was entered after an entry, the last time; None: the pass ended there.
+        # For each entry, the unit that was entered next the last time; None if none was.
         self._successors: dict[_Entry, int | None] = {}
         self._last: ForwardPass | None = None  # the last pass whose backward may come
         self._window = 0  # grows when passes are forgotten
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # Only now: an interrupted pass, which may differ from rank to rank, predicts nothing.
+        # The last pass counts only now that it has ended: an interrupted one may differ from rank to
+        # rank.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
         self.current = ForwardPass()
         if with_graph:
-            # Units and not passes: of many forwards there may be no backward, as in rollouts.
+            # Their units and not the passes, of which there may be many without a backward.
             if self._last is not None:
                 self.current.earlier = self._last.earlier.union(self._last.units)
             self.current.window = self._window
@@ -109,7 +110,7 @@ class StepSchedule:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
         now.ticks += 1
-        # By the unit that the pass began with: parts of a model may be called by themselves.
+        # Parts of a model may be called by themselves, so the unit that the pass began with counts.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 
