@@ -105,7 +105,9 @@ def run() -> dict[str, Walk]:
 
 def main() -> None:
     for name, walk in run().items():
-        print(f"{name}: {len(walk.files)} files, {walk.num_calls} calls, {walk.num_changes} changes")
+        print(
+            f"{name}: {len(walk.files)} files, {walk.num_calls} calls, {walk.num_changes} changes"
+        )
         print("  " + ", ".join(walk.files))
 
 

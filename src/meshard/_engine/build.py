@@ -389,7 +389,7 @@ def commit(
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # Another module that still holds the original is tied to it without the unit's knowledge.
+            # The unit does not know of other modules that hold the original, and so are tied to it.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)

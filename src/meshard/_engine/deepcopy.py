@@ -137,7 +137,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # The list is copied and the hooks are not, as they may hold streams, which cannot be copied.
+        # The list is copied, and not the hooks: they may hold streams, which cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),

@@ -390,7 +390,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # If the output is a view of a tensor from before this forward, that node is not its own.
+            # If the output is a view of a tensor from before this forward, that node is another's.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 

@@ -66,7 +66,7 @@ def _read(unit: Unit) -> None:
         return
     for module in alive(reader.modules):
         if module not in _readers:
-            # It is the first of its hooks, so that the module still counts as running, and is called
+            # The first of its hooks, so that the module still counts as running. It is called
             # if the forward raises too. It stays, as torch iterates over the hooks at that moment.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)

@@ -26,7 +26,7 @@ from meshard._torch.private import keeps_graph, skip_dynamo
 
 
 class Prefetcher:
-    """Gathers of units, ahead of their use. ``units`` are in the order of the schedule's numbers."""
+    """Gathers of units, ahead of their use. ``units`` are in the order of their numbers."""
 
     def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
         self._units = units

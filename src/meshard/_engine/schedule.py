@@ -76,8 +76,7 @@ class StepSchedule:
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # The last pass counts only now that it has ended: an interrupted one may differ from rank to
-        # rank.
+        # The last pass counts only now that it has ended: ranks may differ in an interrupted one.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
