@@ -36,8 +36,8 @@ class TensorTag(enum.Enum):
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and its dotted name from the unit's module."""
-    # By the name of the tag: torch.save writes attributes too, and who loads the tensor may not have
-    # meshard.
+    # The tag is written by name: torch.save writes attributes too, and whoever loads the tensor may
+    # not have meshard.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
