@@ -22,8 +22,8 @@ from torch import nn
 from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._gradients.settings import ReduceSettings
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,15 +34,81 @@ from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
 from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
 from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
+from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
 from meshard.foreach_reduce import ReducePlan, Reduction, early_divisor, is_narrowed_late
+
+_MAX_LAYOUTS = 64
+
+
+class GradientRules:
+    """Layouts and dtypes of the gradients of one unit."""
+
+    def __init__(
+        self,
+        storage: UnitParams,
+        reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
+        accumulate_dtype: torch.dtype | None,  # None: the wider of float32 and the parameters'
+    ) -> None:
+        self._storage = storage
+        self.reduce_dtype = reduce_dtype
+        self.chosen_dtype = accumulate_dtype
+        self._layouts: dict[tuple[int, ...], GradientLayout] = {}
+        self._all = tuple(range(len(storage.params)))
+        self.everything = frozenset(self._all)
+        self._widest_of: FlatLayout | None = None
+        self._widest = torch.float32
+
+    def layout_for(
+        self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
+    ) -> GradientLayout:
+        """Return the layout of all parameters that may have a gradient on some rank.
+
+        ``used`` are those of this rank; ``accumulated``, those of earlier backwards of the window.
+        """
+        indices = self._all
+        if used is not self.everything:
+            present = used.union(*(grads.layout.indices for grads in accumulated if grads))
+            indices = tuple(
+                index
+                for index, param in enumerate(self._storage.params)
+                if param.sharded.requires_grad
+                or param.unsharded.requires_grad  # in the last forward: frozen since, on all ranks
+                or index in present
+            )
+        if indices not in self._layouts:
+            if len(self._layouts) >= _MAX_LAYOUTS:  # the user freezes parameters at random
+                self._layouts.clear()
+            layouts = [param.layout for param in self._storage.params]
+            self._layouts[indices] = GradientLayout(layouts, indices, self._storage.spec.device)
+        return self._layouts[indices]
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        if self.chosen_dtype is not None:
+            return self.chosen_dtype
+        # Of the parameters as they are now: Module.double may have been called since.
+        layout = self._storage.layout
+        if layout is not self._widest_of:
+            dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
+            self._widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            self._widest_of = layout
+        return self._widest
+
+    def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        dtypes = self._storage.compute_dtypes
+        if self._storage.is_one_dtype:
+            return dtypes[0]
+        return functools.reduce(torch.promote_types, (dtypes[index] for index in layout.indices))
 
 
 @dataclass(slots=True)

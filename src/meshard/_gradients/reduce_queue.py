@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceSettings, TensorHook, check_divide_factor
+from meshard._gradients.settings import ReduceSettings, TensorHook, check_divide_factor
 from meshard._gradients.sharded_grads import unrecorded
 
 
