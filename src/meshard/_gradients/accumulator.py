@@ -33,10 +33,9 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
-from meshard._gradients.host_grads import HostGrads
+from meshard._gradients.published import HostGrads, ShardedGrads, unrecorded
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings, TensorHook
-from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum

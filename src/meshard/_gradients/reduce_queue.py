@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
+from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, TensorHook, check_divide_factor
-from meshard._gradients.sharded_grads import unrecorded
 
 
 class _Queued(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.sharded_grads import Mark, in_one_layout, is_clear, mark, mark_of, take_edit
+from meshard._gradients.published import Mark, in_one_layout, is_clear, mark, mark_of, take_edit
 from meshard._params.replicated_params import ReplicatedParams
 
 
