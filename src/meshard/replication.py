@@ -171,7 +171,7 @@ class Buckets:
         for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
             grads.are_views, grads.replaced = self._are_views, self.replaced
             if self._comm_hook is not None:
-                unit.gradients.average = partial(
+                grads.average = partial(
                     self._comm_hook.average,
                     params=unit.params,
                     later=later,

@@ -241,8 +241,8 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
-        if unit.gradients.bucket is not None:
-            yield unit, unit.gradients.bucket
+        if isinstance(unit.gradients.sharded, ReplicatedGrads):
+            yield unit, unit.gradients.sharded
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,8 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
-from meshard._gradients.published import HostGrads, ShardedGrads, unrecorded
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
+from meshard._gradients.published import HostGrads, PublishedGrads, ShardedGrads
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._mesh.layout import FlatLayout
@@ -135,42 +134,11 @@ class Window:
         self.is_open = self._has_divided = False
 
 
-@dataclass(slots=True, eq=False)
-class _EarlyPacking:
-    """The bucket, to which large gradients are moved as they arrive in a backward."""
-
-    layout: GradientLayout
-    flat: torch.Tensor
-    parts: dict[int, torch.Tensor]  # views of the bucket, in the shapes of the parameters
-    divisor: int  # by which they are divided on the way
-    arrived: set[int] = field(default_factory=set)
-
-
 class _Arrived(NamedTuple):
     """The unsharded gradients of one backward."""
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
-    used: frozenset[int]  # the indices of those that are not None
-    early: _EarlyPacking | None = None  # where some of them lie already
-
-    def before_packing(self, rows: Rows, divisor: int) -> AbstractSet[int]:
-        """Return the parameters whose gradients are in ``rows`` already, and need not be packed.
-
-        They are divided by ``divisor`` here, if they were not when they arrived. Gradients that
-        arrived in other memory than ``rows`` are put into ``gradients``, undivided.
-        """
-        early = self.early
-        if early is None or not early.arrived:
-            return frozenset()
-        is_in_place = rows[0].data_ptr() == early.flat.data_ptr()
-        factor = early.divisor / (divisor if is_in_place else 1)
-        for index in early.arrived if factor != 1 else ():
-            early.parts[index].mul_(factor)
-        if is_in_place:
-            return early.arrived
-        for index in early.arrived:
-            self.gradients[index] = early.layout.part_of(early.flat, index)
-        return frozenset()
+    used: frozenset[int]  # the indices of those that are not None, or were received early
 
 
 class ReductionInFlight(NamedTuple):
@@ -190,17 +158,13 @@ class GradientAccumulator:
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(storage)  # A
-        self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
-        self._early: _EarlyPacking | None = None  # in a backward
-        self._adds_early = False  # likewise, to what is not reduced
+        self.is_replicated = isinstance(storage, ReplicatedParams)
         self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
         self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
         self.has_reduced = False  # ever; the same on all ranks
         self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
         self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
-        # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
-        self.average: Callable[[GradientLayout, torch.Tensor], None] | None = None
         self.window = Window()
 
     def for_copy(self, storage: UnitParams) -> GradientAccumulator:
@@ -250,21 +214,18 @@ class GradientAccumulator:
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
-        if self._early is not None:
-            self._early.arrived -= gone
         if self._unreduced is not None:
             self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
-        if self._has_arrivals:
+        if self.sharded.has_arrivals:
             for index in gone:  # set by hand, after unshard()
                 self.storage.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:
             self.window.close()
-        if isinstance(self.sharded, HostGrads):
-            self.sharded.drop_arriving(gone)
+        self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
@@ -283,12 +244,11 @@ class GradientAccumulator:
 
     def abandon(self, *, is_void: bool) -> None:
         """Forget what arrived and what is in flight; if void, drop ``.grad`` and all else."""
-        if self._has_arrivals:
+        if self.sharded.has_arrivals:
             for param in self.storage.params:
                 param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
-        self._early, self._adds_early = None, False
         if is_void:
             self.clear(self.rules.everything)
             self.sharded.clear()
@@ -296,57 +256,31 @@ class GradientAccumulator:
 
     # --- arrived gradients ------------------------------------------------------------
 
-    @property
-    def _has_arrivals(self) -> bool:
-        # Outside of a backward, .grad of replicated parameters are those that were published.
-        return self.bucket is None or self.bucket.is_hidden
-
     def begin_backward(self, settings: ReduceSettings) -> None:
-        """Choose where large gradients of a bucket go as they arrive, lest all exist twice.
+        """Let large gradients go where they are sent from as they arrive, lest all exist twice.
 
-        To the sum of the window, or to the bucket, unless a dtype or a hook wants other memory.
+        Unless a dtype wants them in other memory. Where there is ``U``, they go there.
         """
-        self._early, self._adds_early = None, False
-        if self._unreduced is not None:
-            self._adds_early = not any(hook.arrived for hook in settings.reduce_hooks)
-        elif self.storage.params:
-            layout, dtype = self.rules.layout_for(frozenset(), ()), self.rules.accumulate_dtype
-            if layout.packed_early and dtype == self._wire_dtype(layout, settings):
-                flat = self._free_bucket(layout, dtype)
-                if flat is not None and self.bucket is not None:
-                    divisor = self._usual_divisor(layout, settings)
-                    self._early = _EarlyPacking(layout, flat, self.bucket.parts, divisor)
+        if self.storage.params and self._unreduced is None and not self.num_in_flight:
+            layout = self.rules.layout_for(frozenset(), ())
+            if layout.packed_early:
+                plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
+                # The user's factor is resolved when a reduction starts.
+                divisor = 1 if settings.divide_factor is not None else plan.divided_by
+                if plan.wire_dtype == plan.accumulate_dtype:
+                    self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
 
-    def pack_arrived(self, index: int) -> None:
-        """Pack a gradient that has just arrived, if it is large. Another part may follow it."""
-        early, unreduced = self._early, self._unreduced if self._adds_early else None
-        into = early or unreduced
-        param = self.storage.params[index]
-        gradient = param.unsharded.grad
-        if into is None or index not in into.layout.packed_early or gradient is None:
-            return
-        param.unsharded.grad = None
-        with unrecorded():
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if unreduced is not None:
-                part = into.layout.part_of(into.flat, index)
-                part.add_(param.own_part_of(gradient))
-                self._unreduced = unreduced._replace(used=unreduced.used | {index})
-            elif early is not None and index in early.arrived:
-                early.parts[index].add_(gradient, alpha=1 / early.divisor)
-            elif early is not None:
-                copy_multiplied(early.parts[index], gradient, 1 / early.divisor)
-                early.arrived.add(index)
+    def receive(self, index: int, settings: ReduceSettings) -> None:
+        """Move a gradient that has just arrived to where it is accumulated, if it is large."""
+        if self._unreduced is None or not any(hook.arrived for hook in settings.reduce_hooks):
+            self._unreduced = self.sharded.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
         """Take the gradients that have arrived; those for ``U`` may lack sums over other axes."""
-        for index in self._early.arrived if self._early is not None else ():
-            self.pack_arrived(index)  # the last part, with which the gradients were complete
-        early, self._early, self._adds_early = self._early, None, False
         params = self.storage.params
-        if not self._has_arrivals:
+        if not self.sharded.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
+        received = self.sharded.end_receiving()
         gradients: list[torch.Tensor | None] = []
         missing = []
         for index, param in enumerate(params):
@@ -366,10 +300,10 @@ class GradientAccumulator:
                 else:
                     self._add_up_before(index)
                     gradients[index] = params[index].own_part_of(gradient)
-        if early is not None:
-            missing = [index for index in missing if index not in early.arrived]
+        if received:
+            missing = [index for index in missing if index not in received]
         used = self.rules.everything
-        return _Arrived(gradients, used.difference(missing) if missing else used, early)
+        return _Arrived(gradients, used.difference(missing) if missing else used)
 
     # --- sums over other axes ---------------------------------------------------------
 
@@ -407,16 +341,17 @@ class GradientAccumulator:
             self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
             return
         dtype = self.rules.accumulate_dtype
-        flat = self._free_bucket(layout, dtype)
+        flat = self._free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        layout.pack(flat, arrived.gradients, packed=arrived.before_packing(flat, 1))
+        packed = self.sharded.place_received(flat, arrived.gradients, 1)
+        layout.pack(flat, arrived.gradients, packed=packed)
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
 
-    def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        if self.bucket is None or self.num_in_flight or self.is_pending:
+    def _free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        if self.num_in_flight or self.is_pending:
             return None
-        return self.bucket.free_bucket(layout, dtype)
+        return self.sharded.free_memory(layout, dtype)
 
     @staticmethod
     def _add_to(
@@ -458,8 +393,6 @@ class GradientAccumulator:
         plan = self._plan(
             layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
         )
-        if layout.is_large:  # a small unit is packed by one kernel, which divides nothing
-            plan = plan._replace(divided_by=self._early_divisor(plan, settings))
         if self.storage.comm.is_checked:
             _check_agreement(plan, mesh_info)
         rows, used = self._pack(layout, plan, arrived, settings)
@@ -479,8 +412,8 @@ class GradientAccumulator:
         over_replicas: bool,
         divide_factor: float | None,
     ) -> ReducePlan:
-        mesh_info = self.storage.spec.mesh_info
-        return ReducePlan(
+        mesh_info, average = self.storage.spec.mesh_info, self.sharded.average
+        plan = ReducePlan(
             wire_dtype=self._wire_dtype(layout, settings),
             accumulate_dtype=self.rules.accumulate_dtype,
             shard_group=settings.scatter_group or mesh_info.shard_group,
@@ -488,28 +421,15 @@ class GradientAccumulator:
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
             label=self.storage.label,
-            average=self.average and functools.partial(self.average, layout),
+            average=average and functools.partial(average, layout),
         )
-
-    @staticmethod
-    def _early_divisor(plan: ReducePlan, settings: ReduceSettings) -> int:
-        """Return by what gradients are divided while they are packed; 1 if others see them then.
-
-        This is the same on all ranks: it reads settings and groups, never what this rank holds.
-        """
-        if settings.reduce_hooks or plan.average is not None:
-            return 1
-        shard_count = plan.shard_group.size()
-        if shard_count == 1 and plan.replicate_group is None:
-            return 1
-        return early_divisor(plan.divisors, shard_count)
-
-    def _usual_divisor(self, layout: GradientLayout, settings: ReduceSettings) -> int:
-        """Return by what gradients are divided early, unless the user's factor says otherwise."""
-        if settings.divide_factor is not None:  # it is resolved when a reduction starts
-            return 1
-        plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-        return self._early_divisor(plan, settings)
+        # A small unit is packed by one kernel, which divides nothing; hooks see no quotients.
+        # All ranks decide alike: this reads settings and groups, never what one rank holds.
+        if layout.is_large and not settings.reduce_hooks and average is None:
+            shard_count = plan.shard_group.size()
+            if shard_count > 1 or plan.replicate_group is not None:
+                return plan._replace(divided_by=early_divisor(plan.divisors, shard_count))
+        return plan
 
     def _wire_dtype(self, layout: GradientLayout, settings: ReduceSettings) -> torch.dtype:
         chosen = next((hook.wire_dtype for hook in settings.reduce_hooks if hook.wire_dtype), None)
@@ -534,7 +454,7 @@ class GradientAccumulator:
                 rows = layout.allocate(plan.accumulate_dtype)
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            packed = arrived.before_packing(rows, plan.divided_by)
+            packed = self.sharded.place_received(rows, arrived.gradients, plan.divided_by)
             layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
             layout.run_hooks(on_arrived, rows, used)
         if settings.zero_unused:
@@ -545,9 +465,9 @@ class GradientAccumulator:
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
         comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
-        bucket = self._free_bucket(layout, wire)
-        if bucket is not None:
-            return bucket
+        free = self._free_memory(layout, wire)
+        if free is not None:
+            return free
         rows = None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=group)
         if rows is not None:
             return rows
@@ -572,7 +492,7 @@ class GradientAccumulator:
             explain_failure(error, f"reduction of unit {self.storage.label!r}")
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
-        if self.average is not None:
+        if self.sharded.average is not None:
             in_flight.layout.mark_unused(result.flat, result.used)  # it has written there too
         if self._dropped:
             dropped, self._dropped = self._dropped, frozenset()
@@ -592,7 +512,7 @@ class GradientAccumulator:
         return self.sharded.publish(result) if result.used else None
 
 
-def _grads_of(storage: UnitParams) -> ShardedGrads | HostGrads | ReplicatedGrads:
+def _grads_of(storage: UnitParams) -> PublishedGrads:
     if storage.host_copies is not None:
         return HostGrads(storage)
     if isinstance(storage, ReplicatedParams):

@@ -69,7 +69,7 @@ class ReduceQueue:
 
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
         """
-        if not over_replicas and gradients.bucket is not None:
+        if not over_replicas and gradients.is_replicated:
             # There is one shard and nothing to send: adding up in the bucket takes no memory.
             self.accumulate(gradients, settings)
             return

@@ -9,12 +9,23 @@ view of the bucket again.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import torch
 
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.published import Mark, in_one_layout, is_clear, mark, mark_of, take_edit
+from meshard._comm.communicator import Rows
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
+from meshard._gradients.published import (
+    Mark,
+    PublishedGrads,
+    in_one_layout,
+    is_clear,
+    mark,
+    mark_of,
+    take_edit,
+    unrecorded,
+)
 from meshard._params.replicated_params import ReplicatedParams
 
 
@@ -25,14 +36,23 @@ class ReplacedCount:
     count: int = 0
 
 
-class ReplicatedGrads:
+@dataclass(slots=True, eq=False)
+class _Received:
+    """The large gradients of a backward, moved to the bucket as they arrived."""
+
+    layout: GradientLayout
+    flat: torch.Tensor
+    parts: dict[int, torch.Tensor]  # views of ``flat``, in the shapes of the parameters
+    divisor: int  # by which they are divided on the way
+    used: set[int] = field(default_factory=set)  # the parameters whose gradients are there
+
+
+class ReplicatedGrads(PublishedGrads):
     """The ``.grad`` of the parameters of one bucket."""
 
-    are_shown = False  # some may wait for ``settle``
-
     def __init__(self, storage: ReplicatedParams) -> None:
+        super().__init__(storage)
         self._params = storage.params
-        self._storage = storage
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
         self._mark = Mark()
@@ -41,7 +61,8 @@ class ReplicatedGrads:
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
         # Views of the bucket, in the shapes of the parameters: where large gradients are packed.
-        self.parts: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+        self._received: _Received | None = None  # in a backward, if the bucket was free
         self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # visible again for the rest of the present backward
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
@@ -50,7 +71,7 @@ class ReplicatedGrads:
 
     # --- the bucket -------------------------------------------------------------------
 
-    def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+    def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket ``[1, n]``, the same memory each step; None if ``.grad`` shows it."""
         is_visible = not self.is_hidden or self._is_settled
         if self._published is not None and not (is_visible and is_clear(self._params)):
@@ -60,7 +81,7 @@ class ReplicatedGrads:
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
-            self.parts = {
+            self._parts = {
                 index: self._params[index].shaped(layout.part_of(bucket, index))
                 for index in layout.packed_early
             }
@@ -69,7 +90,7 @@ class ReplicatedGrads:
     def leave(self) -> None:
         """Treat everything in ``.grad`` as set by the user."""
         self._published = self._bucket = None
-        self.parts = {}
+        self._parts = {}
 
     def give_away(self) -> None:
         """Leave copies of the gradients in ``.grad``: the bucket is about to be replaced."""
@@ -80,8 +101,11 @@ class ReplicatedGrads:
     # --- during a backward ------------------------------------------------------------
 
     @property
+    def has_arrivals(self) -> bool:
+        return self.is_hidden  # outside of a backward, .grad are those that were published
+
+    @property
     def awaits_reduction(self) -> bool:
-        """Whether ``.grad`` is hidden by a backward that runs."""
         return self.is_hidden and not self._is_settled
 
     def hide(self, arrived: int | None = None) -> None:
@@ -134,6 +158,7 @@ class ReplicatedGrads:
         if not self.is_hidden:
             return
         self.is_hidden = False
+        self._received = None
         if self._is_settled:
             self._is_settled = False  # visible already, unless an optimizer cleared them since
             return
@@ -146,10 +171,63 @@ class ReplicatedGrads:
             if param.grad is None:
                 param.grad = gradient
 
+    # --- gradients that arrive --------------------------------------------------------
+
+    def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
+        bucket = self.free_memory(layout, dtype)
+        if bucket is not None:
+            self._received = _Received(layout, bucket, self._parts, divisor)
+
+    def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
+        into = self._received if unreduced is None else unreduced
+        param = self._params[index]
+        gradient = param.unsharded.grad
+        if into is None or index not in into.layout.packed_early or gradient is None:
+            return unreduced
+        param.unsharded.grad = None
+        with unrecorded():
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if isinstance(into, FlatGradients):
+                part = into.layout.part_of(into.flat, index)
+                part.add_(param.own_part_of(gradient))
+                return into._replace(used=into.used | {index})
+            if index in into.used:
+                into.parts[index].add_(gradient, alpha=1 / into.divisor)
+            else:
+                copy_multiplied(into.parts[index], gradient, 1 / into.divisor)
+                into.used.add(index)
+        return None
+
+    def end_receiving(self) -> AbstractSet[int]:
+        received = frozenset() if self._received is None else self._received.used
+        for index in received:
+            self.receive(index, None)  # the last part, with which the gradients were complete
+        return received
+
+    def place_received(
+        self, rows: Rows, gradients: list[torch.Tensor | None], divisor: int
+    ) -> AbstractSet[int]:
+        received, self._received = self._received, None
+        if received is None:
+            return frozenset()
+        is_in_place = rows[0].data_ptr() == received.flat.data_ptr()
+        factor = received.divisor / (divisor if is_in_place else 1)
+        for index in received.used if factor != 1 else ():
+            received.parts[index].mul_(factor)
+        if is_in_place:
+            return received.used
+        for index in received.used:
+            gradients[index] = received.layout.part_of(received.flat, index)
+        return frozenset()
+
+    def drop_arriving(self, indices: frozenset[int]) -> None:
+        if self._received is not None:
+            self._received.used -= indices
+
     # --- publication ------------------------------------------------------------------
 
     def publish(self, new: FlatGradients) -> None:
-        """Add reduced gradients. ``new`` may be kept, and written to later."""
         if self._is_settled:
             self.show()
         was_hidden = self.is_hidden
@@ -202,6 +280,10 @@ class ReplicatedGrads:
 
     # --- gradients that are in .grad --------------------------------------------------
 
+    @property
+    def are_shown(self) -> bool:
+        return False  # some may wait for ``settle``
+
     def settle(self) -> None:
         """Put everything that was added into ``.grad``, in the middle of a backward too."""
         if self.is_hidden and not self._is_settled:
@@ -209,10 +291,8 @@ class ReplicatedGrads:
             self.is_hidden = self._is_settled = True  # autograd has no more gradients for these
 
     def clear(self) -> None:
-        """Clear every ``.grad``."""
-        for param in self._params:
-            param.sharded.grad = None
-        self._published = None
+        super().clear()
+        self._published = self._received = None
         self.is_hidden = self._is_settled = False
         self._foreign.clear()
 
