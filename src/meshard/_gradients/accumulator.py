@@ -138,7 +138,7 @@ class _Arrived(NamedTuple):
     """The unsharded gradients of one backward."""
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
-    used: frozenset[int]  # the indices of those that are not None, or were received early
+    used: frozenset[int]  # the indices of those that are not None
 
 
 class ReductionInFlight(NamedTuple):
@@ -257,21 +257,27 @@ class GradientAccumulator:
     # --- arrived gradients ------------------------------------------------------------
 
     def begin_backward(self, settings: ReduceSettings) -> None:
-        """Let large gradients go where they are sent from as they arrive, lest all exist twice.
+        """Let ``receive`` put large gradients where they are sent from, lest all exist twice.
 
-        Unless a dtype wants them in other memory. Where there is ``U``, they go there.
+        Not where they are sent in another dtype than they are accumulated in.
         """
-        if self.storage.params and self._unreduced is None and not self.num_in_flight:
-            layout = self.rules.layout_for(frozenset(), ())
-            if layout.packed_early:
-                plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-                # The user's factor is resolved when a reduction starts.
-                divisor = 1 if settings.divide_factor is not None else plan.divided_by
-                if plan.wire_dtype == plan.accumulate_dtype:
-                    self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
+        if not self.storage.params or self._unreduced is not None or self.num_in_flight:
+            return
+        layout = self.rules.layout_for(frozenset(), ())
+        if not layout.packed_early:
+            return
+        plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
+        # A factor of the user is not known yet: it is read when a reduction starts.
+        divisor = plan.divided_by if settings.divide_factor is None else 1
+        if plan.wire_dtype == plan.accumulate_dtype:
+            self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Move a gradient that has just arrived to where it is accumulated, if it is large."""
+        """Move a gradient that has just arrived to ``U``, or where it is sent from, if it is large.
+
+        Another part of it may follow. Hooks that see the gradients of one backward want all of them
+        in new memory, before they are added to ``U``.
+        """
         if self._unreduced is None or not any(hook.arrived for hook in settings.reduce_hooks):
             self._unreduced = self.sharded.receive(index, self._unreduced)
 
@@ -280,14 +286,10 @@ class GradientAccumulator:
         params = self.storage.params
         if not self.sharded.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
-        received = self.sharded.end_receiving()
         gradients: list[torch.Tensor | None] = []
-        missing = []
-        for index, param in enumerate(params):
+        for param in params:
             gradient = param.unsharded.grad
-            if gradient is None:
-                missing.append(index)
-            else:
+            if gradient is not None:
                 param.unsharded.grad = None
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
@@ -295,36 +297,32 @@ class GradientAccumulator:
         for index in self._converted:
             gradient = gradients[index]
             if gradient is not None:
-                if may_lack_sums:
-                    gradients[index] = self._part_for_sum(index, gradient)
-                else:
-                    self._add_up_before(index)
-                    gradients[index] = params[index].own_part_of(gradient)
-        if received:
-            missing = [index for index in missing if index not in received]
+                gradients[index] = self._to_reduce(index, gradient, may_lack_sum=may_lack_sums)
+        self.sharded.end_receiving(gradients)
+        unused = [index for index, gradient in enumerate(gradients) if gradient is None]
         used = self.rules.everything
-        return _Arrived(gradients, used.difference(missing) if missing else used)
+        return _Arrived(gradients, used.difference(unused) if unused else used)
 
     # --- sums over other axes ---------------------------------------------------------
 
-    def _part_for_sum(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what is added to ``U`` of a gradient: this rank's part, if all lack one sum."""
-        param = self.storage.params[index]
-        missing = param.missing_sum_of(gradient)
-        is_first = self._unreduced is None or index not in self._unreduced.used
+    def _to_reduce(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
+        """Return a gradient as the plain tensor to be reduced.
+
+        If it ``may_lack_sum``, that is this rank's part where all in ``U`` lack the same sum.
+        """
+        param, unreduced = self.storage.params[index], self._unreduced
+        missing = param.missing_sum_of(gradient) if may_lack_sum else None
+        is_first = unreduced is None or index not in unreduced.used
         if missing is not None and (is_first or missing == self._missing_sums.get(index)):
             assert isinstance(gradient, DTensor)
             self._missing_sums[index] = missing
             return gradient.to_local()
-        self._add_up_before(index)
+        if index in self._missing_sums and unreduced is not None:
+            self._add_up(unreduced.layout, unreduced.flat, index)  # this gradient does not lack it
         return param.own_part_of(gradient)
 
-    def _add_up_before(self, index: int) -> None:
-        """Take the sum that ``U`` lacks of a parameter: another gradient does not lack it."""
-        if index in self._missing_sums and self._unreduced is not None:
-            self._add_up(self._unreduced.layout, self._unreduced.flat, index)
-
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
+        """Take the sum that a parameter lacks in ``flat``, an accumulator."""
         part = layout.range_of(flat, index)
         part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
 
@@ -341,17 +339,11 @@ class GradientAccumulator:
             self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
             return
         dtype = self.rules.accumulate_dtype
-        flat = self._free_memory(layout, dtype)
+        flat = None if self.num_in_flight else self.sharded.free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        packed = self.sharded.place_received(flat, arrived.gradients, 1)
-        layout.pack(flat, arrived.gradients, packed=packed)
+        layout.pack(flat, arrived.gradients, packed=self.sharded.place_received(flat, 1))
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
-
-    def _free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        if self.num_in_flight or self.is_pending:
-            return None
-        return self.sharded.free_memory(layout, dtype)
 
     @staticmethod
     def _add_to(
@@ -379,9 +371,8 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        is_window = self._unreduced is not None
         has_hooks = any(hook.arrived for hook in settings.reduce_hooks)  # which see sums
-        arrived = self._take(may_lack_sums=is_window and not has_hooks)
+        arrived = self._take(may_lack_sums=self._unreduced is not None and not has_hooks)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
@@ -390,18 +381,18 @@ class GradientAccumulator:
         if over_replicas:
             self.window.close()
         mesh_info = self.storage.spec.mesh_info
+        publishes = over_replicas or mesh_info.replicate_group is None
         plan = self._plan(
             layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
         )
         if self.storage.comm.is_checked:
-            _check_agreement(plan, mesh_info)
+            _check_agreement(plan, mesh_info, over_replicas=publishes)
         rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
         reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
         self.num_in_flight += 1
         self.has_reduced = True
-        publishes = over_replicas or mesh_info.replicate_group is None
         return ReductionInFlight(reduction, layout, publishes)
 
     def _plan(
@@ -454,7 +445,7 @@ class GradientAccumulator:
                 rows = layout.allocate(plan.accumulate_dtype)
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            packed = self.sharded.place_received(rows, arrived.gradients, plan.divided_by)
+            packed = self.sharded.place_received(rows, plan.divided_by)
             layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
             layout.run_hooks(on_arrived, rows, used)
         if settings.zero_unused:
@@ -465,7 +456,7 @@ class GradientAccumulator:
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
         comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
-        free = self._free_memory(layout, wire)
+        free = self.sharded.free_memory(layout, wire)  # nothing else of the unit is in flight
         if free is not None:
             return free
         rows = None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=group)
@@ -486,6 +477,22 @@ class GradientAccumulator:
         self.num_in_flight -= 1
         if in_flight.publishes and self.storage.host_copies is None:  # else not in .grad yet
             self._release_if_settled()
+        result = self._result_of(in_flight)
+        if result is None:
+            if not self.is_pending:
+                self.window.close()
+            self._release_if_settled()
+            return None
+        if not in_flight.publishes:
+            # Also when no rank of this shard group had a gradient: another replica may have one.
+            self._partial = result
+            return None
+        # Also without a gradient: the hook may communicate.
+        in_flight.layout.run_hooks(after, result.flat, result.used)
+        return self.sharded.publish(result) if result.used else None
+
+    def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
+        """Return a result without what was cleared on the way; None if that was everything."""
         try:
             reduced = in_flight.reduction.finish()
         except RuntimeError as error:
@@ -494,22 +501,10 @@ class GradientAccumulator:
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self.sharded.average is not None:
             in_flight.layout.mark_unused(result.flat, result.used)  # it has written there too
-        if self._dropped:
-            dropped, self._dropped = self._dropped, frozenset()
-            kept = result.without(dropped)
-            if kept is None:
-                if not self.is_pending:
-                    self.window.close()
-                self._release_if_settled()
-                return None
-            result = kept
-        if not in_flight.publishes:
-            # Also when no rank of this shard group had a gradient: another replica may have one.
-            self._partial = result
-            return None
-        # Also without a gradient: the hook may communicate.
-        in_flight.layout.run_hooks(after, result.flat, result.used)
-        return self.sharded.publish(result) if result.used else None
+        if not self._dropped:
+            return result
+        dropped, self._dropped = self._dropped, frozenset()
+        return result.without(dropped)
 
 
 def _grads_of(storage: UnitParams) -> PublishedGrads:
@@ -520,9 +515,8 @@ def _grads_of(storage: UnitParams) -> PublishedGrads:
     return ShardedGrads(storage)
 
 
-def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo) -> None:
+def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool) -> None:
     """Raise unless all ranks reduce a unit alike: a wrong divisor shows in no collective."""
-    over_replicas = plan.replicate_group is not None or mesh_info.replicate_group is None
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how = f", divided by {factor}"

@@ -162,16 +162,13 @@ class PublishedGrads:
         """
         return unreduced
 
-    def end_receiving(self) -> AbstractSet[int]:
-        """Return the parameters whose gradients were received into free memory."""
-        return frozenset()
+    def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
+        """Put what was received into free memory into ``gradients``, which hold its last parts."""
 
-    def place_received(
-        self, rows: Rows, gradients: list[torch.Tensor | None], divisor: int
-    ) -> AbstractSet[int]:
+    def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
         """Return the parameters whose gradients are in ``rows`` already, divided by ``divisor``.
 
-        If they were received into other memory than ``rows``, put them into ``gradients`` instead.
+        Those that were received into other memory than ``rows`` are not divided any more.
         """
         return frozenset()
 

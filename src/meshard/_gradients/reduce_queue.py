@@ -41,9 +41,9 @@ class ReduceQueue:
         self._factors.clear()
         self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
 
-    def _divide_factor(self, settings: ReduceSettings) -> float | None:
-        """Return the user's factor; one that has to be read, once per backward."""
-        chosen = settings.divide_factor
+    def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
+        """Return the user's factor, or the usual one. What has to be read is, once per backward."""
+        chosen = usual if settings.divide_factor is None else settings.divide_factor
         if chosen is None or isinstance(chosen, float):
             return chosen
         if id(chosen) not in self._factors:
@@ -77,8 +77,7 @@ class ReduceQueue:
             self.finish_of(gradients)  # its result is added to the new one
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
-        divide_factor = self._divide_factor(settings)
-        divide_factor = usual_factor if divide_factor is None else divide_factor
+        divide_factor = self._divide_factor(settings, usual_factor)
         after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -36,17 +36,6 @@ class ReplacedCount:
     count: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Received:
-    """The large gradients of a backward, moved to the bucket as they arrived."""
-
-    layout: GradientLayout
-    flat: torch.Tensor
-    parts: dict[int, torch.Tensor]  # views of ``flat``, in the shapes of the parameters
-    divisor: int  # by which they are divided on the way
-    used: set[int] = field(default_factory=set)  # the parameters whose gradients are there
-
-
 class ReplicatedGrads(PublishedGrads):
     """The ``.grad`` of the parameters of one bucket."""
 
@@ -60,9 +49,9 @@ class ReplicatedGrads(PublishedGrads):
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
-        # Views of the bucket, in the shapes of the parameters: where large gradients are packed.
-        self._parts: dict[int, torch.Tensor] = {}
-        self._received: _Received | None = None  # in a backward, if the bucket was free
+        # Large gradients of a backward, in the bucket as they arrive. None: it is not free.
+        self._received: FlatGradients | None = None
+        self._divisor = 1  # by which those are divided
         self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # visible again for the rest of the present backward
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
@@ -81,16 +70,11 @@ class ReplicatedGrads(PublishedGrads):
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
-            self._parts = {
-                index: self._params[index].shaped(layout.part_of(bucket, index))
-                for index in layout.packed_early
-            }
         return bucket
 
     def leave(self) -> None:
         """Treat everything in ``.grad`` as set by the user."""
         self._published = self._bucket = None
-        self._parts = {}
 
     def give_away(self) -> None:
         """Leave copies of the gradients in ``.grad``: the bucket is about to be replaced."""
@@ -176,54 +160,50 @@ class ReplicatedGrads(PublishedGrads):
     def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
         bucket = self.free_memory(layout, dtype)
         if bucket is not None:
-            self._received = _Received(layout, bucket, self._parts, divisor)
+            self._received, self._divisor = FlatGradients(layout, bucket, frozenset()), divisor
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        into = self._received if unreduced is None else unreduced
+        into, divisor = (self._received, self._divisor) if unreduced is None else (unreduced, 1)
         param = self._params[index]
         gradient = param.unsharded.grad
         if into is None or index not in into.layout.packed_early or gradient is None:
             return unreduced
         param.unsharded.grad = None
         with unrecorded():
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if isinstance(into, FlatGradients):
-                part = into.layout.part_of(into.flat, index)
-                part.add_(param.own_part_of(gradient))
-                return into._replace(used=into.used | {index})
+            part, own = into.layout.part_of(into.flat, index), param.own_part_of(gradient)
             if index in into.used:
-                into.parts[index].add_(gradient, alpha=1 / into.divisor)
+                part.add_(own, alpha=1 / divisor)
             else:
-                copy_multiplied(into.parts[index], gradient, 1 / into.divisor)
-                into.used.add(index)
+                copy_multiplied(part, own, 1 / divisor)
+        into = into._replace(used=into.used | {index})
+        if unreduced is not None:
+            return into
+        self._received = into
         return None
 
-    def end_receiving(self) -> AbstractSet[int]:
-        received = frozenset() if self._received is None else self._received.used
-        for index in received:
-            self.receive(index, None)  # the last part, with which the gradients were complete
-        return received
+    def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
+        received = self._received
+        if received is None:
+            return
+        for index in received.used:
+            part, last = received.layout.part_of(received.flat, index), gradients[index]
+            if last is not None:
+                part.add_(last, alpha=1 / self._divisor)
+            gradients[index] = part
 
-    def place_received(
-        self, rows: Rows, gradients: list[torch.Tensor | None], divisor: int
-    ) -> AbstractSet[int]:
+    def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
         received, self._received = self._received, None
         if received is None:
             return frozenset()
         is_in_place = rows[0].data_ptr() == received.flat.data_ptr()
-        factor = received.divisor / (divisor if is_in_place else 1)
+        factor = self._divisor / (divisor if is_in_place else 1)
         for index in received.used if factor != 1 else ():
-            received.parts[index].mul_(factor)
-        if is_in_place:
-            return received.used
-        for index in received.used:
-            gradients[index] = received.layout.part_of(received.flat, index)
-        return frozenset()
+            received.layout.part_of(received.flat, index).mul_(factor)
+        return received.used if is_in_place else frozenset()
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
         if self._received is not None:
-            self._received.used -= indices
+            self._received = self._received._replace(used=self._received.used - indices)
 
     # --- publication ------------------------------------------------------------------
 
