@@ -219,7 +219,7 @@ class Buckets:
         order = self._agreed_order()
         for unit, grads in buckets_in(self.units):
             assert isinstance(unit.group.storage, ReplicatedParams)
-            grads.give_away()
+            grads.take_last_edits()
             unit.group.storage.unhook()
         self._fill(order)
         for unit in self.units:
@@ -323,7 +323,7 @@ class ReplicateModule(GradientSetters):
             unit.group.reshard()
             unit.group.storage.take_replacements()
             unit.group.storage.rebuild()
-            grads.leave()  # torch has cast or moved .grad too
+            grads.forget_bucket()  # torch has cast or moved .grad too
         return result
 
 

@@ -297,7 +297,7 @@ class GradientAccumulator:
         for index in self._converted:
             gradient = gradients[index]
             if gradient is not None:
-                gradients[index] = self._to_reduce(index, gradient, may_lack_sum=may_lack_sums)
+                gradients[index] = self._as_plain(index, gradient, may_lack_sum=may_lack_sums)
         self.sharded.end_receiving(gradients)
         unused = [index for index, gradient in enumerate(gradients) if gradient is None]
         used = self.rules.everything
@@ -305,7 +305,7 @@ class GradientAccumulator:
 
     # --- sums over other axes ---------------------------------------------------------
 
-    def _to_reduce(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
+    def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
         """Return a gradient as the plain tensor to be reduced.
 
         If it ``may_lack_sum``, that is this rank's part where all in ``U`` lack the same sum.
@@ -319,7 +319,7 @@ class GradientAccumulator:
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
             self._add_up(unreduced.layout, unreduced.flat, index)  # this gradient does not lack it
-        return param.own_part_of(gradient)
+        return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
         """Take the sum that a parameter lacks in ``flat``, an accumulator."""

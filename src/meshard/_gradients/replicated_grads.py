@@ -72,12 +72,12 @@ class ReplicatedGrads(PublishedGrads):
             self._layout = layout
         return bucket
 
-    def leave(self) -> None:
-        """Treat everything in ``.grad`` as set by the user."""
+    def forget_bucket(self) -> None:
+        """Forget the bucket: everything in ``.grad`` counts as set by the user."""
         self._published = self._bucket = None
 
-    def give_away(self) -> None:
-        """Leave copies of the gradients in ``.grad``: the bucket is about to be replaced."""
+    def take_last_edits(self) -> None:
+        """Apply and count what users did to ``.grad``: another bucket takes over."""
         self.hide()  # finds what users replaced, as at the beginning of a backward
         self._record_taken(frozenset(self._foreign))
         self.show()
@@ -170,7 +170,7 @@ class ReplicatedGrads(PublishedGrads):
             return unreduced
         param.unsharded.grad = None
         with unrecorded():
-            part, own = into.layout.part_of(into.flat, index), param.own_part_of(gradient)
+            part, own = into.layout.part_of(into.flat, index), param.plain_gradient(gradient)
             if index in into.used:
                 part.add_(own, alpha=1 / divisor)
             else:
@@ -221,7 +221,7 @@ class ReplicatedGrads(PublishedGrads):
             total = old._replace(used=old.used | new.used)
         for index in taken:
             part = total.layout.part_of(total.flat, index)
-            part.add_(self._params[index].own_part_of(self._foreign.pop(index)))
+            part.add_(self._params[index].plain_gradient(self._foreign.pop(index)))
         self._record_taken(taken)
         self._published = total
         if not was_hidden:
@@ -295,7 +295,7 @@ class ReplicatedGrads(PublishedGrads):
         """Apply the user's edits of a gradient that is a copy to the sum."""
         own = self._range_of(index)
         if own is not None and not (self.are_views and gradient.dtype == own.dtype):
-            take_edit(self._params[index].own_part_of(gradient), own)
+            take_edit(self._params[index].plain_gradient(gradient), own)
 
     def _range_of(self, index: int) -> torch.Tensor | None:
         """Return the range of a published gradient in the bucket."""
