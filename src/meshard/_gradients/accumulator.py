@@ -78,7 +78,7 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._storage.params)
                 if param.sharded.requires_grad
-                or param.unsharded.requires_grad  # in the last forward: frozen since, on all ranks
+                or param.unsharded.requires_grad  # it was frozen since the last forward
                 or index in present
             )
         if indices not in self._layouts:
@@ -162,9 +162,10 @@ class GradientAccumulator:
         self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
         self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
         self.num_in_flight = 0
-        self.has_reduced = False  # ever; the same on all ranks
-        self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
-        self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
+        self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
+        # Parameters that were cleared: while a reduction was in flight; since something was added.
+        self._dropped: frozenset[int] = frozenset()
+        self._cleared: frozenset[int] = frozenset()
         self.window = Window()
 
     def for_copy(self, storage: UnitParams) -> GradientAccumulator:
@@ -219,7 +220,7 @@ class GradientAccumulator:
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
         if self.sharded.has_arrivals:
-            for index in gone:  # set by hand, after unshard()
+            for index in gone:  # the user may have set them, after unshard()
                 self.storage.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
@@ -275,8 +276,7 @@ class GradientAccumulator:
     def receive(self, index: int, settings: ReduceSettings) -> None:
         """Move a gradient that has just arrived to ``U``, or where it is sent from, if it is large.
 
-        Another part of it may follow. Hooks that see the gradients of one backward want all of them
-        in new memory, before they are added to ``U``.
+        A further part of it may follow. Where hooks see what has arrived, ``U`` waits for them.
         """
         if self._unreduced is None or not any(hook.arrived for hook in settings.reduce_hooks):
             self._unreduced = self.sharded.receive(index, self._unreduced)
@@ -475,7 +475,7 @@ class GradientAccumulator:
         Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.publishes and self.storage.host_copies is None:  # else not in .grad yet
+        if in_flight.publishes and self.storage.host_copies is None:  # otherwise settle does it
             self._release_if_settled()
         result = self._result_of(in_flight)
         if result is None:
@@ -484,10 +484,10 @@ class GradientAccumulator:
             self._release_if_settled()
             return None
         if not in_flight.publishes:
-            # Also when no rank of this shard group had a gradient: another replica may have one.
+            # It counts even if no rank of this shard group had a gradient: another replica may.
             self._partial = result
             return None
-        # Also without a gradient: the hook may communicate.
+        # Hooks run even if no rank has a gradient, because they may communicate.
         in_flight.layout.run_hooks(after, result.flat, result.used)
         return self.sharded.publish(result) if result.used else None
 
@@ -500,7 +500,7 @@ class GradientAccumulator:
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self.sharded.average is not None:
-            in_flight.layout.mark_unused(result.flat, result.used)  # it has written there too
+            in_flight.layout.mark_unused(result.flat, result.used)  # the hook wrote to all ranges
         if not self._dropped:
             return result
         dropped, self._dropped = self._dropped, frozenset()

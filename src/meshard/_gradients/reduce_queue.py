@@ -74,7 +74,7 @@ class ReduceQueue:
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # its result is added to the new one
+            self.finish_of(gradients)  # the new reduction adds its result
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)

@@ -53,10 +53,10 @@ class ReplicatedGrads(PublishedGrads):
         self._received: FlatGradients | None = None
         self._divisor = 1  # by which those are divided
         self.is_hidden = False  # .grad are new gradients of autograd, or None
-        self._is_settled = False  # visible again for the rest of the present backward
+        self._is_settled = False  # .grad is shown although the backward goes on
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
-        self._restored: frozenset[int] = frozenset()  # those put back by the last backward
-        self._replaced_ours: frozenset[int] = frozenset()  # set by users in the place of ours
+        self._restored: frozenset[int] = frozenset()  # of those, what the last backward put back
+        self._replaced_ours: frozenset[int] = frozenset()  # users set another in place of ours
 
     # --- the bucket -------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class ReplicatedGrads(PublishedGrads):
         self.is_hidden = False
         self._received = None
         if self._is_settled:
-            self._is_settled = False  # visible already, unless an optimizer cleared them since
+            self._is_settled = False  # .grad is shown already, or an optimizer has cleared it
             return
         foreign, self._foreign = self._foreign, {}
         self._restored = frozenset(foreign)
