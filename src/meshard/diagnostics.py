@@ -153,7 +153,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
-    if group.gradients.average is not None:
+    if group.gradients.sharded.average is not None:
         yield "communication hook"
     if isinstance(group.storage, SubclassParams):
         yield "tensor subclass"

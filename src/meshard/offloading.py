@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
-from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._gradients.published import ShardedGrads
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import move_local, plain_of

@@ -142,7 +142,7 @@ class Buckets:
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.replaced, copied.is_looped, copied.buffers_from = ReplacedCount(), False, 0
-        copied._comm_hook = None  # its state belongs to these buckets
+        copied._comm_hook = None  # its state belongs to the original
         copied._params, copied._recorders, copied._is_final = [], [], True
         copied._configure_gradients()
         return copied
@@ -171,7 +171,7 @@ class Buckets:
         for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
             grads.are_views, grads.replaced = self._are_views, self.replaced
             if self._comm_hook is not None:
-                unit.gradients.average = partial(
+                grads.average = partial(
                     self._comm_hook.average,
                     params=unit.params,
                     later=later,
@@ -192,7 +192,7 @@ class Buckets:
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Prepare a forward with a graph. A pre-hook that runs before those of the units."""
-        # Not a recomputation: its backward has begun with the present buckets.
+        # A recomputation must keep the present buckets: its backward has begun with them.
         is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
@@ -202,7 +202,7 @@ class Buckets:
 
         **Collective:** all ranks of the mesh.
         """
-        # The same on all ranks, also where some have raised.
+        # Read what is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
         # As in DDP, a hook may keep state by bucket from its third window on.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
@@ -219,7 +219,7 @@ class Buckets:
         order = self._agreed_order()
         for unit, grads in buckets_in(self.units):
             assert isinstance(unit.group.storage, ReplicatedParams)
-            grads.give_away()
+            grads.take_last_edits()
             unit.group.storage.unhook()
         self._fill(order)
         for unit in self.units:
@@ -323,7 +323,7 @@ class ReplicateModule(GradientSetters):
             unit.group.reshard()
             unit.group.storage.take_replacements()
             unit.group.storage.rebuild()
-            grads.leave()  # torch has cast or moved .grad too
+            grads.forget_bucket()  # torch has cast or moved .grad too
         return result
 
 

@@ -66,8 +66,8 @@ def test_replicated_gradients_are_reduced_in_their_bucket(monkeypatch, mp_policy
         with Recorder(device):
             for _ in range(3):
                 model(torch.ones(2, 5)).sum().backward()
-                buckets = [unit.gradients.bucket for unit in model._meshard_buckets.units]
-                memory = {each._bucket.untyped_storage()._cdata for each in buckets if each}
+                buckets = [unit.gradients.sharded for unit in model._meshard_buckets.units]
+                memory = {each._bucket.untyped_storage()._cdata for each in buckets}
                 for param in model.parameters():
                     assert param.grad.untyped_storage()._cdata in memory
                 model.zero_grad()

@@ -13,9 +13,8 @@ import torch
 from meshard._comm import cpu
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._engine.lifecycle import Lifecycle
-from meshard._gradients.accumulator import GradientAccumulator, Window
-from meshard._gradients.reduce_plan import GradientRules
-from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._gradients.accumulator import GradientAccumulator, GradientRules, Window
+from meshard._gradients.published import ShardedGrads
 from meshard._mesh.layout import matching_parts
 from meshard.foreach_reduce import Divisors, Reduced, Reduction
 

@@ -41,8 +41,7 @@ from meshard._engine.unit import (
     units_of,
     with_siblings,
 )
-from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import GradientRules
+from meshard._gradients.accumulator import GradientAccumulator, GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import compose_placement

@@ -287,7 +287,7 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                has_graph = torch.is_grad_enabled() and unit.gradients.bucket is None
+                has_graph = torch.is_grad_enabled() and not unit.gradients.is_replicated
                 if unit.reshards_after_forward:
                     # Only some of its modules have run, or the user has called unshard() since.
                     unit.group.reshard(keep_post_forward=True)
@@ -510,8 +510,8 @@ class Lifecycle:
             # it does not contribute to a gradient.
             self._on_last_gradient(run, unit)
             return
-        if unit.gradients.bucket is not None:
-            unit.gradients.pack_arrived(index)
+        if unit.gradients.is_replicated:
+            unit.gradients.receive(index, unit.settings)
         if self._queue.has_sent_input:
             self._queue.free_input_if_sent()
 
@@ -608,7 +608,7 @@ class Lifecycle:
         """
         self._has_compared = True
         groups = [group for group in self.groups() if group.params]
-        sharded = [group for group in groups if group.gradients.bucket is None]
+        sharded = [group for group in groups if not group.gradients.is_replicated]
         brought = [(group.spec.mesh_info, group.take_first_values()) for group in sharded]
         without_modes(warn_if_different, brought)
 

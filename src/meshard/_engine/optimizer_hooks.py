@@ -276,7 +276,7 @@ def _check_may_step(owners: Iterable[ParamGroup]) -> None:
 
 
 def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
-    return any(owner.gradients.bucket is None for owner in owners)
+    return any(not owner.gradients.is_replicated for owner in owners)
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:

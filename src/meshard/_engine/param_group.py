@@ -258,8 +258,7 @@ class ParamGroup:
                 "some units only; run the whole window again (the next forward drops them, as "
                 "reset_iter_state() does)."
             )
-        bucket = self.gradients.bucket
-        if bucket is not None and bucket.awaits_reduction:
+        if self.gradients.sharded.awaits_reduction:
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "

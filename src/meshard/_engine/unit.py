@@ -23,8 +23,8 @@ from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._gradients.settings import ReduceSettings
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
@@ -242,8 +242,8 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
-        if unit.gradients.bucket is not None:
-            yield unit, unit.gradients.bucket
+        if isinstance(unit.gradients.sharded, ReplicatedGrads):
+            yield unit, unit.gradients.sharded
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:

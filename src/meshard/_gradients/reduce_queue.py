@@ -15,8 +15,8 @@ from typing import NamedTuple
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
 from meshard._comm.log import log_event
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceSettings, TensorHook, check_divide_factor
-from meshard._gradients.sharded_grads import unrecorded
+from meshard._gradients.published import unrecorded
+from meshard._gradients.settings import ReduceSettings, TensorHook, check_divide_factor
 
 
 class _Queued(NamedTuple):
@@ -42,9 +42,9 @@ class ReduceQueue:
         self._factors.clear()
         self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
 
-    def _divide_factor(self, settings: ReduceSettings) -> float | None:
-        """Return the user's factor; one that has to be read, once per backward."""
-        chosen = settings.divide_factor
+    def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
+        """Return the user's factor, or the usual one. What has to be read is, once per backward."""
+        chosen = usual if settings.divide_factor is None else settings.divide_factor
         if chosen is None or isinstance(chosen, float):
             return chosen
         if id(chosen) not in self._factors:
@@ -70,16 +70,15 @@ class ReduceQueue:
 
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
         """
-        if not over_replicas and gradients.bucket is not None:
+        if not over_replicas and gradients.is_replicated:
             # There is one shard and nothing to send: adding up in the bucket takes no memory.
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # its result is added to the new one
+            self.finish_of(gradients)  # the new reduction adds its result
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
-        divide_factor = self._divide_factor(settings)
-        divide_factor = usual_factor if divide_factor is None else divide_factor
+        divide_factor = self._divide_factor(settings, usual_factor)
         after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,

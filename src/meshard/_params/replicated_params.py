@@ -49,7 +49,7 @@ class ReplicatedParam(UnitParam):
         super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.sharded = self.unsharded = param
 
-    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient as ``[numel]``, in the order in which the parameter lies in memory."""
         param = self.sharded
         if gradient.is_sparse:

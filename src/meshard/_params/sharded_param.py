@@ -56,7 +56,7 @@ class UnitParam(abc.ABC):
 
     sharded: nn.Parameter  # what modules hold outside of the unit's own forward and backward
     unsharded: nn.Parameter  # what they hold inside of these
-    needs_conversion: bool  # its gradient must go through ``own_part_of``
+    needs_conversion: bool  # its gradient must go through ``plain_gradient``
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class UnitParam(abc.ABC):
         return param_dtype
 
     @abc.abstractmethod
-    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the unsharded parameter as the plain tensor to be reduced."""
 
     @abc.abstractmethod
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum that is all ``own_part_of`` would communicate; None: there is none."""
+        """Return the sum that is all ``plain_gradient`` would communicate; None: there is none."""
 
     @abc.abstractmethod
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
@@ -221,7 +221,7 @@ class ShardedParam(UnitParam):
         dtensor = make_dtensor(unsharded.data, used.mesh, used.placements, used.shape)
         return nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
 
-    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of the gradient of a DTensor.
 
         **Collective:** if the gradient has other placements than the parameter (a partial sum under
@@ -254,7 +254,7 @@ class ShardedParam(UnitParam):
         if placement is None or not isinstance(gradient, DTensor):
             return None
         if gradient.device_mesh != placement.in_use.mesh:
-            return None  # own_part_of raises
+            return None  # plain_gradient raises
         return placement.missing_sum(gradient.placements)
 
 
