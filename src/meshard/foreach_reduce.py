@@ -28,11 +28,10 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
-from meshard._comm.cpu import WorkCommunicator
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._comm.operands import ScalarOperands
-from meshard._comm.streams import StreamCommunicator
 from meshard._comm.unused_params import UnusedParamMarks
+from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
 _ONE = Fraction(1)
@@ -114,9 +113,7 @@ def foreach_reduce(
     layout.pack(buffer, list(gradients))
     used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
     laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
-    comm: Communicator = WorkCommunicator()
-    if device.type != "cpu":
-        comm = StreamCommunicator(torch.get_device_module(device))
+    comm = make_communicator(device, share_memory=False)
     reduced = Reduction(plan, buffer, layout.marks_for(used), laid_out, comm).finish()
     shards: list[torch.Tensor | None] = [None] * len(params)
     for index, shard in layout.shards(reduced.shard, shard_group.rank(), reduced.used):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from meshard._comm import cpu
 from meshard._comm.communicator import (
-    Communicator,
     GatherInFlight,
     InFlight,
     Rows,
@@ -27,19 +26,11 @@ from meshard._comm.communicator import (
     profiled,
 )
 from meshard._comm.cpu import WorkCommunicator
-from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.channel import Channel, Name, open_channel
 from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from meshard._torch.private import backend_name
 
 _VARIABLE = "MESHARD_SHARED_MEMORY"
-
-
-def make_communicator(device: torch.device) -> Communicator:
-    """Return a communicator for tensors on ``device``."""
-    if device.type != "cpu":
-        return StreamCommunicator(torch.get_device_module(device))
-    return SharedMemoryCommunicator()
 
 
 class _Receiving:
