@@ -387,8 +387,8 @@ class Reduction:
         else:
             self._after_all_reduce()
 
-    def free_input_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it; return whether nothing is left."""
+    def poll(self) -> bool:
+        """Free what was sent, if all ranks have received it. Return whether nothing is left."""
         if self._stages_done or self._buffer is self._result:
             return True
         if not self._pending.poll():

@@ -27,7 +27,7 @@ Rows = torch.Tensor | list[torch.Tensor]
 
 
 class StepPhase(enum.Enum):
-    """What a communicator may keep memory for."""
+    """A part of a step, which needs other memory than the parts before it."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -301,10 +301,10 @@ class Communicator:
         """
         return None
 
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """Free memory that is kept for later collectives, as a phase of the step begins.
+    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
+        """Free memory that was kept for later collectives and that ``phase`` has no use for.
 
-        Except what ``keep_for`` has needed in the last steps.
+        With ``is_tight``, free all that no collective in flight uses.
         """
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:

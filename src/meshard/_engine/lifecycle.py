@@ -177,7 +177,7 @@ class Lifecycle:
             self._refuse_other_reductions()
             self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
             self.retained.begin_forward()
-            self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)  # only a backward needs it
+            self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 passes = (ref for ref in self._passes if ref() is not None)
@@ -484,8 +484,7 @@ class Lifecycle:
             return
         if unit.gradients.bucket is not None:
             unit.gradients.pack_arrived(index)
-        if self._queue.has_sent_input:
-            self._queue.free_input_if_sent()
+        self._queue.progress()
 
     def gradient_joins(self, unit: Unit) -> None:
         """Record a gradient from outside of the unit's forward; it is reduced at the very end."""

@@ -258,8 +258,8 @@ def _before_step(
     _check_may_step(owners)
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
-        keep_for = None if owner.saves_memory else StepPhase.STEP
-        owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
+        # The optimizer may need the memory that a unit without unsharded parameters saves.
+        owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.saves_memory)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
     # torch passes the optimizer itself as the first argument.

@@ -150,10 +150,10 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super().allocate_rows(numel, dtype, group=group)
         return channel.allocate_rows(numel, dtype)
 
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
+    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
         for channel in self._channels.values():
             if channel is not None:
-                channel.release_cached_memory(keep_for=keep_for)
+                channel.release_cached_memory(phase, is_tight=is_tight)
 
     def gather_views(
         self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
