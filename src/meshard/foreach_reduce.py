@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
+from meshard._comm.communicator import CommStream, Communicator, InFlight, ReduceRows, profiled
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._comm.operands import ScalarOperands
 from meshard._comm.unused_params import UnusedParamMarks
@@ -260,7 +260,7 @@ def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
 
 
-def _parts(rows: Rows) -> list[torch.Tensor]:
+def _parts(rows: ReduceRows) -> list[torch.Tensor]:
     return rows if isinstance(rows, list) else [rows]
 
 
@@ -315,7 +315,7 @@ class Reduction:
     def __init__(
         self,
         plan: ReducePlan,
-        buffer: Rows,
+        buffer: ReduceRows,
         marks: UnusedParamMarks,  # which parameters this rank has used
         partial: torch.Tensor | None,  # [shard_numel] in the accumulate dtype, over the shard group
         comm: Communicator,

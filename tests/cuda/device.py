@@ -29,11 +29,8 @@ class NotRehearsed(Exception):
 class Issuing(StreamCommunicator):
     """Issues collectives in groups of one rank too, which otherwise have nothing to send."""
 
-    def gather_views(self, source, *, group, label):
-        return None
-
-    def all_gather(self, output, source, *, group, label):
-        return self._start_all_gather(output, source, group, label)
+    def gather(self, source, *, group, label, receive=None):
+        return self._start_gather(source, group, label, receive)
 
     def reduce_scatter(self, output, source, *, group, label, keep_signs=True):
         if not backend_name(group, output.device):  # of ``replicate``, which scatters nothing

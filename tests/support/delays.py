@@ -58,8 +58,8 @@ class _Late:
 class DelayedCommunicator(WorkCommunicator):
     """Every all-gather takes 20 ms longer."""
 
-    def all_gather(self, output, source, *, group, label):
-        return _Late(super().all_gather(output, source, group=group, label=label))
+    def _start_all_gather(self, output, source, group, label):
+        return _Late(super()._start_all_gather(output, source, group, label))
 
 
 class DelayedReductions(WorkCommunicator):

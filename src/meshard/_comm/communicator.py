@@ -22,8 +22,12 @@ from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, ReduceScatter
 
-# One tensor [ranks, n], or a list of tensors [n].
-Rows = torch.Tensor | list[torch.Tensor]
+# One row per rank, in rank order, in blocks [k, n]: one block of all rows, or several with as many
+# rows each, where rows do not lie side by side.
+Rows = list[torch.Tensor]
+
+# What is reduced: one tensor [ranks, n], or a list of tensors [n].
+ReduceRows = torch.Tensor | list[torch.Tensor]
 
 
 class StepPhase(enum.Enum):
@@ -71,13 +75,25 @@ class GatherInFlight(Protocol):
     """An all-gather that has been started. It holds what the collective reads and writes."""
 
     def rows(self) -> Rows:
-        """Wait, and return the rows in rank order. They must not be written to."""
+        """Wait, and return what the ranks sent. It must not be written to."""
 
     def release(self) -> None:
         """Release the rows, which must not be read any more. Other ranks may wait for this."""
 
     def abandon(self) -> None:
         """Do what ``release`` does before there are rows, as ``InFlight.abandon``."""
+
+
+class ReceiveMemory(NamedTuple):
+    """Memory in which all gathers of a unit are received: faster than new tensors in each step."""
+
+    flat: torch.Tensor
+    rows: torch.Tensor  # the same, [ranks, n]
+    free: Callable[[], None] | None = None
+
+
+# Called with the source of a gather and the number of ranks.
+Receive = Callable[[torch.Tensor, int], ReceiveMemory]
 
 
 class Gathered(NamedTuple):
@@ -217,7 +233,6 @@ class Communicator:
     """
 
     waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
-    may_keep_buffers = False  # callers may keep and resize buffers, because only the host uses them
 
     def __init__(self) -> None:
         self.identity = object()  # of the root, for observers
@@ -234,7 +249,7 @@ class Communicator:
         if custom == CommSettings():
             return self
         variant = copy.copy(self)
-        variant._custom, variant.may_keep_buffers = custom, False
+        variant._custom = custom
         return variant
 
     def shared_with(self, own: Communicator) -> Communicator:
@@ -314,34 +329,33 @@ class Communicator:
     # --- collectives: on all ranks of ``group``, on the stream of the caller. Tensors must live
     # until ``wait`` has returned. ----------------------------------------------------------
 
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatherInFlight | None:
-        """Gather every rank's ``source [n]`` without moving it; None: use ``all_gather``.
+    def gather(
+        self,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        receive: Receive | None = None,
+    ) -> GatherInFlight:
+        """Start gathering every rank's ``source [n]``.
 
+        ``receive`` returns memory that outlives the gather. It is used if only the host touches it.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
-        return Gathered([source], self.record(source)) if group.size() == 1 else None
-
-    def all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order."""
         if group.size() == 1:
-            output.copy_(source)
-            return self.record(source)
-        announce("all_gather", output, group, label, comm=self)
+            return Gathered([source.view(1, -1)], self.record(source))
+        announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
-            custom = None if self._custom is None else self._custom.all_gather
-            if custom is None:
-                return self._start_all_gather(output, source, group, label)
-            work = custom(output, source, group, self.waits_block_host)
-            return self._in_flight(work, source)
+            if self._custom is not None:
+                receive = None  # the user has chosen other memory
+                if self._custom.all_gather is not None:
+                    return self._start_custom_gather(source, group, self._custom.all_gather)
+            return self._start_gather(source, group, label, receive)
 
     def reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        source: ReduceRows,
         *,
         group: dist.ProcessGroup,
         label: str,
@@ -388,6 +402,24 @@ class Communicator:
 
     # --- for implementations ---------------------------------------------------------------
 
+    def _start_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
+    ) -> GatherInFlight:
+        flat = self._allocate_gathered(source, group)
+        pending = self._start_all_gather(flat, source, group, label)
+        return Gathered([flat.view(group.size(), -1)], pending, source)
+
+    def _start_custom_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, custom: AllGather
+    ) -> GatherInFlight:
+        flat = self._allocate_gathered(source, group)
+        work = custom(flat, source, group, self.waits_block_host)
+        return Gathered([flat.view(group.size(), -1)], self._in_flight(work, source), source)
+
+    def _allocate_gathered(self, source: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        numel, dtype, device = group.size() * source.numel(), source.dtype, source.device
+        return self.allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
+
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
@@ -396,7 +428,7 @@ class Communicator:
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        source: ReduceRows,
         group: dist.ProcessGroup,
         label: str,
         *,

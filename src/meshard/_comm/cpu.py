@@ -12,9 +12,12 @@ from meshard._comm.communicator import (
     DONE,
     CommStream,
     Communicator,
+    Gathered,
+    GatherInFlight,
     InFlight,
+    Receive,
     RecordedWork,
-    Rows,
+    ReduceRows,
 )
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
@@ -100,7 +103,6 @@ class WorkCommunicator(Communicator):
     """
 
     waits_block_host = True
-    may_keep_buffers = True
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         return _NO_STREAM  # the host thread is the only queue
@@ -113,6 +115,15 @@ class WorkCommunicator(Communicator):
     ) -> list[torch.Tensor] | None:
         return [torch.empty(numel, dtype=dtype, device="cpu")] if group.size() == 1 else None
 
+    def _start_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
+    ) -> GatherInFlight:
+        if receive is None:
+            return super()._start_gather(source, group, label, receive)
+        memory = receive(source, group.size())
+        pending = self._start_all_gather(memory.flat, source, group, label)
+        return Gathered([memory.rows], pending, source, memory.free)
+
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
@@ -121,7 +132,7 @@ class WorkCommunicator(Communicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        source: ReduceRows,
         group: dist.ProcessGroup,
         label: str,
         *,

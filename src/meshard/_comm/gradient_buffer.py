@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshard._comm.communicator import Rows
+from meshard._comm.communicator import ReduceRows
 from meshard._comm.operands import ScalarOperands
 from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, matching_parts
@@ -118,7 +118,7 @@ class GradientLayout:
 
     def pack(
         self,
-        buffer: Rows,
+        buffer: ReduceRows,
         gradients: list[torch.Tensor | None],
         *,
         factor: float = 1.0,
@@ -142,7 +142,7 @@ class GradientLayout:
             if self.is_large:
                 gradients[each.index] = None
 
-    def _concatenate(self, gradients: list[torch.Tensor], buffer: Rows) -> None:
+    def _concatenate(self, gradients: list[torch.Tensor], buffer: ReduceRows) -> None:
         """Write the gradients of all regular parameters."""
         count = self.shard_count
         if isinstance(buffer, list):
@@ -165,7 +165,7 @@ class GradientLayout:
             torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
 
     def _write(
-        self, buffer: Rows, each: ParamRange, gradient: torch.Tensor | None, factor: float
+        self, buffer: ReduceRows, each: ParamRange, gradient: torch.Tensor | None, factor: float
     ) -> None:
         layout = self.params[each.index]
         if isinstance(buffer, torch.Tensor):
@@ -202,7 +202,7 @@ class GradientLayout:
     def run_hooks(
         self,
         hooks: Sequence[Callable[[torch.Tensor], object]],
-        buffer: Rows,  # one tensor, if there are hooks
+        buffer: ReduceRows,  # one tensor, if there are hooks
         used: frozenset[int],
     ) -> None:
         """Run the user's hooks on ``buffer``, and mark unused parameters again."""

@@ -37,7 +37,7 @@ from meshard._comm.communicator import (
     InFlight,
     Pending,
     RecordedWork,
-    Rows,
+    ReduceRows,
     StepPhase,
 )
 from meshard._torch.private import all_gather_single, reduce_scatter_single
@@ -158,7 +158,7 @@ class StreamCommunicator(Communicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        source: ReduceRows,
         group: dist.ProcessGroup,
         label: str,
         *,

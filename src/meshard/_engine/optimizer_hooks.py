@@ -258,7 +258,7 @@ def _before_step(
     _check_may_step(owners)
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
-        # The optimizer may need the memory that a unit without unsharded parameters saves.
+        # A unit that was resharded after its forward leaves all memory to the optimizer.
         owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.saves_memory)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()

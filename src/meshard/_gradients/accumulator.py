@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommStream, InFlight, Rows
+from meshard._comm.communicator import CommStream, InFlight, ReduceRows
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
 from meshard._gradients.host_grads import HostGrads
@@ -88,7 +88,7 @@ class _Arrived(NamedTuple):
     used: frozenset[int]  # the indices of those that are not None
     early: _EarlyPacking | None = None  # where some of them lie already
 
-    def before_packing(self, rows: Rows, divisor: int) -> AbstractSet[int]:
+    def before_packing(self, rows: ReduceRows, divisor: int) -> AbstractSet[int]:
         """Return the parameters whose gradients are in ``rows`` already, and need not be packed.
 
         They are divided by ``divisor`` here, if they were not when they arrived. Gradients that
@@ -452,11 +452,11 @@ class GradientAccumulator:
 
     def _pack(
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
-    ) -> tuple[Rows, frozenset[int]]:
+    ) -> tuple[ReduceRows, frozenset[int]]:
         """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
         on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
-        rows: Rows
+        rows: ReduceRows
         if self._unreduced is not None:
             _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
@@ -477,7 +477,7 @@ class GradientAccumulator:
         layout.run_hooks(before, rows, used)
         return rows, used
 
-    def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
+    def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> ReduceRows:
         """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
         comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
         bucket = self._free_bucket(layout, wire)

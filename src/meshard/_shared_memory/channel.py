@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import exchange_numbers
-from meshard._comm.communicator import Rows, StepPhase
+from meshard._comm.communicator import ReduceRows, StepPhase
 from meshard._comm.divergence import REMEDY
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, FirstFit, Segment, aligned
 from meshard._torch.private import timeout_of
@@ -198,7 +198,7 @@ class Channel:
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
-    def publish_rows(self, rows: Rows, name: Name) -> int:
+    def publish_rows(self, rows: ReduceRows, name: Name) -> int:
         """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
         others = [rows[other] for other in self.others]
         return self._publish(others, name, copy=isinstance(rows, torch.Tensor))

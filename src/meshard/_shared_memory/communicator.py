@@ -20,10 +20,10 @@ from meshard._comm import cpu
 from meshard._comm.communicator import (
     GatherInFlight,
     InFlight,
+    Receive,
+    ReduceRows,
     Rows,
     StepPhase,
-    announce,
-    profiled,
 )
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory.channel import Channel, Name, open_channel
@@ -73,8 +73,12 @@ class _Views(_Receiving):
     """An all-gather whose rows are read where the other ranks keep them, until ``release``."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
-        self.rows = functools.partial(channel.receive_all, message, source)
+        self.rows = functools.partial(_receive_views, channel, message, source)
         super().__init__(channel, message, self.rows)
+
+
+def _receive_views(channel: Channel, message: int, source: torch.Tensor) -> Rows:
+    return [row.view(1, -1) for row in channel.receive_all(message, source)]
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
@@ -155,35 +159,19 @@ class SharedMemoryCommunicator(WorkCommunicator):
             if channel is not None:
                 channel.release_cached_memory(phase, is_tight=is_tight)
 
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatherInFlight | None:
-        channel = self._channel_before(group)
-        if channel is None:
-            return super().gather_views(source, group=group, label=label)
-        announce("all_gather", source, group, label, rows=group.size(), comm=self)
-        with profiled("all_gather", label):
-            name = self._name("all_gather", label, group)
-            return _Views(channel, channel.publish(source, name), source)
-
-    def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
+    def _start_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
+    ) -> GatherInFlight:
         channel = self._channel(group)
         if channel is None:
-            return super()._start_all_gather(output, source, group, label)
+            return super()._start_gather(source, group, label, receive)
         name = self._name("all_gather", label, group)
-        message = channel.publish(source, name)
-
-        def copy() -> None:
-            torch.cat(channel.receive_all(message, source), out=output)
-
-        return _Receiving(channel, message, copy)
+        return _Views(channel, channel.publish(source, name), source)
 
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        source: ReduceRows,
         group: dist.ProcessGroup,
         label: str,
         *,
