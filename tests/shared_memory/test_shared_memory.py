@@ -119,15 +119,17 @@ class Both:
             [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
         )
         source = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
-        kept = source.clone()
-        if self.plan.random() < 0.5:
-            rows = self.shared.allocate_rows(numel, dtype, group=dist.group.WORLD)
-            for row, drawn in zip(rows, source, strict=True):
-                row.copy_(drawn)
-            source = rows
-        ours, theirs = torch.empty(numel, dtype=out), torch.empty(numel, dtype=out)
-        self.sockets.reduce_scatter(theirs, kept, **self.where).wait()
-        return self.shared.reduce_scatter(ours, source, **self.where), ours, theirs
+        as_one = self.plan.random() < 0.5
+        rows = self.shared.send_rows(
+            numel, dtype, device=source.device, group=dist.group.WORLD, as_one=as_one
+        )
+        assert len(rows) == (1 if as_one else len(source))
+        for block, drawn in zip(rows, source.chunk(len(rows)), strict=True):
+            block.copy_(drawn)
+        theirs = self.sockets.reduce_scatter([source], out, **self.where)
+        theirs.wait()
+        ours = self.shared.reduce_scatter(rows, out, **self.where)
+        return ours, ours.sum, theirs.sum
 
     def sum(self, numel):
         ours = torch.randn(numel, generator=self.generator)

@@ -26,9 +26,6 @@ from meshard.policies import AllGather, ReduceScatter
 # rows each, where rows do not lie side by side.
 Rows = list[torch.Tensor]
 
-# What is reduced: one tensor [ranks, n], or a list of tensors [n].
-ReduceRows = torch.Tensor | list[torch.Tensor]
-
 
 class StepPhase(enum.Enum):
     """A part of a step, which needs other memory than the parts before it."""
@@ -115,6 +112,29 @@ class Gathered(NamedTuple):
     def abandon(self) -> None:
         self.pending.abandon()
         self.release()
+
+
+class Reducing:
+    """A reduce-scatter that has been started. It holds what the collective reads and writes."""
+
+    __slots__ = ("_pending", "_rows", "sum")
+
+    def __init__(self, pending: InFlight, rows: Rows, total: torch.Tensor) -> None:
+        self._pending = pending
+        self._rows = rows
+        self.sum = total  # this rank's row of it, [n]; valid after ``wait``
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+    def poll(self) -> bool:
+        """Do what ``wait`` does, if the host need not block for it, and free what was sent."""
+        if self._rows and self._pending.poll():
+            self._rows = []
+        return not self._rows
+
+    def abandon(self) -> None:
+        self._pending.abandon()
 
 
 class RecordedWork(InFlight, Protocol):
@@ -280,41 +300,30 @@ class Communicator:
 
     # --- memory ----------------------------------------------------------------------------
 
-    def allocate(
-        self,
-        numel: int,
-        comm_stream: CommStream,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
-        if self._custom is None or group.size() == 1:
-            return torch.empty(numel, dtype=dtype, device=device)
-        is_gathered = comm_stream is CommStream.GATHER
-        custom = self._custom.all_gather if is_gathered else self._custom.reduce_scatter
-        if custom is None and self._custom.from_group:
-            backend = backend_of(group, device)
-            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-            return tensor
-        make = torch.empty if custom is None else custom.allocate
-        return make((numel,), dtype=dtype, device=device)
-
     def allocate_source(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
         """Return ``[numel]``, uninitialised, to be the source of one gather, and then dropped."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
-    ) -> list[torch.Tensor] | None:
-        """Return the rows ``[numel]`` to pass to ``reduce_scatter``; None: pass one tensor.
+    def send_rows(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        as_one: bool = False,
+    ) -> Rows:
+        """Return rows ``[numel]``, uninitialised, to pass to one reduce-scatter, and then dropped.
 
-        The other ranks read their rows in place. The row of this rank may be the ``output``.
+        With ``as_one``, they are one block.
         """
-        return None
+        count = group.size()
+        flat = self._allocate(
+            count * numel, CommStream.SCATTER, dtype=dtype, device=device, group=group
+        )
+        return [flat.view(count, -1)]
 
     def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
         """Free memory that was kept for later collectives and that ``phase`` has no use for.
@@ -326,8 +335,8 @@ class Communicator:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
 
-    # --- collectives: on all ranks of ``group``, on the stream of the caller. Tensors must live
-    # until ``wait`` has returned. ----------------------------------------------------------
+    # --- collectives: on all ranks of ``group``, on the stream of the caller. What they return must
+    # live until it was waited for. ---------------------------------------------------------
 
     def gather(
         self,
@@ -354,38 +363,41 @@ class Communicator:
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        source: ReduceRows,
+        rows: Rows,
+        sum_dtype: torch.dtype,
         *,
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> InFlight:
-        """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
+    ) -> Reducing:
+        """Start adding up row ``r`` of all ranks on rank ``r``. The rows are consumed.
 
-        ``source`` is a tensor, or the rows of ``allocate_rows``. ``output`` may have a wider dtype.
-        With ``keep_signs`` a sum of negative zeros is a negative zero.
+        ``sum_dtype`` is that of the rows, or wider. With ``keep_signs`` a sum of negative zeros is
+        a negative zero.
         """
-        if group.size() == 1:
-            if source[0] is not output:
-                output.copy_(source[0])
-            return self.record(*source)
-        announce("reduce_scatter", source[0], group, label, rows=group.size(), comm=self)
+        size, numel, dtype, device = group.size(), rows[0].size(1), rows[0].dtype, rows[0].device
+        # In a block of its own, the row of this rank is not sent, so the sum may be written there.
+        own = rows[group.rank()].view(-1) if len(rows) == size else None
+        if own is not None and dtype == sum_dtype:
+            total = own
+        else:
+            total = self._allocate(
+                numel, CommStream.SCATTER, dtype=sum_dtype, device=device, group=group
+            )
+        if size == 1:
+            if total is not own:
+                total.copy_(rows[0].view(-1))
+            return Reducing(self.record(*rows), rows, total)
+        announce("reduce_scatter", rows[0], group, label, rows=len(rows), comm=self)
         with profiled("reduce_scatter", label):
             custom = None if self._custom is None else self._custom.reduce_scatter
             if custom is None:
-                return self._start_reduce_scatter(
-                    output, source, group, label, keep_signs=keep_signs
+                pending = self._start_reduce_scatter(
+                    total, rows, group, label, keep_signs=keep_signs
                 )
-            assert isinstance(source, torch.Tensor)
-            received, then = output, None
-            if output.dtype != source.dtype:
-                shape, dtype = output.shape, source.dtype
-                received = custom.allocate(shape, dtype=dtype, device=source.device)
-                then = functools.partial(output.copy_, received)
-            op = dist.ReduceOp.SUM
-            work = custom(received, source.view(-1), group, op, self.waits_block_host)
-            return self._in_flight(work, source, received, then=then)
+            else:
+                pending = self._start_custom_reduce_scatter(total, rows, group, custom)
+        return Reducing(pending, rows, total)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
@@ -418,23 +430,56 @@ class Communicator:
 
     def _allocate_gathered(self, source: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         numel, dtype, device = group.size() * source.numel(), source.dtype, source.device
-        return self.allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
+        return self._allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
+
+    def _allocate(
+        self,
+        numel: int,
+        comm_stream: CommStream,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
+        if self._custom is None or group.size() == 1:
+            return torch.empty(numel, dtype=dtype, device=device)
+        is_gathered = comm_stream is CommStream.GATHER
+        custom = self._custom.all_gather if is_gathered else self._custom.reduce_scatter
+        if custom is None and self._custom.from_group:
+            backend = backend_of(group, device)
+            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+            return tensor
+        make = torch.empty if custom is None else custom.allocate
+        return make((numel,), dtype=dtype, device=device)
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
+        """Start filling ``output [ranks * n]`` with every rank's ``source [n]``."""
         raise NotImplementedError
 
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: ReduceRows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
         keep_signs: bool,
     ) -> InFlight:
         raise NotImplementedError
+
+    def _start_custom_reduce_scatter(
+        self, output: torch.Tensor, rows: Rows, group: dist.ProcessGroup, custom: ReduceScatter
+    ) -> InFlight:
+        (source,) = rows
+        received, then = output, None
+        if output.dtype != source.dtype:
+            received = custom.allocate(output.shape, dtype=source.dtype, device=source.device)
+            then = functools.partial(output.copy_, received)
+        work = custom(received, source.view(-1), group, dist.ReduceOp.SUM, self.waits_block_host)
+        return self._in_flight(work, source, received, then=then)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str

@@ -17,7 +17,7 @@ from meshard._comm.communicator import (
     InFlight,
     Receive,
     RecordedWork,
-    ReduceRows,
+    Rows,
 )
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
@@ -110,11 +110,6 @@ class WorkCommunicator(Communicator):
     def record(self, *keep: torch.Tensor) -> RecordedWork:
         return DONE  # the host has done it
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
-    ) -> list[torch.Tensor] | None:
-        return [torch.empty(numel, dtype=dtype, device="cpu")] if group.size() == 1 else None
-
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
     ) -> GatherInFlight:
@@ -132,13 +127,13 @@ class WorkCommunicator(Communicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: ReduceRows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
         keep_signs: bool,
     ) -> InFlight:
-        assert isinstance(source, torch.Tensor)
+        (source,) = rows
         if group.size() == 2:
             return _exchange(output, source, group)
         received = torch.empty_like(source)

@@ -37,7 +37,7 @@ from meshard._comm.communicator import (
     InFlight,
     Pending,
     RecordedWork,
-    ReduceRows,
+    Rows,
     StepPhase,
 )
 from meshard._torch.private import all_gather_single, reduce_scatter_single
@@ -158,13 +158,13 @@ class StreamCommunicator(Communicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: ReduceRows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
         keep_signs: bool,
     ) -> InFlight:
-        assert isinstance(source, torch.Tensor)
+        (source,) = rows
         is_same = output.dtype == source.dtype
         received = output if is_same else torch.empty_like(output, dtype=source.dtype)
         reduce_scatter_single(received, source.view(-1), group=group)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import exchange_numbers
-from meshard._comm.communicator import ReduceRows, StepPhase
+from meshard._comm.communicator import Rows, StepPhase
 from meshard._comm.divergence import REMEDY
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, FirstFit, Segment, aligned
 from meshard._torch.private import timeout_of
@@ -137,10 +137,11 @@ class Channel:
         allocations[address] = allocation
         return tensor
 
-    def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return a row ``[numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
-        rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
-        rows.insert(self.rank, torch.empty(numel, dtype=dtype, device="cpu"))
+    def allocate_rows(self, numel: int, dtype: torch.dtype) -> Rows:
+        """Return a block ``[1, numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
+        count = len(self.others)
+        rows = list(self.allocate(count * numel, dtype).view(count, 1, numel))
+        rows.insert(self.rank, torch.empty(1, numel, dtype=dtype, device="cpu"))
         return rows
 
     def _wait_for_memory(self, num_bytes: int) -> None:
@@ -198,12 +199,11 @@ class Channel:
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
-    def publish_rows(self, rows: ReduceRows, name: Name) -> int:
+    def publish_rows(self, rows: list[torch.Tensor], name: Name) -> int:
         """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
-        others = [rows[other] for other in self.others]
-        return self._publish(others, name, copy=isinstance(rows, torch.Tensor))
+        return self._publish([rows[other] for other in self.others], name)
 
-    def _publish(self, parts: list[torch.Tensor], name: Name, *, copy: bool) -> int:
+    def _publish(self, parts: list[torch.Tensor], name: Name, *, copy: bool = False) -> int:
         numel, dtype = parts[0].numel(), parts[0].dtype
         allocation = None if copy else self._allocations.get(parts[0].data_ptr())
         if allocation is None and numel:

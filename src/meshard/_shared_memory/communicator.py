@@ -21,7 +21,6 @@ from meshard._comm.communicator import (
     GatherInFlight,
     InFlight,
     Receive,
-    ReduceRows,
     Rows,
     StepPhase,
 )
@@ -146,12 +145,18 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super().allocate_source(numel, dtype, device=device, group=group)
         return channel.allocate(numel, dtype)
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
-    ) -> list[torch.Tensor] | None:
-        channel = self._channel_before(group)
+    def send_rows(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        as_one: bool = False,
+    ) -> Rows:
+        channel = None if as_one else self._channel_before(group)
         if channel is None:
-            return super().allocate_rows(numel, dtype, group=group)
+            return super().send_rows(numel, dtype, device=device, group=group, as_one=as_one)
         return channel.allocate_rows(numel, dtype)
 
     def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
@@ -171,7 +176,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: ReduceRows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
@@ -179,18 +184,17 @@ class SharedMemoryCommunicator(WorkCommunicator):
     ) -> InFlight:
         channel = self._channel(group)
         if channel is None:
-            return super()._start_reduce_scatter(
-                output, source, group, label, keep_signs=keep_signs
-            )
+            return super()._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
         name = self._name("reduce_scatter", label, group)
+        source = [row for block in rows for row in block]
         message, own = channel.publish_rows(source, name), source[channel.rank]
 
         def add_up() -> None:
-            rows = channel.receive_all(message, own, is_row=True)
-            if len(rows) == 2:
-                cpu.sum_two(output, rows[1 - channel.rank], own)
+            received = channel.receive_all(message, own, is_row=True)
+            if len(received) == 2:
+                cpu.sum_two(output, received[1 - channel.rank], own)
             else:
-                cpu.sum_rows(output, torch.stack(rows), keep_signs=keep_signs)
+                cpu.sum_rows(output, torch.stack(received), keep_signs=keep_signs)
 
         return _Receiving(channel, message, add_up)
 
