@@ -87,7 +87,7 @@ def told(found):
 class FromGroup(Issuing):
     """Takes memory of the group in groups of one rank too."""
 
-    def _allocate(self, numel, comm_stream, *, dtype, device, group):
+    def _allocate(self, numel, dtype, device, group, custom):
         backend = backend_of(group, device)
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
 

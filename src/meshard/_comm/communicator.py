@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
 from meshard._torch.private import backend_of, is_profiling
-from meshard.policies import AllGather, ReduceScatter
+from meshard.policies import AllGather, Comm, ReduceScatter
 
 # One row per rank, in rank order, in blocks [k, n]: one block of all rows, or several with as many
 # rows each, where rows do not lie side by side.
@@ -320,10 +320,8 @@ class Communicator:
         With ``as_one``, they are one block.
         """
         count = group.size()
-        flat = self._allocate(
-            count * numel, CommStream.SCATTER, dtype=dtype, device=device, group=group
-        )
-        return [flat.view(count, -1)]
+        custom = None if self._custom is None else self._custom.reduce_scatter
+        return [self._allocate(count * numel, dtype, device, group, custom).view(count, -1)]
 
     def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
         """Free memory that was kept for later collectives and that ``phase`` has no use for.
@@ -355,11 +353,12 @@ class Communicator:
             return Gathered([source.view(1, -1)], self.record(source))
         announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
-            if self._custom is not None:
-                receive = None  # the user has chosen other memory
-                if self._custom.all_gather is not None:
-                    return self._start_custom_gather(source, group, self._custom.all_gather)
-            return self._start_gather(source, group, label, receive)
+            custom = None if self._custom is None else self._custom.all_gather
+            if custom is None:
+                return self._start_gather(source, group, label, receive)
+            flat = self._allocate_for(source, group, custom)
+            pending = self._in_flight(custom(flat, source, group, self.waits_block_host), source)
+            return Gathered([flat.view(group.size(), -1)], pending, source)
 
     def reduce_scatter(
         self,
@@ -375,22 +374,19 @@ class Communicator:
         ``sum_dtype`` is that of the rows, or wider. With ``keep_signs`` a sum of negative zeros is
         a negative zero.
         """
-        size, numel, dtype, device = group.size(), rows[0].size(1), rows[0].dtype, rows[0].device
-        # In a block of its own, the row of this rank is not sent, so the sum may be written there.
-        own = rows[group.rank()].view(-1) if len(rows) == size else None
-        if own is not None and dtype == sum_dtype:
-            total = own
+        size, first = group.size(), rows[0]
+        custom = None if self._custom is None else self._custom.reduce_scatter
+        if len(rows) == size and first.dtype == sum_dtype:
+            # In a block of its own, the row of this rank is not sent: the sum is written there.
+            total = rows[group.rank()].view(-1)
         else:
-            total = self._allocate(
-                numel, CommStream.SCATTER, dtype=sum_dtype, device=device, group=group
-            )
+            total = self._allocate(first.size(1), sum_dtype, first.device, group, custom)
+            if size == 1:
+                total.copy_(first.view(-1))
         if size == 1:
-            if total is not own:
-                total.copy_(rows[0].view(-1))
             return Reducing(self.record(*rows), rows, total)
-        announce("reduce_scatter", rows[0], group, label, rows=len(rows), comm=self)
+        announce("reduce_scatter", first, group, label, rows=len(rows), comm=self)
         with profiled("reduce_scatter", label):
-            custom = None if self._custom is None else self._custom.reduce_scatter
             if custom is None:
                 pending = self._start_reduce_scatter(
                     total, rows, group, label, keep_signs=keep_signs
@@ -417,35 +413,27 @@ class Communicator:
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
     ) -> GatherInFlight:
-        flat = self._allocate_gathered(source, group)
+        flat = self._allocate_for(source, group, None)
         pending = self._start_all_gather(flat, source, group, label)
         return Gathered([flat.view(group.size(), -1)], pending, source)
 
-    def _start_custom_gather(
-        self, source: torch.Tensor, group: dist.ProcessGroup, custom: AllGather
-    ) -> GatherInFlight:
-        flat = self._allocate_gathered(source, group)
-        work = custom(flat, source, group, self.waits_block_host)
-        return Gathered([flat.view(group.size(), -1)], self._in_flight(work, source), source)
-
-    def _allocate_gathered(self, source: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        numel, dtype, device = group.size() * source.numel(), source.dtype, source.device
-        return self._allocate(numel, CommStream.GATHER, dtype=dtype, device=device, group=group)
+    def _allocate_for(
+        self, source: torch.Tensor, group: dist.ProcessGroup, custom: Comm | None
+    ) -> torch.Tensor:
+        numel = group.size() * source.numel()
+        return self._allocate(numel, source.dtype, source.device, group, custom)
 
     def _allocate(
         self,
         numel: int,
-        comm_stream: CommStream,
-        *,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        custom: Comm | None,
     ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
+        """Return ``[numel]``, uninitialised, which ``custom`` or the group may allocate."""
         if self._custom is None or group.size() == 1:
             return torch.empty(numel, dtype=dtype, device=device)
-        is_gathered = comm_stream is CommStream.GATHER
-        custom = self._custom.all_gather if is_gathered else self._custom.reduce_scatter
         if custom is None and self._custom.from_group:
             backend = backend_of(group, device)
             tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
