@@ -55,8 +55,8 @@ def divided_twice_in_groups_of_one(patch: Patch) -> None:
     def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
         if plan.shard_group.size() == 1:
             total = plan.divide_factor or plan.replicate_count
-            for row in buffer:  # a tensor of rows, or a list of them
-                row.div_(total / plan.replicate_count)
+            for block in buffer:
+                block.div_(total / plan.replicate_count)
         init(self, plan, buffer, *rest)
 
     patch.setattr(Reduction, "__init__", start)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshard._comm.divergence import is_debugging, name_copy, name_root
+from meshard._communicators import make_communicator
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -55,7 +56,6 @@ from meshard._params.subclass_params import (
     has_own_methods,
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
-from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.dtensor import is_plain, keep_gradient_dtype, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 

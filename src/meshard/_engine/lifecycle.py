@@ -189,7 +189,7 @@ class Lifecycle:
             self.forward = ForwardRun()
             self.retained.begin_forward()
             # Memory that only a backward needs is freed.
-            self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)
+            self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 passes = (ref for ref in self._passes if ref() is not None)
@@ -512,8 +512,7 @@ class Lifecycle:
             return
         if unit.gradients.is_replicated:
             unit.gradients.receive(index, unit.settings)
-        if self._queue.has_sent_input:
-            self._queue.free_input_if_sent()
+        self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record a gradient from outside of the unit's forward; it is reduced at the very end."""

@@ -258,8 +258,8 @@ def _before_step(
     _check_may_step(owners)
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
-        keep_for = None if owner.was_resharded_between else StepPhase.STEP
-        owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
+        # A unit that was resharded after its forward leaves all memory to the optimizer.
+        owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
     # torch passes the optimizer itself as the first argument.

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
@@ -331,8 +330,8 @@ class ParamGroup:
         shard = self._post_forward_shard
         if shard is not None:
             with self.comm.on_stream(CommStream.GATHER):
-                in_flight: GatherInFlight = start_all_gather(
-                    shard.rows.view(-1), comm=self.comm, group=shard.group, label=self.label
+                in_flight = self.comm.gather(
+                    shard.rows.view(-1), group=shard.group, label=self.label
                 )
             self._post_forward_shard = None
         else:
@@ -358,19 +357,19 @@ class ParamGroup:
         if not gather.may_keep_shard:
             post_forward_group = None
         try:
-            gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+            rows, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
         except RuntimeError as error:
             explain_failure(error, f"all-gather of unit {self.label!r}")
             raise
-        if gather.is_post_forward and isinstance(gathered, torch.Tensor):
-            gathered = gathered.view(shard_count, -1)
+        if gather.is_post_forward:
+            rows = [block.view(shard_count // len(rows), -1) for block in rows]
         # Nothing here requires a gradient, so this needs no torch.no_grad.
-        self.storage.fill_unsharded(gathered)
+        self.storage.fill_unsharded(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
             first = post_forward_group.rank() * count
-            rows = torch.stack([*gathered[first : first + count]])
-            self._post_forward_shard = PostForwardShard(rows, post_forward_group)
+            own = [row for block in rows for row in block][first : first + count]
+            self._post_forward_shard = PostForwardShard(torch.stack(own), post_forward_group)
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
         self._gather = None

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommStream, InFlight, Rows
+from meshard._comm.communicator import InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.published import HostGrads, PublishedGrads, ShardedGrads
@@ -341,7 +341,7 @@ class GradientAccumulator:
         dtype = self.rules.accumulate_dtype
         flat = None if self.num_in_flight else self.sharded.free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        layout.pack(flat, arrived.gradients, packed=self.sharded.place_received(flat, 1))
+        layout.pack([flat], arrived.gradients, packed=self.sharded.place_received([flat], 1))
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
 
@@ -355,7 +355,7 @@ class GradientAccumulator:
         flat = unreduced.laid_out(layout)
         if hooks:
             new = layout.allocate(flat.dtype)
-            layout.pack(new, arrived.gradients)
+            layout.pack([new], arrived.gradients)
             layout.run_hooks(hooks, new, arrived.used)
             flat.add_(new)
         else:
@@ -432,40 +432,39 @@ class GradientAccumulator:
         """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
         on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
-        rows: Rows
         if self._unreduced is not None:
-            _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
+            _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
-                self._add_up(layout, rows, index)
+                self._add_up(layout, flat, index)
             if plan.divided_by != 1:  # ranks without an accumulator divide while they pack
-                rows.mul_(1 / plan.divided_by)
+                flat.mul_(1 / plan.divided_by)
+            rows = [flat]
         else:
             used = arrived.used
             if is_narrowed_late(arrived.gradients, plan.wire_dtype):
-                rows = layout.allocate(plan.accumulate_dtype)
+                rows = [layout.allocate(plan.accumulate_dtype)]
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
             packed = self.sharded.place_received(rows, plan.divided_by)
             layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
-            layout.run_hooks(on_arrived, rows, used)
+            layout.run_hooks(on_arrived, rows[0], used)
         if settings.zero_unused:
             used = frozenset(layout.indices)
-        layout.run_hooks(before, rows, used)
+        layout.run_hooks(before, rows[0], used)
         return rows, used
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
-        """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
-        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
-        free = self.sharded.free_memory(layout, wire)  # nothing else of the unit is in flight
+        """Return uninitialised memory to send from; in one block if hooks are to see it."""
+        free = self.sharded.free_memory(layout, plan.wire_dtype)  # nothing else of the unit is in flight
         if free is not None:
-            return free
-        rows = None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=group)
-        if rows is not None:
-            return rows
-        flat = comm.allocate(
-            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=group
+            return [free]
+        return self.storage.comm.send_rows(
+            layout.shard_numel,
+            plan.wire_dtype,
+            device=layout.device,
+            group=plan.shard_group,
+            as_one=as_one,
         )
-        return flat.view(layout.shard_count, -1)
 
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()

@@ -34,13 +34,13 @@ class ReduceQueue:
         self._queue: deque[_Queued] = deque()
         # By the id of what was set, which is held so that no other object gets that id.
         self._factors: dict[int, tuple[object, float]] = {}
-        self.has_sent_input = False  # memory that was sent may be freed before the next start
+        self._may_free = False  # memory of large reductions may be freed before the next start
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
-        """Release cached memory that only a forward needs; resolve divide factors anew."""
+        """Resolve divide factors anew; free communication memory that only a forward needs."""
         self._factors.clear()
-        self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
+        self._comm.begin_phase(StepPhase.BACKWARD)
 
     def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
         """Return the user's factor, or the usual one. What has to be read is, once per backward."""
@@ -93,17 +93,15 @@ class ReduceQueue:
         log_event("reduce", gradients.storage.label)
         self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
         # Skipped for small units: polling at every gradient costs more than the memory is worth.
-        self.has_sent_input |= self._comm.waits_block_host and in_flight.layout.is_large
+        self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
 
-    def free_input_if_sent(self) -> None:
-        """Free memory that was sent: the next gradients need it."""
-        for queued in self._queue:
-            if not queued.in_flight.reduction.free_input_if_sent():
-                return
-        self.has_sent_input = False
+    def progress(self) -> None:
+        """Free memory that was sent, because the next gradients need it. Never blocks."""
+        if self._may_free and all(each.in_flight.reduction.poll() for each in self._queue):
+            self._may_free = False
 
     def _advance(self) -> None:
         """Advance all reductions by one stage, and finish those that are through."""

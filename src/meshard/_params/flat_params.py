@@ -112,13 +112,13 @@ class FlatParams(ShardedUnitParams):
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
-    def fill_unsharded(self, gathered: Rows) -> None:
+    def fill_unsharded(self, rows: Rows) -> None:
         if self._custom is not None:
-            self._custom.fill_unsharded(gathered)
+            self._custom.fill_unsharded(rows)
             self._read_dtypes()
             return
         self.unsharded.allocate()
-        self.plan.copy_out(gathered)
+        self.plan.copy_out(rows)
 
     def free_unsharded(self) -> None:
         if self._custom is not None:

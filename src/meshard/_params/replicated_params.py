@@ -196,10 +196,10 @@ class ReplicatedParams(UnitParams):
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return Gathered(_NO_TENSOR, DONE)
+        return Gathered([], DONE)
 
     @torch.no_grad()
-    def fill_unsharded(self, gathered: Rows) -> None:
+    def fill_unsharded(self, rows: Rows) -> None:
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:

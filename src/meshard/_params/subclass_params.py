@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._comm.all_gather import start_all_gather
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout
@@ -326,9 +325,11 @@ class PackedGather:
             target[part.numel() :].zero_()
         return source
 
-    def copy_out(self, gathered: torch.Tensor) -> None:
-        """Fill the outputs, which have memory, from ``gathered [ranks, bytes]``."""
-        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._bytes)
+    def copy_out(self, rows: Rows) -> None:
+        """Fill the outputs, which have memory, from the bytes of all ranks."""
+        split = [flat.chunk(len(rows)) for flat in self._bytes]
+        for block, targets in zip(rows, zip(*split, strict=True), strict=True):
+            torch.split_with_sizes_copy(block, self._sizes, dim=1, out=list(targets))
 
     def allocate(self) -> None:
         for flat in self._bytes:
@@ -389,7 +390,7 @@ class SubclassParams(ShardedUnitParams):
             inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
             source = self._plan([Form.of(each) for each in inputs]).pack(inputs)
             group = self.spec.mesh_info.shard_group
-            return start_all_gather(source, comm=comm, group=group, label=self.label)
+            return comm.gather(source, group=group, label=self.label)
 
     def _plan(self, forms: list[Form]) -> PackedGather:
         if self._gather is not None:
@@ -407,11 +408,11 @@ class SubclassParams(ShardedUnitParams):
         self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
-    def fill_unsharded(self, gathered: Rows) -> None:
-        assert self._gather is not None and isinstance(gathered, torch.Tensor)
+    def fill_unsharded(self, rows: Rows) -> None:
+        assert self._gather is not None
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
-            self._gather.copy_out(gathered)
+            self._gather.copy_out(rows)
             try:
                 self._fill_each(self._gather)
             except BaseException:

@@ -76,8 +76,8 @@ class UnitParams(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fill_unsharded(self, gathered: Rows) -> None:
-        """Allocate the unsharded parameters and fill them from ``gathered [shard_count, ...]``."""
+    def fill_unsharded(self, rows: Rows) -> None:
+        """Allocate the unsharded parameters and fill them from what was gathered."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:
