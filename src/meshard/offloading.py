@@ -16,7 +16,7 @@ from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import move_local, plain_of
 from meshard._torch.private import tree_flatten
-from meshard.optim.flat import forget_slices
+from meshard.optim.flat import release_slices
 
 
 class Offloaded(contextlib.ExitStack):
@@ -80,7 +80,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         unit.group.adopt_edits()
         check_not_subclass(unit.group.storage, caller)
         unit.group.check_may_step()
-    forget_slices()
+    release_slices()
     sources: list[torch.Tensor] = []  # what copies that may still be running read
     for unit in units:
         group, gradients = unit.group, unit.gradients
