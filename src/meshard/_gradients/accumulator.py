@@ -455,7 +455,9 @@ class GradientAccumulator:
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one block if hooks are to see it."""
-        free = self.sharded.free_memory(layout, plan.wire_dtype)  # nothing else of the unit is in flight
+        free = self.sharded.free_memory(
+            layout, plan.wire_dtype
+        )  # nothing else of the unit is in flight
         if free is not None:
             return [free]
         return self.storage.comm.send_rows(
