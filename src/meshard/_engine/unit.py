@@ -242,8 +242,9 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
-        if isinstance(unit.gradients.sharded, ReplicatedGrads):
-            yield unit, unit.gradients.sharded
+        grads = unit.gradients.sharded if unit.gradients.is_replicated else None
+        if isinstance(grads, ReplicatedGrads):
+            yield unit, grads
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
