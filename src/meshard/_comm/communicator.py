@@ -346,7 +346,8 @@ class Communicator:
     ) -> GatherInFlight:
         """Start gathering every rank's ``source [n]``.
 
-        ``receive`` returns memory that outlives the gather. It is used if only the host touches it.
+        ``receive`` returns memory to receive in that the caller keeps for later gathers. It is
+        called only where waits block the host: elsewhere a stream may still use the memory.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         if group.size() == 1:

@@ -186,7 +186,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         if channel is None:
             return super()._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
         name = self._name("reduce_scatter", label, group)
-        source = [row for block in rows for row in block]
+        source = [row for block in rows for row in block.unbind()]
         message, own = channel.publish_rows(source, name), source[channel.rank]
 
         def add_up() -> None:
