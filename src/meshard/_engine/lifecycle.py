@@ -28,7 +28,7 @@ from torch import nn
 from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
-from meshard._engine.optimizer_hooks import refuse_backward_optimizer
+from meshard._engine.owners import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.retained import RetainedUnits
 from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule

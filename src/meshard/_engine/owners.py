@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshard._torch.patches import hold_pending
+from meshard._torch.private import has_backward_optimizer
 
 if TYPE_CHECKING:
     from meshard._engine.param_group import ParamGroup
@@ -67,3 +68,16 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     # By what is unsharded now: the id may have been that of another tensor.
     sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
     return [sharded.get(id(param), param) for param in given]
+
+
+def refuse_backward_optimizer(
+    name: str, param: torch.Tensor, error: Callable[[str], Exception]
+) -> None:
+    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps ``param``."""
+    if has_backward_optimizer(param):
+        raise error(
+            f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
+            "steps it before its gradient is reduced, or never. Build the model again without "
+            "them, and call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or "
+            "replicate, which steps in backward too."
+        )

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from meshard._comm.communicator import CommStream, Pending, profiled
 from meshard._comm.host_copies import HostCopies
-from meshard._engine.optimizer_hooks import find_overlapped, overlapped_optimizers
 from meshard._engine.owners import owner_of
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit, require_units, units_in
@@ -46,6 +45,7 @@ from meshard.optim.flat import (
     loss_of,
 )
 from meshard.optim.flat_slices import States
+from meshard.optim.hooks import find_overlapped, overlapped_optimizers
 from meshard.optim.unsharded_step import UnshardedStep
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place

@@ -40,7 +40,6 @@ from meshard._torch.patches import params_in
 from meshard._torch.private import (
     accumulation_hooks_of,
     before_compiling,
-    has_backward_optimizer,
     skip_dynamo,
 )
 
@@ -71,19 +70,6 @@ def find_overlapped(
             if id(param) in held[each]:
                 return param
     return None
-
-
-def refuse_backward_optimizer(
-    name: str, param: torch.Tensor, error: Callable[[str], Exception]
-) -> None:
-    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps ``param``."""
-    if has_backward_optimizer(param):
-        raise error(
-            f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
-            "steps it before its gradient is reduced, or never. Build the model again without "
-            "them, and call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or "
-            "replicate, which steps in backward too."
-        )
 
 
 @functools.cache
