@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
-from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import UnitSettings, link_siblings, move_buffers, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
@@ -37,6 +36,7 @@ from meshard._torch.private import (
 )
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
+from meshard.optim.hooks import clear_pending
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,

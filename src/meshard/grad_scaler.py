@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from meshard._comm.blocking import agree_on_max
-from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
+from meshard.optim.hooks import check_may_step, overlapped_optimizers
 from meshard.policies import check_bool, check_int
 
 # Callbacks of backwards of scaled losses, which autograd drops when those are over.

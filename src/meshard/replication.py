@@ -29,7 +29,6 @@ from meshard._engine.build import (
     give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
-from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
@@ -52,6 +51,7 @@ from meshard.api import (
 )
 from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
+from meshard.optim.hooks import clear_pending
 from meshard.policies import MixedPrecisionPolicy, check_bool
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early

@@ -19,7 +19,7 @@ from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._comm.log import log_event
 from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
-from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
+from meshard._engine.owners import register_manually_unsharded, register_owner
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
     ShardedParam,
@@ -36,7 +36,7 @@ _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reus
 
 
 class AwaitedStep(Protocol):
-    """What the engine needs of ``optim.unit_step.PendingStep``, which it may not import."""
+    """What the engine needs of ``optim.overlap.UnitStepper``, which it may not import."""
 
     def before_gather(self) -> None: ...
     def finish(self) -> None: ...
@@ -196,7 +196,7 @@ class ParamGroup:
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
-        watch_optimizers(self)
+        register_owner(self)
 
     def adopt_edits(self) -> int:
         """Take over what the user replaced since the last use; return the version of the shards."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.optimizer_hooks import owner_of, owners_of
+from meshard._engine.owners import owners_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
@@ -79,7 +79,7 @@ class FlatStepper:
         self._inner: Optimizer | None = None
         self._numbers: list[int] = []  # for each group of the inner optimizer, the index of ours
         self.slices: list[FlatSlice] = []
-        self._loose: list[tuple[int, torch.Tensor]] = []
+        self._loose: list[torch.Tensor] = []
         self._state: States = {}  # that of the optimizer that users hold
         self._exposed: dict[tuple[int, int], torch.Tensor] = {}  # see ExposedMemory
         self._planned: list[object] = []  # the objects that the inner optimizer was made for
@@ -109,7 +109,7 @@ class FlatStepper:
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = optim_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
-        for _, param in self._loose:
+        for param in self._loose:
             inner.state.pop(param, None)
             known = state.get(param)
             if known:
@@ -122,7 +122,7 @@ class FlatStepper:
         (self._step_loose if self._loose else self._step)(inner)
         for flat_slice in self.slices:
             flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
-        for _, param in self._loose:
+        for param in self._loose:
             if param in inner.state:
                 self._state[param] = inner.state[param]
 
@@ -135,11 +135,10 @@ class FlatStepper:
         if inner is None or not self.slices:
             return
         for flat_slice in self.slices:
-            own = inner.state.get(flat_slice.flat)
-            if own:
-                flat_slice.expose(own, self._state)
-                tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
-                self._exposed.update({(each.data_ptr(), each.numel()): each for each in tensors})
+            own = inner.state.get(flat_slice.flat, {})
+            flat_slice.expose(own, self._state)
+            tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
+            self._exposed.update({(each.data_ptr(), each.numel()): each for each in tensors})
         self._inner, self.slices = None, []
 
     def release(self) -> None:
@@ -194,33 +193,27 @@ class FlatStepper:
         self._inner = inner  # last: until then, the state that users see is what counts
 
     def _find_slices(self, optim_groups: OptimGroups) -> None:
-        self.slices, self._loose = [], []
-        if self._is_pointwise:
-            for owner in owners_of(each for group in optim_groups for each in group["params"]):
-                owner.adopt_edits()
-        found: dict[FlatParams, dict[int, int]] = defaultdict(dict)  # by index: the optim group
+        numbers: dict[int, int] = {}  # by id: the index of the param group
         for number, group in enumerate(optim_groups):
-            for param in group["params"]:
-                unit = owner_of(param) if self._is_pointwise else None
-                if unit is not None and isinstance(unit.storage, FlatParams):
-                    found[unit.storage][unit.indices[id(param)]] = number
-                else:
-                    self._loose.append((number, param))
-        for storage, numbers in found.items():
-            self.slices += self._slices_of(storage, numbers)
+            numbers.update(dict.fromkeys(map(id, group["params"]), number))
+        params = [param for group in optim_groups for param in group["params"]]
+        self.slices = []
+        for owner in owners_of(params) if self._is_pointwise else ():
+            owner.adopt_edits()
+            if isinstance(owner.storage, FlatParams):
+                self.slices += self._slices_of(owner.storage, numbers)
+        in_slices = {id(param) for each in self.slices for param in each.params}
+        self._loose = [param for param in params if id(param) not in in_slices]
 
     def _slices_of(self, storage: FlatParams, numbers: dict[int, int]) -> Iterator[FlatSlice]:
-        """Iterate over the longest ranges of a unit that can be stepped as one.
-
-        ``numbers`` has the optim group of each parameter that is in one, by its index in the unit.
-        """
+        """Iterate over the longest ranges of a unit that can be stepped as one."""
         shard = storage.flat_shard
         for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
             keyed = []
             for each in segment.ranges:
                 param, numel = storage.params[each.index].sharded, shard.locals[each.index].numel()
                 apart = id(param) if id(param) in self._apart else None
-                key = numbers.get(each.index), apart, history_of(self._state.get(param, {}))
+                key = numbers.get(id(param)), apart, history_of(self._state.get(param, {}))
                 keyed.append((key, Member(param, each.offset, numel)))
             for (number, *_), members in groupby(keyed, itemgetter(0)):
                 if number is not None:
@@ -229,8 +222,9 @@ class FlatStepper:
     def _make_inner(self, optim_groups: OptimGroups) -> Optimizer:
         made: list[dict[str, Any]] = []
         self._numbers = []
+        loose_ids = set(map(id, self._loose))
         for number, group in enumerate(optim_groups):
-            loose = [param for other, param in self._loose if other == number]
+            loose = [param for param in group["params"] if id(param) in loose_ids]
             flat: list[torch.Tensor] = [each.flat for each in self.slices if each.number == number]
             flat += [param for param in loose if not isinstance(param, DTensor)]
             # torch's foreach kernels do not take the two kinds together.

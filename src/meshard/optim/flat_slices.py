@@ -81,13 +81,12 @@ class FlatSlice:
                 own[key] = value.clone()
             else:
                 own[key] = self._joined([plain_of(each[key]) for each in given], exposed)
-        if own:
-            self.expose(own, states)
+        self.expose(own, states)
         return own
 
     def expose(self, own: State, states: States) -> None:
         """Write ``own``, the state of the slice, to ``states`` of its members: views of it."""
-        for member in self._members:
+        for member in self._members if own else ():
             state = states.setdefault(member.param, {})
             for key, value in own.items():
                 if not isinstance(value, torch.Tensor):

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from meshard._comm.communicator import CommStream, Pending, profiled
 from meshard._comm.host_copies import HostCopies
-from meshard._engine.optimizer_hooks import find_overlapped, overlapped_optimizers, owner_of
+from meshard._engine.owners import owner_of
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._torch.dtensor import plain_of
@@ -45,6 +45,7 @@ from meshard.optim.flat import (
     loss_of,
 )
 from meshard.optim.flat_slices import States
+from meshard.optim.hooks import find_overlapped, overlapped_optimizers
 from meshard.optim.unsharded_step import UnshardedStep
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
@@ -126,7 +127,7 @@ class OverlappedOptimizer(StateOnRead):
         else:
             for stepper in self._fresh_steppers():
                 # Gradients on their way from the device are not in .grad yet.
-                if stepper.has_gradients() or stepper.group.storage.host_copies is not None:
+                if stepper.has_gradients() or stepper.host_copies is not None:
                     self._step(stepper)
         if self._waits_in_step:
             self.wait()
@@ -273,9 +274,9 @@ class OverlappedOptimizer(StateOnRead):
                         "module around it."
                     )
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
+        self.wait()
         for stepper in self._flat_steppers:
             stepper.expose()
-        self.wait()
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
@@ -307,8 +308,13 @@ class UnitStepper:
         self._worker = worker
         self._change = change
         self._work: Pending | None = None  # the end of the pending step; None: it is deferred
+        self.host_copies = group.storage.host_copies
         self.flat = FlatStepper(make, group)
         self.params = [param for params in members.values() for param in params]
+        # A gather comes before each use; plain tensors (replicate) are read without.
+        self._is_gathered = isinstance(self.params[0], DTensor)
+        is_on_device = self.host_copies is None and not group.comm.waits_block_host
+        self._has_stream = is_on_device and self._is_gathered
         # Of each parameter to be stepped: itself and its gradient.
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -348,7 +354,7 @@ class UnitStepper:
         with without_torch_function():
             pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
             self.taken = [(param, grad) for param, grad in pairs if grad is not None]
-        with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
+        with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
             if self._change is not None:
                 self._change([grad for _, grad in self.taken])
             if coefficient is not None:
@@ -364,18 +370,16 @@ class UnitStepper:
 
     def step(self) -> None:
         """Step by what was taken."""
-        group = self.group
-        host_copies = group.storage.host_copies
-        if host_copies is not None and self.flat.is_flat:
+        if self.host_copies is not None and self.flat.is_flat:
             self.taken = []
-            self._work = WorkerStep(self._worker.submit(self._step_in_worker, host_copies))
-            group.pending_step = self
+            self._work = WorkerStep(self._worker.submit(self._step_in_worker, self.host_copies))
+            self.group.pending_step = self
             return
-        if host_copies is not None:
-            host_copies.wait()
+        if self.host_copies is not None:
+            self.host_copies.wait()
         self._work = self.run()
-        if self._is_beside(group):
-            group.pending_step = self
+        if self._has_stream:
+            self.group.pending_step = self
 
     def defer(self) -> None:
         """Step by what was taken before the next gather of the unit."""
@@ -392,7 +396,7 @@ class UnitStepper:
         """
         group, grads, self.taken = self.group, self.taken, []
         loose = [] if self.flat.is_flat else grads
-        with self._on_stream(group), torch.no_grad(), profiled("optimizer", group.label):
+        with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
             for param, grad in loose:
                 param.grad = grad
             self.flat.run()
@@ -413,11 +417,10 @@ class UnitStepper:
 
         **Stream:** the gather stream waits; the host for a step in host memory.
         """
-        group = self.group
-        if group.storage.host_copies is not None:
+        if self.host_copies is not None:
             self.finish()
         else:
-            group.comm.enter_after(CommStream.GATHER, self._begun())
+            self.group.comm.enter_after(CommStream.GATHER, self._begun())
 
     def finish(self) -> None:
         """Order what the caller does next after the step, which is taken now if it was deferred.
@@ -440,19 +443,9 @@ class UnitStepper:
                 self._work = self.run()
         return self._work
 
-    @property
-    def _is_gathered(self) -> bool:
-        """Whether a gather comes before each use; plain tensors (replicate) are read without."""
-        return isinstance(self.params[0], DTensor)
-
-    def _is_beside(self, group: ParamGroup) -> bool:
-        """Whether steps run on a stream of their own."""
-        is_on_device = group.storage.host_copies is None
-        return not group.comm.waits_block_host and is_on_device and self._is_gathered
-
-    def _on_stream(self, group: ParamGroup) -> contextlib.AbstractContextManager[None]:
-        if self._is_beside(group):
-            return group.comm.on_stream(CommStream.OPTIMIZER)
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        if self._has_stream:
+            return self.group.comm.on_stream(CommStream.OPTIMIZER)
         return contextlib.nullcontext()
 
 
