@@ -258,7 +258,7 @@ def _before_step(
     _check_may_step(owners)
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
-        keep_for = None if owner.saves_memory else StepPhase.STEP
+        keep_for = None if owner.was_resharded_between else StepPhase.STEP
         owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
