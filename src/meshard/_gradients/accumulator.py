@@ -479,15 +479,12 @@ class GradientAccumulator:
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one block if hooks are to see it."""
-        bucket = self._free_bucket(layout, plan.wire_dtype)
+        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
+        bucket = self._free_bucket(layout, wire)
         if bucket is not None:
             return [bucket]
-        return self.storage.comm.send_rows(
-            layout.shard_numel,
-            plan.wire_dtype,
-            device=layout.device,
-            group=plan.shard_group,
-            as_one=as_one,
+        return comm.send_rows(
+            layout.shard_numel, wire, device=layout.device, group=group, as_one=as_one
         )
 
     def finish_reduce(
