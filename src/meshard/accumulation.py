@@ -251,7 +251,7 @@ def _uneven_batches(
     buckets, lifecycle = module.__dict__["_meshard_buckets"], loop.lifecycle
     if buckets.is_looped:
         raise RuntimeError("a loop over uneven_batches of this module is under way; end it first.")
-    if lifecycle.is_manual:
+    if lifecycle.finalization is not None:
         raise RuntimeError(
             "uneven_batches does not work with set_manual_backward_finalization(True): ranks "
             "without a batch take part in the reductions of a backward. Disable it for the loop."
@@ -396,7 +396,7 @@ class _UnevenLoop:
         def arrive(_: torch.Tensor) -> None:
             for unit in self._units:
                 if any(param.sharded.requires_grad for param in unit.params):
-                    unit.lifecycle.gradient_joins(unit)
+                    unit.lifecycle.gradient_from_outside(unit)
 
         with gradient_sync(module, mode), torch.enable_grad():
             zero = torch.zeros((), requires_grad=True)

@@ -30,7 +30,7 @@ from meshard._engine.build import (
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.optimizer_hooks import clear_pending
-from meshard._engine.schedule import Phase
+from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
 from meshard._gradients.replicated_grads import ReplacedCount
@@ -223,7 +223,7 @@ class Buckets:
             unit.group.storage.unhook()
         self._fill(order)
         for unit in self.units:
-            unit.group.failures = unit.lifecycle.failures
+            unit.group.failure = unit.lifecycle.failure
             unit.group.storage.label = unit.label
             unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 

@@ -312,7 +312,7 @@ def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> N
     unsharded.grad = None
     if unit is None or gradient is None:
         return
-    unit.lifecycle.gradient_joins(unit)  # first: it may clean up after an interrupted step
+    unit.lifecycle.gradient_from_outside(unit)  # first: it may clean up after an interrupted step
     unsharded_param = unit.group.params[index].unsharded
     moved = gradient.to(unsharded_param.device, unsharded_param.dtype)
     unsharded_param.grad = moved if unsharded_param.grad is None else unsharded_param.grad + moved

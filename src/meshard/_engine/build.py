@@ -32,6 +32,7 @@ from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup
+from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Unit,
     UnitSettings,
@@ -160,7 +161,7 @@ class UnitPlan:
     """What one unit will hold. One collective gathers all of it."""
 
     mesh_info: MeshInfo
-    is_subclass: bool  # its parameters, and then all of them, have fsdp_pre_all_gather
+    is_subclass: bool  # all of its parameters have fsdp_pre_all_gather; if not, none has
     found: list[Collected]  # in the order of the module; may be empty
     params: list[ShardedParam]  # what takes their place
 
@@ -230,7 +231,7 @@ class _Planner:
         self._default = mesh_info
         self._placement_fn = placement_fn
         self._policy = policy
-        # Units are told apart by the identity of their MeshInfo: one for each mesh and use.
+        # There is one MeshInfo for each mesh and use, as units are told apart by its identity.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
 
@@ -265,11 +266,11 @@ class _Planner:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
         if chosen is None or isinstance(chosen, (Shard, Replicate)):
             return self._default, chosen
-        # FSDP2's own class for this, in a private place, has a mesh_info.
+        # FSDP2 has a private class for this, with an attribute mesh_info.
         is_ours = isinstance(chosen, ShardPlacementResult)
         mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
         if not isinstance(mesh, DeviceMesh):
-            return self._default, chosen  # no valid placement either: see _shard_dim
+            return self._default, chosen  # _shard_dim refuses it
         if mesh.device_type != self._default.mesh.device_type:
             raise ValueError(
                 f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
@@ -297,7 +298,7 @@ def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
 def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     if placement is None:
         return 0
-    # Not isinstance: _StridedShard and other special shards do not mean what Shard means.
+    # The exact class counts: _StridedShard and other subclasses do not mean what Shard means.
     if type(placement) is not Shard:
         raise ValueError(
             f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
@@ -354,7 +355,7 @@ def allocate(
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
     give_params(unit, storage, policy)
-    if not is_debugging():  # which has compared all values
+    if not is_debugging():  # under MESHARD_DEBUG=1 all values have been compared already
         unit.group.record_first_values(locals_)
     return unit
 
@@ -388,13 +389,13 @@ def commit(
     chain = with_siblings(unit)
     for each, unit_plan in zip(chain, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # Any other module that holds the original is tied to it, unknown to the unit.
+            # The unit does not know of other modules that hold the original, and so are tied to it.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(chain):  # the hooks of the outermost are to run first, and last
+    for each in reversed(chain):  # the outermost unit's hooks are to run first before a forward
         register_hooks(each)
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
@@ -402,7 +403,7 @@ def commit(
     adopt_inner_units(unit, modules)
 
 
-_classes: dict[tuple[type, type], type] = {}  # by base and by class before
+_classes: dict[tuple[type, type], type] = {}  # the made classes, by base and original class
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
@@ -417,7 +418,7 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
         name = prefix + original.__name__
         _classes[base, original] = type(name, (base, original), members)
     module.__class__ = _classes[base, original]
-    # Not setattr: Module.__setattr__ is slow, and the unit is no submodule.
+    # Module.__setattr__ would be slow, and has nothing to register for a unit.
     module.__dict__["_meshard_unit"] = unit
 
 
@@ -459,15 +460,16 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
                 units.append(inner)
                 before[inner.lifecycle] = None
                 inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
-                inner.step.reset()  # it may have run by itself
+                inner.step.reset()  # the inner module may have run by itself before
                 if inner.parent is None:
                     inner.parent = weakref.ref(innermost)
                     innermost.children.append(weakref.ref(inner))
     for lifecycle in before:
         lifecycle.finish_reductions()
     outer = give_lifecycle(units)
-    outer.is_manual = any(lifecycle.is_manual for lifecycle in before)
     for lifecycle in before:
+        if lifecycle.finalization is not None:
+            outer.finalization = ManualFinalization()
         outer.retained.take_over(lifecycle.retained)
 
 

@@ -22,6 +22,7 @@ from meshard._engine.build import give_lifecycle
 from meshard._engine.hooks import check_may_pickle, gradient_hook_maker
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
+from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Unit,
     UnitSettings,
@@ -35,7 +36,7 @@ from meshard._engine.unit import (
 from meshard._torch.private import composable_keys
 
 FORWARD_METHODS = "_meshard_forward_methods"  # on a module: name -> its own method, or None
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # dicts with the same keys
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # dicts by the id of a hook
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -54,7 +55,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
-    for unit in units:  # a unit of several modules has some that are not inside this one
+    for unit in units:  # modules of a unit may lie outside of the one that is copied
         for each in alive(unit.modules):
             copy.deepcopy(each, memo)
     _connect(units, memo)
@@ -123,7 +124,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             own.install(own.sharded)
     source = units[0].lifecycle
     lifecycle = give_lifecycle(copies, copied=source)
-    lifecycle.is_last_backward, lifecycle.is_manual = source.is_last_backward, source.is_manual
+    lifecycle.is_last_backward = source.is_last_backward
+    lifecycle.finalization = source.finalization and ManualFinalization()
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)
@@ -135,7 +137,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # The same hooks, in a list of their own: torch's streams cannot be copied.
+        # The list is copied, and not the hooks: they may hold streams, which cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),
@@ -149,7 +151,7 @@ def reduce_as_plain(module: nn.Module) -> Any:
     """Return what pickles ``module`` as an instance of its own class, without unit and hooks."""
     for unit in units_of(module):
         check_may_pickle(unit)
-    plain: nn.Module = object.__new__(own_class(module))  # its class may pickle in its own way
+    plain: nn.Module = object.__new__(own_class(module))  # which may define how it is pickled
     plain.__dict__.update(_plain_state(module))
     # The later protocols refuse an object of another class than that of ``module``.
     return plain.__reduce_ex__(1)

@@ -39,7 +39,8 @@ from meshard._engine.outputs import (
     may_collect,
     tensors_in,
 )
-from meshard._engine.schedule import ForwardCall, ForwardPass, Phase
+from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.step_state import Phase
 from meshard._engine.unit import (
     Unit,
     alive,
@@ -74,7 +75,7 @@ def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
 def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> None:
     unit = unit_ref()
     if unit is not None:
-        unit.lifecycle.gradient_arrived(unit, index)
+        unit.lifecycle.post_gradient(unit, index)
 
 
 def register_hooks(unit: Unit) -> None:
@@ -83,7 +84,7 @@ def register_hooks(unit: Unit) -> None:
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # always_call: after an exception in forward, the unit is resharded.
+        # It is also called after an exception in forward, to reshard the unit.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
@@ -133,7 +134,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     for unit in units_of(module):
         _abort_if_interrupted(unit.lifecycle)
         if unit.lifecycle.phase is Phase.IDLE:
-            unit.group.install_sharded()  # of what a forward has left unsharded too
+            unit.group.install_sharded()  # a forward may have left unsharded parameters installed
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 
@@ -161,7 +162,7 @@ class _ShardsOnly:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as something empty, which ``torch.load`` and readers without meshard know."""
         state_dict = self._state_dict() or OrderedDict[str, Any]()
-        # The user may have made them whole, or destroyed the process group.
+        # The user may have replaced them by whole tensors, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
         if has_shards and dist.is_initialized() and dist.get_rank() == 0:
             warnings.warn(
@@ -226,7 +227,7 @@ class UnitHook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as something that does nothing: where a module may be pickled, it is plain."""
         check_may_pickle(self._unit())
-        return partial, (nn.Identity,)  # it takes any arguments, and torch has it
+        return partial, (nn.Identity,)  # a class of torch's that takes any arguments
 
 
 class ModuleHooks(UnitHook):
@@ -278,7 +279,7 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
-            # torch would report a second error, of a gather that fails too, as a warning.
+            # If a gather fails as well, torch would report that second error as a warning.
             with contextlib.suppress(RuntimeError):
                 end_forward(unit, module, output, (args, kwargs), failed=True)
             return None
@@ -334,18 +335,18 @@ class Watched(NamedTuple):
     unit: weakref.ref[Unit]
     of: ForwardPass
     call: ForwardCall
-    num_rebuilds: int  # of the parameters that it computed with
+    num_rebuilds: int  # how often the parameters had been made anew when it ran
 
 
 def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
     """End a forward of a unit, that of ``module``; None: it has no backward."""
-    of = unit.lifecycle.schedule.present
-    # A root without parameters too: its units may hold gradients and not run in this forward.
+    of = unit.lifecycle.present_pass
+    # A root is watched even if it has no parameters: units inside may hold gradients and not run.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
-    # Before post_forward, which reshards a unit unless it is retained.
+    # This comes before post_forward, which reshards a unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
     call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
@@ -389,7 +390,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # Not that of a tensor from before this forward, of which the output is a view.
+            # If the output is a view of a tensor from before this forward, that node is another's.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 
@@ -473,7 +474,7 @@ class _LoadHook(UnitHook):
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
         super().__init__(unit)
-        self._names = names  # attribute in the module, and index in the unit, of each parameter
+        self._names = names  # for each parameter its attribute in the module and index in the unit
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
@@ -483,7 +484,7 @@ class _LoadHook(UnitHook):
         if unit is None:
             return
         if unit.lifecycle.phase is Phase.IDLE:
-            unit.group.install_sharded()  # what a forward has left unsharded is stale now
+            unit.group.install_sharded()  # loading makes what a forward has left unsharded stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
@@ -492,13 +493,13 @@ class _LoadHook(UnitHook):
             param = unit.group.params[index]
             assert isinstance(param, ShardedParam)
             if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
-                continue  # torch has a message for that
+                continue  # torch reports it
             held = module._parameters.get(name)
             if held is param.sharded:
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
-                # Also into the shard, because the unsharded copy is freed.
+                # The shard is written too, because the unsharded copy will be freed.
                 with torch.no_grad():
                     shard = _fitting(param, given, is_assigned=False)
                     local_of(param.sharded).copy_(local_of(shard))
@@ -512,7 +513,7 @@ def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> 
     if is_placed_like(given, param.sharded):
         return given
     shard = param.shard_of(_to_plain(param, given))
-    # A view, assigned, would keep the unsharded tensor alive.
+    # If it is assigned, a view would keep the unsharded tensor alive.
     return shard.clone() if is_assigned else shard
 
 

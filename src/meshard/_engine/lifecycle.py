@@ -20,7 +20,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +27,17 @@ from torch import nn
 from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
+from meshard._engine.failure import Failure
 from meshard._engine.optimizer_hooks import refuse_backward_optimizer
+from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
 from meshard._engine.param_group import ParamGroup, ParamState
-from meshard._engine.retained import RetainedUnits
-from meshard._engine.schedule import ForwardCall, ForwardPass, Phase, Prefetcher, StepSchedule
+from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._engine.step_state import (
+    BackwardRun,
+    ForwardRun,
+    ManualFinalization,
+    Phase,
+)
 from meshard._engine.unit import Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
@@ -57,7 +63,7 @@ _NOT_DISTRIBUTED = (
     "The backward() there does not reduce its gradients, nor put them into .grad; run the module "
     "and loss.backward() outside of the context."
 )
-Finalized = list[weakref.ref[Unit]]
+_Finalizing = list[weakref.ref[Unit]]
 
 
 _NOT_COMPILED = (
@@ -106,52 +112,39 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
     try:
         lifecycle.record_failure()
     except BaseException as error:
-        lifecycle.interrupt = error  # Python ignores it here
+        lifecycle.failure.interrupt = error  # Python ignores it here
 
 
 class Lifecycle:
     """The steps of one root and all units inside it, which leave their present lifecycle."""
 
     def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
-        self.phase = Phase.IDLE
+        self.forward: ForwardRun | None = None  # while one runs
+        self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
+        self.failure = Failure()  # shared with the parameter groups
         self.is_last_backward = True
-        self.is_manual = False  # windows end in finalize_backward, not in the last backward
-        self._is_due = False  # in that mode, a backward has run since
-        self._is_split = False  # likewise, one that kept its graph: its gradients may come later
-        # The units whose window a ``finalize_backward`` ends that was not waited for.
-        self._finalized: Finalized | None = None
-        # Not empty: a step began and was not ended. Appended to before what an interrupt may cut
-        # off, cleared after it; shared with the parameter groups.
-        self.failures: list[object] = []
-        # The call of the backward that runs, if any; likewise shared.
-        self._backward_calls: list[BackwardCall] = []
-        self.interrupt: BaseException | None = None  # that abort is still to raise
-        self._ends: list[weakref.ref[Any]] = []  # to the callback at the end of the backward
+        # Not None: windows end in finalize_backward, and not in the last backward.
+        self.finalization: ManualFinalization | None = None
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
-        self.usual_divide_factor: float | None = None  # of units that have none of the user's
+        # The divide factor of units for which the user has chosen none. None: the number of ranks.
+        self.usual_divide_factor: float | None = None
         # Called before each reduction over replicas: see ``meshard.uneven_batches``.
         self.before_reduction: Callable[[], None] | None = None
         self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
-        # The forwards that have begun and not ended, outermost first.
-        self.running: list[tuple[Unit, ForwardCall]] = []
         self._num_backwards = 0
-        self._has_compared = is_debugging()  # the values that ranks brought; fully_shard then has
-        self._graph_task = -1  # the autograd run in which the present backward began
-        self._thread = 0  # likewise, its thread
-        self._has_nested = False  # another autograd run began inside it
-        self._accumulates = True  # it adds to .grad, as torch.autograd.grad does not
-        self._keeps_graph = False  # another backward may follow through its graph
-        self._reached: list[ForwardPass] = []  # the passes whose backward it has begun
-        self._passes: list[weakref.ref[ForwardPass]] = []  # with a graph that this rank keeps
+        # Whether ranks have compared the values that they brought. fully_shard does under
+        # MESHARD_DEBUG=1.
+        self._has_compared = is_debugging()
+        # The forwards whose graph exists on this rank; it may differ between ranks.
+        self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         self._queue = ReduceQueue(comm)
         for number, unit in enumerate(units):
             unit.number, unit.lifecycle = number, self
             unit.reduced_in = -1
             unit.group.storage.label = unit.label
-            unit.group.failures = self.failures
-            unit.group.backward_calls = self._backward_calls
+            unit.group.failure = self.failure
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -167,15 +160,33 @@ class Lifecycle:
     def groups(self) -> list[ParamGroup]:
         return [unit.group for unit in self.units()]
 
+    @property
+    def phase(self) -> Phase:
+        if self.backward is not None:
+            return Phase.BACKWARD
+        return Phase.IDLE if self.forward is None else Phase.FORWARD
+
+    @property
+    def running(self) -> list[tuple[Unit, ForwardCall]]:
+        """The forwards that have begun and not ended, outermost first."""
+        return [] if self.forward is None else self.forward.calls
+
+    @property
+    def present_pass(self) -> ForwardPass:
+        """The pass that runs. A recomputation belongs to the pass whose backward runs."""
+        of = None if self.backward is None else self.backward.of
+        return self.schedule.current if of is None else of
+
     # --- forward ----------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall | None:
         """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
         self.abort_if_failed()
-        if self.phase is Phase.IDLE:
+        if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
             self._refuse_other_reductions()
-            self.phase = Phase.FORWARD  # first: a second thread, and an interrupt, may come here
+            # This is set first, because a second thread or an interrupt may come at any later line.
+            self.forward = ForwardRun()
             self.retained.begin_forward()
             self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
@@ -183,18 +194,18 @@ class Lifecycle:
                 passes = (ref for ref in self._passes if ref() is not None)
                 self._passes = [*passes, weakref.ref(self.schedule.current)]
         call = None
-        in_forward, with_graph = self.phase is Phase.FORWARD, torch.is_grad_enabled()
+        in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
         if in_forward:
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.running.append((unit, call))
         group = unit.group
         if not group.params:
             return call
-        if not in_forward and group.state is ParamState.SHARDED:
-            self._end_backwards_after(running_node())
-        up_next: list[Unit] = []  # in a recomputation: backward prefetches what follows
+        if self.backward is not None and group.state is ParamState.SHARDED:
+            self._end_backwards_after(self.backward, running_node())
+        up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # Of a unit of many modules, the others find what the first of this pass has installed.
+        # The first module of a unit has installed the parameters for the others, in this pass.
         is_first = is_manual or call is None or call.is_first
         is_installed = not is_first and group.state is ParamState.INSTALLED
         if in_forward and not is_installed:
@@ -205,7 +216,7 @@ class Lifecycle:
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward and not is_installed)
-        if is_manual and not unit.reshards_after_forward:  # it lasts until reshard()
+        if is_manual and not unit.reshards_after_forward:  # unshard() lasts until reshard()
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -229,12 +240,12 @@ class Lifecycle:
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
         group = unit.group
-        if self.phase is Phase.BACKWARD:
-            # A recomputation; checkpointing may stop one by an exception.
+        if self.backward is not None:
+            # This is a recomputation. Checkpointing may end it early, by an exception.
             self.check_recomputes(unit)
             if not unit.step.is_in_backward:
                 group.install_sharded()
-            return self.schedule.present.last_call.get(unit.number)
+            return self.present_pass.last_call.get(unit.number)
         call = None
         if self.running and self.running[-1][0] is unit:
             call = self.running.pop()[1]
@@ -246,30 +257,30 @@ class Lifecycle:
         if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
         elif not self.running:
-            unit.distrust_leftovers()
+            unit.forget_unchosen_copy()
         if not self.running:
             self._end_forward(failed=failed)
         return call
 
     def check_recomputes(self, unit: Unit) -> None:
-        """Raise unless the backward that runs is that of this thread: it computes forward again."""
+        """Raise unless this forward is a recomputation: a backward of this thread runs it again."""
         if graph_task_id() < 0:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
     def is_inside(self, unit: Unit) -> bool:
         """Whether a forward of ``unit`` is running, or is computed again."""
-        if self.phase is Phase.BACKWARD:
+        if self.backward is not None:
             return unit.group.state is ParamState.INSTALLED
         return self._runs(unit)
 
     def _runs(self, unit: Unit) -> bool:
-        return bool(self.running) and any(other is unit for other, _ in self.running)
+        return any(other is unit for other, _ in self.running)
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
             self.abort()
             return
-        self.phase = Phase.IDLE
+        self.forward = None
         self._prefetcher.drop_unused()
         if not torch.is_grad_enabled():
             self._settle_host()  # after an evaluation the user may edit shards
@@ -277,7 +288,7 @@ class Lifecycle:
             if unit.step.modules_run:
                 has_graph = torch.is_grad_enabled() and unit.gradients.bucket is None
                 if unit.reshards_after_forward:
-                    # Of several modules, not all have run; or the user has called unshard() since.
+                    # Only some of its modules have run, or the user has called unshard() since.
                     unit.group.reshard(keep_post_forward=True)
                 elif has_graph:
                     unit.group.keep_installed()
@@ -290,41 +301,42 @@ class Lifecycle:
     @property
     def _ends_window(self) -> bool:
         """Whether the backward that runs ends the window of units that it reduces fully."""
-        return self.is_last_backward and not self.is_manual
+        return self.is_last_backward and self.finalization is None
 
     @property
     def backward_number(self) -> int:
         """The number of the backward that runs, or of the next one."""
-        return self._num_backwards + (self.phase is not Phase.BACKWARD)
+        return self._num_backwards + (self.backward is None)
 
-    def _begin_backward(self, first: Unit, early: int | None = None) -> None:
-        """Begin a backward, unless it has begun.
+    def _begin_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
+        """Begin a backward, unless it has begun. Returns the one that runs.
 
         ``first`` is the unit that it has reached; ``early``, the parameter of it whose gradient is
         there already.
         """
         self.abort_if_failed()
-        if self.phase is Phase.BACKWARD:
-            if graph_task_id() != self._graph_task:
-                self._check_nested()
-            return
+        if self.backward is not None:
+            self._check_nested(self.backward)
+            return self.backward
         self._refuse_unless_waited("a backward")
         if is_in_compiled_autograd():
             raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
-            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)  # torch drops the text of the error
+            # Distributed autograd drops the text of the error, so it is said here too.
+            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        self.failures.append("begun")  # until its end is sure to be noticed
-        self.phase = Phase.BACKWARD
-        self._thread = threading.get_ident()
+        self.failure.marks.append("begun")  # cleared below, when its end is sure to be noticed
         self._num_backwards += 1
-        self._is_due = self.is_manual
-        self._keeps_graph = keeps_graph()
-        self._is_split |= self.is_manual and self._keeps_graph
-        self._reached = []
-        self._accumulates = early is not None or self._will_accumulate(first)
-        self._graph_task, self._has_nested = graph_task_id(), False
-        self._backward_calls[:] = [BackwardCall()]
+        run = self.backward = BackwardRun(
+            number=self._num_backwards,
+            graph_task=graph_task_id(),
+            thread=threading.get_ident(),
+            keeps_graph=keeps_graph(),
+            accumulates=early is not None or self._will_accumulate(first),
+        )
+        if self.finalization is not None:
+            self.finalization.record_backward(run)
+        self.failure.backward_call = BackwardCall()
         self._queue.begin_backward()
         patch_new_optimizers()
         # Autograd drops its callbacks without calling them when a backward raises. That is recorded
@@ -335,23 +347,27 @@ class Lifecycle:
             grads.hide(early if unit is first else None)
             unit.gradients.begin_backward(unit.settings)
         self.retained.begin_backward()
-        self._ends = [
+        run.ends = [
             weakref.ref(end, functools.partial(_backward_raised, me)),
-            weakref.ref(end, self.failures.append),
+            weakref.ref(end, self.failure.marks.append),
         ]
-        self.failures.clear()  # last: this frame holds ``end``, also in a traceback
+        # This comes last: while this frame, or a traceback, holds ``end``, autograd cannot drop it.
+        self.failure.marks.clear()
+        return run
 
     def _will_accumulate(self, first: Unit) -> bool:
         """Whether this autograd run adds to ``.grad`` of a parameter, if it does so at all."""
         units = dict.fromkeys((first, *reversed(self.units())))
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
-    def _check_nested(self) -> None:
+    def _check_nested(self, run: BackwardRun) -> None:
         """Record another autograd run inside the backward, as that of a reentrant checkpoint."""
+        if graph_task_id() == run.graph_task:
+            return
         # On a device all backwards share autograd's thread.
-        if threading.get_ident() != self._thread and self.comm.waits_block_host:
+        if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
-        self._has_nested = True
+        run.has_nested = True
 
     def pre_backward(
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
@@ -366,52 +382,55 @@ class Lifecycle:
                 f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
                 "forward made before it; run that backward before, or after."
             )
-        self._begin_backward(unit)
-        self._reach(of)
-        self._begin_skipped(of, lambda other: other.exit_position > call.exit_position)
-        self._begin_backward_of(unit, of, call)
+        run = self._begin_backward(unit)
+        self._reach(run, of)
+        self._begin_skipped(run, of, lambda other: other.exit_position > call.exit_position)
+        self._begin_backward_of(run, unit, of, call)
         if not group.params:
             return None
         replacement = None
         if unit.settings.unshard_in_backward:
-            group.install_unsharded(read_flags=False)  # checkpointing may run forward again
+            group.install_unsharded(read_flags=False)  # a checkpoint may run the forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            self._on_complete_gradients(unit)  # they were complete in a later call
+            # All gradients came in a later call, when this one was still to come.
+            self._on_last_gradient(run, unit)
         return replacement
 
-    def _reach(self, of: ForwardPass) -> None:
-        """Record that this backward has come to a pass, and so is through with later ones."""
-        if of in self._reached:
+    def _reach(self, run: BackwardRun, of: ForwardPass) -> None:
+        """Begin the backward of a pass; those of later passes have ended."""
+        if of in run.reached:
             return
-        for later in self._ended_passes():
-            self._end_pass(later)
-        of.open(self._num_backwards)
-        self._reached.append(of)
+        for later in self._ended_passes(run):
+            self._end_pass(run, later)
+        of.open(run.number)
+        run.reached.append(of)
         # An earlier backward may have taken the gradients of units that this one comes to again.
-        for call in of.exits if self._accumulates else ():
+        for call in of.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph:
                 unit.step.awaits_gradients |= unit.group.num_trainable > 0
 
-    def _end_pass(self, of: ForwardPass) -> None:
+    def _end_pass(self, run: BackwardRun, of: ForwardPass) -> None:
         """Complete the units of a pass, in the order in which other ranks have reduced them.
 
         These may have had all gradients of a unit earlier than this rank.
         """
-        self._begin_skipped(of, lambda _: True)
-        self._complete_over(of, lambda _: True)
+        self._begin_skipped(run, of, lambda _: True)
+        self._end_backwards_over(run, of, lambda _: True)
 
-    def _ended_passes(self) -> list[ForwardPass]:
+    def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
         """Return the reached passes, without one whose forward runs around this backward."""
-        return [of for of in self._reached if not self.running or of is not self.schedule.current]
+        return [of for of in run.reached if not self.running or of is not self.schedule.current]
 
-    def _begin_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> None:
+    def _begin_backward_of(
+        self, run: BackwardRun, unit: Unit, of: ForwardPass, call: ForwardCall
+    ) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
-        has_begun = call.begun_in == self._num_backwards  # by another of its outputs
-        call.begun_in = self._num_backwards
-        self._complete_over(of, lambda first: first.entered > call.exited, but=unit)
-        self.schedule.in_backward = unit.step.in_pass = of
+        has_begun = call.begun_in == run.number  # another output of this call has begun it
+        call.begun_in = run.number
+        self._end_backwards_over(run, of, lambda first: first.entered > call.exited, but=unit)
+        run.of = unit.step.in_pass = of
         unit.step.in_call = call
         if not unit.params:
             return
@@ -419,40 +438,47 @@ class Lifecycle:
             unit.step.is_in_backward = True
             unit.step.awaits_gradients |= unit.group.num_trainable > 0
         if unit.settings.unshard_in_backward:
-            # Once: ranks may use different numbers of outputs.
+            # The prefetch is issued once per call, as ranks may use different numbers of outputs.
             up_next = [] if has_begun else self._prefetcher.after_backward_of(unit, of, call)
             self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
 
-    def _begin_skipped(self, of: ForwardPass, is_next: Callable[[ForwardCall], bool]) -> None:
+    def _begin_skipped(
+        self, run: BackwardRun, of: ForwardPass, is_next: Callable[[ForwardCall], bool]
+    ) -> None:
         """Begin the backwards that this rank has left out: other ranks gather for theirs.
 
         So a unit that the loss of one rank does not use (an auxiliary head, a dropped layer) issues
         the same collectives on all ranks. Calls of a run that accumulates nothing are left out on
         all ranks alike.
         """
-        for call in StepSchedule.pop_skipped(of, is_next) if self._accumulates else ():
+        for call in StepSchedule.pop_skipped(of, is_next) if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is None or not unit.params or self._runs(unit):
                 continue
             if call.is_watched or unit.group.num_trainable:
-                self._begin_backward_of(unit, of, call)
+                self._begin_backward_of(run, unit, of, call)
 
-    def _complete_over(
-        self, of: ForwardPass, is_over: Callable[[ForwardCall], bool], *, but: Unit | None = None
+    def _end_backwards_over(
+        self,
+        run: BackwardRun,
+        of: ForwardPass,
+        is_over: Callable[[ForwardCall], bool],
+        *,
+        but: Unit | None = None,
     ) -> None:
         """Complete the units of a pass whose backward is over."""
         for number in StepSchedule.pop_over(of, is_over):
             other = self._units[number]()
             if other is not None and other is not but:
-                self._complete(other, of)
+                self._end_backward_of(run, other, of)
 
-    def _end_backwards_after(self, node: int) -> None:
+    def _end_backwards_after(self, run: BackwardRun, node: int) -> None:
         """Complete what is over when ``node`` runs: a recomputation in it is about to gather.
 
         A rank that used all parameters of a unit has reduced it at its last gradient. One that left
         a parameter out must not gather first.
         """
-        of = self.schedule.in_backward
+        of = run.of
         if of is None:
             return
 
@@ -465,43 +491,43 @@ class Lifecycle:
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
-        self._begin_skipped(of, lambda call: call.began_at > node)
-        self._complete_over(of, is_over)
+        self._begin_skipped(run, of, lambda call: call.began_at > node)
+        self._end_backwards_over(run, of, is_over)
 
-    def gradient_arrived(self, unit: Unit, index: int) -> None:
+    def post_gradient(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
-        if self.phase is not Phase.BACKWARD or self.failures or self._is_cut_off():
-            self._begin_backward(unit, index)
-        self._accumulates = True
+        run = self.backward
+        if run is None or self.failure.marks or self._is_cut_off():
+            run = self._begin_backward(unit, index)
+        run.accumulates = True
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
-        if graph_task_id() != self._graph_task:
-            self._check_nested()
+        self._check_nested(run)
         if step.has_all(unit.group.num_trainable):
-            # Not resharded yet: a node may have saved a weight and not contribute to its gradient.
-            self._on_complete_gradients(unit)
+            # The unit stays unsharded: a node that is still to run may have saved a weight, even if
+            # it does not contribute to a gradient.
+            self._on_last_gradient(run, unit)
             return
         if unit.gradients.bucket is not None:
             unit.gradients.pack_arrived(index)
         self._queue.progress()
 
-    def gradient_joins(self, unit: Unit) -> None:
+    def gradient_from_outside(self, unit: Unit) -> None:
         """Record a gradient from outside of the unit's forward; it is reduced at the very end."""
-        self._begin_backward(unit)
-        self._accumulates = unit.step.awaits_gradients = True
+        self._begin_backward(unit).accumulates = True
+        unit.step.awaits_gradients = True
 
-    def _on_complete_gradients(self, unit: Unit) -> None:
+    def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
         # A reentrant checkpoint runs a backward of its own inside this one. A gradient that arrives
         # there is a part: other parts come from outside of the checkpoint, or from the next one.
-        if not self._has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
-            unit.step.is_ready = True
-            self._reduce_if_ready(unit)
+        if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
+            self._post_backward(run, unit)
 
-    def _complete(self, unit: Unit, of: ForwardPass | None = None) -> None:
+    def _end_backward_of(self, run: BackwardRun, unit: Unit, of: ForwardPass | None = None) -> None:
         """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
         if self._runs(unit):
-            return  # a backward inside the forward of this unit
+            return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
         unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
@@ -512,30 +538,34 @@ class Lifecycle:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
-        if self._accumulates or unit.settings.sync is GradientSync.NONE:
-            unit.step.is_ready = True
-            self._reduce_if_ready(unit, is_at_end=of is None)
-        elif not self._keeps_graph:
+        if run.accumulates or unit.settings.sync is GradientSync.NONE:
+            self._post_backward(run, unit, is_at_end=of is None)
+        elif not run.keeps_graph:
             unit.step.record_taken()
 
-    def _reduce_if_ready(self, unit: Unit, *, is_at_end: bool = False) -> None:
-        if unit.step.awaits_gradients and not unit.step.is_ready:
-            return
-        if not is_at_end and (unit.has_open_children or self._may_begin_inside(unit)):
-            return
-        if unit.step.is_ready:  # otherwise it has nothing to train
-            unit.step.record_taken()
-            if unit.settings.sync is GradientSync.NONE:
-                self._queue.accumulate(unit.gradients, unit.settings)
-            else:
-                is_full = unit.settings.sync is GradientSync.FULL
-                ends_window = is_full and self._ends_window
-                self._start_reduction(unit, over_replicas=is_full, ends_window=ends_window)
-        parent = unit.parent() if unit.parent is not None else None
-        if parent is not None:
-            self._reduce_if_ready(parent)
+    def _post_backward(self, run: BackwardRun, unit: Unit, *, is_at_end: bool = False) -> None:
+        """Reduce or accumulate the gradients of a unit, which are complete.
 
-    def _may_begin_inside(self, unit: Unit) -> bool:
+        Not before those of the units inside it, with the last of which this comes here again. At
+        the end of a backward nothing more comes from inside.
+        """
+        unit.step.are_complete = True
+        around: Unit | None = unit
+        while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
+            if not is_at_end and (around.has_open_children or self._may_begin_inside(run, around)):
+                return
+            if around.step.are_complete:  # if not, the unit has nothing to train
+                around.step.record_taken()
+                sync = around.settings.sync
+                if sync is GradientSync.NONE:
+                    self._queue.accumulate(around.gradients, around.settings)
+                else:
+                    is_full = sync is GradientSync.FULL
+                    ends_window = is_full and self._ends_window
+                    self._start_reduction(around, over_replicas=is_full, ends_window=ends_window)
+            around, is_at_end = around.parent() if around.parent is not None else None, False
+
+    def _may_begin_inside(self, run: BackwardRun, unit: Unit) -> bool:
         """Whether the backward of a unit inside ``unit`` is to come.
 
         It may be frozen, and left out by this rank only: other ranks gather for it first.
@@ -543,7 +573,7 @@ class Lifecycle:
         of, call = unit.step.in_pass, unit.step.in_call
         if not unit.children or of is None or call is None:
             return False
-        return StepSchedule.may_begin_inside(of, call, self._num_backwards)
+        return StepSchedule.may_begin_inside(of, call, run.number)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:
@@ -587,27 +617,31 @@ class Lifecycle:
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, run: BackwardRun | None = None) -> None:
+        """End the backward that runs, or ``run``, which autograd does not know of."""
+        run = run or self.backward
+        assert run is not None
         units = self.units()
-        ended = self._ended_passes()
+        ended = self._ended_passes(run)
         for of in ended:
-            self._end_pass(of)
-        to_come = self._units_to_come(units, ended)
-        self.schedule.end_backward(ends_passes=self._accumulates or not self._keeps_graph)
+            self._end_pass(run, of)
+        to_come = self._units_to_come(run, units, ended)
+        self.schedule.end_backward(ends_passes=run.accumulates or not run.keeps_graph)
+        run.of = None
         self.retained.end_backward()
-        for unit in reversed(units):  # units inside before the unit around them
+        for unit in reversed(units):  # the units inside a unit come before it
             if unit.number not in to_come:
-                self._complete(unit)
+                self._end_backward_of(run, unit)
         full = [
             unit
-            for unit in reversed(units if self._accumulates else ())
+            for unit in reversed(units if run.accumulates else ())
             if unit.settings.sync is GradientSync.FULL
             and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
-        for unit in full if not self.is_manual else ():
-            # It may have got nothing today, and hold gradients of earlier microbatches.
+        for unit in full if self.finalization is None else ():
+            # It may hold gradients of earlier microbatches, and have got none in this backward.
             self._flush(unit, ends_window=self._ends_window)
-        if self._ends_window and self._accumulates:
+        if self._ends_window and run.accumulates:
             self._queue.finish_all()
             for unit in full:
                 self.end_window(unit)
@@ -615,20 +649,21 @@ class Lifecycle:
         self._prefetcher.drop_unused()
         for _, grads in buckets_in(units):
             grads.show()
-        self._reached = []
-        self.phase = Phase.FORWARD if self.running else Phase.IDLE  # it ran inside a forward
-        self._backward_calls.clear()
-        self._ends = []  # last: until here the backward counts as failed if it does not go on
+        self.failure.backward_call = None
+        self.backward = None
+        run.ends.clear()  # if something above is interrupted, the backward counts as failed
 
-    def _units_to_come(self, units: Sequence[Unit], ended: Sequence[ForwardPass]) -> set[int]:
+    def _units_to_come(
+        self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]
+    ) -> set[int]:
         """Return the units whose backward comes later, as this one has reached other passes only.
 
         So a loss may run a part of the model again, chunk by chunk, with a backward in each. The
         answer is the same on all ranks: it does not depend on which graphs a rank keeps alive.
         """
         for of in ended:
-            of.is_spent |= not self._keeps_graph
-        if not self._reached:
+            of.is_spent |= not run.keeps_graph
+        if not run.reached:
             return set()
         reached = set[int]().union(*(of.units for of in ended))
         return {
@@ -658,8 +693,7 @@ class Lifecycle:
         self.abort_if_failed()
         with self._recorded_failure():
             self._take_split_gradients()
-            self._accumulates = True  # whatever the last run of autograd did
-            self.finish_backward()
+            self.finish_backward(BackwardRun(self._num_backwards))
 
     def _take_split_gradients(self) -> None:
         for unit in self.units():
@@ -687,18 +721,18 @@ class Lifecycle:
     def set_manual(self, enabled: bool) -> None:
         """Choose whether ``finalize_backward`` ends windows, or the last backward."""
         self.abort_if_failed()
-        if enabled is self.is_manual:
+        if enabled is (self.finalization is not None):
             return
-        is_due = self._is_due or self._finalized is not None
+        is_due = self.finalization is not None and self.finalization.is_due
         if is_due or graph_task_id() >= 0 or self.before_reduction is not None:
             raise RuntimeError(
                 "set_manual_backward_finalization cannot change the mode during a backward, "
                 "between a backward and its finalize_backward() (or reset_iter_state()), or in a "
                 "loop over uneven_batches; change it before the first forward of a step."
             )
-        self.is_manual = enabled
+        self.finalization = ManualFinalization() if enabled else None
 
-    def start_finalization(self) -> Finalized | None:
+    def start_finalization(self) -> _Finalizing | None:
         """Reshard, and start reducing what is pending, as far as the settings say.
 
         None: no backward has run yet.
@@ -708,7 +742,8 @@ class Lifecycle:
         self._refuse_unless_waited("another finalize_backward")
         if graph_task_id() >= 0:
             raise RuntimeError("finalize_backward was called inside a backward; call it after.")
-        if not self.is_manual:
+        finalization = self.finalization
+        if finalization is None:
             raise RuntimeError(
                 "finalize_backward needs set_manual_backward_finalization(True) before the "
                 "backward; without it the last backward has reduced everything. "
@@ -716,35 +751,33 @@ class Lifecycle:
             )
         if not self._num_backwards:
             return None
-        if self._is_split:
+        if finalization.is_split:
             with self._recorded_failure():
                 self._take_split_gradients()
         for unit in units:
-            # Not one whose backward is to come.
+            # A unit whose backward is to come stays unsharded.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
             if is_over and unit.settings.reshard_after_backward:
                 unit.group.reshard()
         full = [unit for unit in units if unit.settings.sync is GradientSync.FULL]
         self.start_flush(full)
-        self._finalized = [weakref.ref(unit) for unit in full]
-        return self._finalized
+        finalization.started = [weakref.ref(unit) for unit in full]
+        return finalization.started
 
-    def finish_finalization(self, started: Finalized) -> None:
+    def finish_finalization(self, started: _Finalizing) -> None:
         """Finish the reductions that were started, and end the windows."""
         self.abort_if_failed()
-        if self._finalized is not started:
+        finalization = self.finalization
+        if finalization is None or finalization.started is not started:
             raise RuntimeError(
                 "this handle of finalize_backward is not valid any more: reset_iter_state() was "
                 "called, or a step failed, which has dropped the gradients."
             )
         self.finish_flush(alive(started))
-        self._end_finalization()
-
-    def _end_finalization(self) -> None:
-        self._finalized, self._is_due, self._is_split = None, False, False
+        finalization.settle()
 
     def _refuse_unless_waited(self, what: str) -> None:
-        if self._finalized is not None:
+        if self.finalization is not None and self.finalization.started is not None:
             raise RefusedError(
                 self,
                 f"{what} began before the wait() of the handle that finalize_backward("
@@ -772,13 +805,14 @@ class Lifecycle:
         try:
             yield
         except BaseException:
-            self.failures.append("cut off")
+            self.failure.marks.append("cut off")
             raise
 
     def record_failure(self) -> None:
         """Record that a backward raised. The exception is propagating: do not communicate."""
-        self.failures.append("raised")  # first; the next step begins with abort()
-        self._backward_calls.clear()
+        # This comes first, so that the next step begins with abort() even after an interrupt here.
+        self.failure.marks.append("raised")
+        self.failure.backward_call = None
         self.running.clear()
         for group in self.groups():
             group.install_sharded()
@@ -794,18 +828,16 @@ class Lifecycle:
             )
 
     def _is_cut_off(self) -> bool:
-        """Whether the present backward has raised, and autograd has not dropped its callbacks yet.
-
-        The thread of a device may do that after the exception has reached the user.
-        """
-        if self.phase is not Phase.BACKWARD or graph_task_id() == self._graph_task:
+        """Whether the backward that runs has raised, unnoticed."""
+        run = self.backward
+        if run is None or graph_task_id() == run.graph_task:
             return False
-        return any(call.has_returned() for call in self._backward_calls)
+        return self.failure.has_backward_returned()
 
     def abort_if_failed(self) -> None:
         if self._is_cut_off():
             self.record_failure()
-        if self.failures:
+        if self.failure.marks:
             self.abort()
 
     def abort(self) -> None:
@@ -815,17 +847,20 @@ class Lifecycle:
         Gradients of a window that had ended stay, unless a backward failed.
         """
         pending = (group.gradients for group in self.groups())
-        is_void = bool(self.failures) or any(g.num_in_flight or g.window.is_open for g in pending)
+        is_void = bool(self.failure.marks)
+        is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
-            self.failures.append("aborted")  # until the end: this may be interrupted too
-        self._ends = []
-        self._passes, self._reached = [], []
-        self._backward_calls.clear()
+            self.failure.marks.append("aborted")  # cleared at the end: this may be interrupted too
+        if self.backward is not None:
+            self.backward.ends.clear()
+        self._passes = []
+        self.failure.backward_call = None
         self._prefetcher.drop_unused()
         self.schedule.forget()
         self.retained.release()
         self._queue.abandon()
-        self._end_finalization()
+        if self.finalization is not None:
+            self.finalization.settle()
         for unit in self.units():
             unit.step.reset()
         for group in self.groups():
@@ -834,12 +869,8 @@ class Lifecycle:
         for _, grads in buckets_in(self.units()):
             grads.show()
         self._settle_host()
-        self.running.clear()
-        self.phase = Phase.IDLE
-        self.failures.clear()
-        interrupt, self.interrupt = self.interrupt, None
-        if interrupt is not None:
-            raise interrupt
+        self.forward = self.backward = None
+        self.failure.clear()
 
 
 def _check_finds_parameters(unit: Unit) -> None:

@@ -35,10 +35,10 @@ class ManualUnshard:
         self._label = label
         self._params = params
         self._shard_version = 0
-        self.installed: list[_Installed] = []  # once modules hold the unsharded parameters
+        self.installed: list[_Installed] = []  # empty until modules hold unsharded parameters
 
     def record_installed(self, shard_version: int) -> None:
-        if not self.installed:  # a second unshard() may have waited before
+        if not self.installed:  # the handle of another unshard() may have been waited for before
             self._shard_version = shard_version
             self.installed = [
                 _Installed(plain_of(each).detach(), version_of(each), each.requires_grad)
@@ -113,7 +113,7 @@ class KeptInstalled:
         for param, (version, requires_grad) in zip(self._params, self._before, strict=True):
             if param.unsharded.requires_grad is not requires_grad:
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
-                # Until the next forward it keeps that of this one, which is the same on all ranks.
+                # The backward uses the flag of its forward, which is the same on all ranks.
                 param.unsharded.requires_grad_(requires_grad)
             if version_of(param.unsharded) != version:
                 edited.append(param.fqn)

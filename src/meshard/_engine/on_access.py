@@ -14,19 +14,19 @@ from typing import Any
 from torch import nn
 
 from meshard._engine.hooks import end_forward, has_raised, watch_outputs
-from meshard._engine.schedule import Phase
+from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
-_read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # gathered by a read, in a running forward
-_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have our hook
+_read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # a read in a running forward gathered them
+_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # these modules have our hook
 
 
 def gather_on_access(unit: Unit) -> None:
     """Gather ``unit`` and its siblings when a unit around it reads one of their parameters."""
     params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
-        # Past Module.__setattr__, which takes names of parameters only.
+        # Module.__setattr__ refuses anything but a parameter under the name of one.
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
     for param in params:
         param.find_owner_dicts()
@@ -66,8 +66,8 @@ def _read(unit: Unit) -> None:
         return
     for module in alive(reader.modules):
         if module not in _readers:
-            # First of its hooks, so that the module counts as running; called also if it raises.
-            # Never removed: torch iterates over the hooks when it is called.
+            # The first of its hooks, so that the module still counts as running. It is called
+            # if the forward raises too. It stays, as torch iterates over the hooks at that moment.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
     _read_units.add(unit)

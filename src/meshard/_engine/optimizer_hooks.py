@@ -259,7 +259,7 @@ def _before_step(
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
         # A unit that was resharded after its forward leaves all memory to the optimizer.
-        owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.saves_memory)
+        owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
     # torch passes the optimizer itself as the first argument.

@@ -64,7 +64,8 @@ def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     for value in arguments:
         given = value
         if type(value) is list:
-            # Each layer may append to one list: no walk over what earlier layers have appended.
+            # Every layer may append to one list, so what earlier layers have appended is left out
+            # before the walk.
             given = [
                 each
                 for each in value
@@ -126,13 +127,13 @@ def _map_fields(
     if isinstance(value, tuple):
         # mypy does not narrow a tuple by hasattr.
         return value._replace(**changes)  # type: ignore[attr-defined]
-    # Not dataclasses.replace: it calls __init__, which may compute, or lack fields.
+    # dataclasses.replace would call __init__, which may compute something, or lack fields.
     changed = copy.copy(value)
     for name, new in changes.items():
         if isinstance(changed, dict):
             changed[name] = new
         else:
-            object.__setattr__(changed, name, new)  # it may be frozen
+            object.__setattr__(changed, name, new)  # the dataclass may be frozen
     return changed
 
 
@@ -209,7 +210,7 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
 
     ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
-    if not isinstance(error, RuntimeError) or hasattr(error, _EXPLAINED):  # by a unit inside
+    if not isinstance(error, RuntimeError) or hasattr(error, _EXPLAINED):
         return
     text = ""
     with contextlib.suppress(Exception):  # which would hide the error that is being explained
@@ -220,7 +221,7 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
     if not text:
         setattr(error, _PASSED, {*getattr(error, _PASSED, ()), id(unit)})
     else:
-        # The message and not a note: notes came with Python 3.11, and logs of str() drop them.
+        # The message is changed, because notes came with Python 3.11 and logs of str() drop them.
         error.args = (f"{error}\n\n{text}", *error.args[1:])
         setattr(error, _EXPLAINED, True)
 
@@ -237,7 +238,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     if not found and all(
         param.dtensor_placement is None
         for param in unit.params
-        if isinstance(param, ShardedParam)  # no other parallelism: the unit takes ordinary tensors
+        if isinstance(param, ShardedParam)  # without other parallelism it takes ordinary tensors
     ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
@@ -284,7 +285,7 @@ def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
         ]
         for fqn, inner in outside_units(prefix, module, set())
     }
-    # First those of the modules whose forward has failed, from the inside.
+    # The modules whose forward has failed come first, the innermost before the others.
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     first = dict.fromkeys([*reversed(running), *held])
     names = [name for inner in first for name in held.get(inner, ())]

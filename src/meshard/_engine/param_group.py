@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
+from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
 from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
 from meshard._gradients.accumulator import GradientAccumulator
@@ -28,7 +29,7 @@ from meshard._params.sharded_param import (
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import release_pending
-from meshard._torch.private import BackwardCall, is_in_transform
+from meshard._torch.private import is_in_transform
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -40,7 +41,7 @@ class AwaitedStep(Protocol):
     def finish(self) -> None: ...
 
 
-class ParamState(enum.IntEnum):  # hashed as an int, which is fast
+class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     """Where the values of a parameter group are."""
 
     SHARDED = enum.auto()
@@ -53,7 +54,7 @@ class ParamState(enum.IntEnum):  # hashed as an int, which is fast
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    # To itself: an interrupt came between the move and the end of finish_unshard.
+    # UNSHARDED to itself, after an interrupt between the move and the end of finish_unshard.
     ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
@@ -74,7 +75,7 @@ class _Gather:
 
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
-    may_keep_shard: bool  # False after unshard(): ranks wait for that at different moments
+    may_keep_shard: bool  # False after unshard(), which ranks may wait for at different moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +129,25 @@ class ParamGroup:
         self.spec = storage.spec
         self.gradients = gradients
         self.num_trainable = 0
-        self.num_steps = 0  # steps of optimizers: foreach kernels on DTensors raise no version
+        # Steps of optimizers are counted, as foreach kernels do not raise the version of a DTensor.
+        self.num_steps = 0
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
-        self.saves_memory = False  # it was resharded between forward and backward of this step
-        self.keeps_storage = False  # reshard leaves the memory of the unsharded parameters
-        # Of the whole root: not empty after a backward that raised, until that is cleaned up.
-        self.failures: list[object] = []
-        self.backward_calls: list[BackwardCall] = []  # likewise, that of the backward that runs
+        self.was_resharded_between = False  # between forward and backward of this step
+        self.keeps_storage = False  # reshard does not free the memory of unsharded parameters
+        self.failure = Failure()  # the lifecycle puts that of its root here
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
-        self.summoned_by: SummonOptions  # while SUMMONED
+        self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # What the shards were cut from, and a sum of these shards; until ranks have compared them.
+        # A sum of what the shards were cut from and one of the shards, until ranks have compared.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
-        # The overlapped optimizers that step parameters of it, also those that are detached since.
+        # The overlapped optimizers that step its parameters, and those that did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.indices: dict[int, int] = {}  # by the id of every sharded parameter there has been
+        # The index of each sharded parameter, by its id, also of those that were replaced since.
+        self.indices: dict[int, int] = {}
         self._begin_watching()
 
     @property
@@ -239,7 +240,7 @@ class ParamGroup:
         if self._first is None:
             return None
         (values, sharded), self._first = self._first, None
-        # Not by version: writes through ``param.data`` do not raise it.
+        # The version would not do: writes through ``param.data`` do not raise it.
         now = sum_of_samples(self._shards(values.which))
         return values if now is not None and int(now) == int(sharded) else None
 
@@ -249,7 +250,7 @@ class ParamGroup:
     # --- optimizer steps --------------------------------------------------------------
 
     def check_may_step(self) -> None:
-        if self.failures or any(call.has_returned() for call in self.backward_calls):
+        if self.failure.has_happened():
             raise RuntimeError(
                 f"the last backward through unit {self.label!r} raised, so gradients are those of "
                 "some units only; run the whole window again (the next forward drops them, as "
@@ -277,12 +278,12 @@ class ParamGroup:
 
     def settle(self) -> None:
         """Wait for gradients that are copied to host memory, and put them into ``.grad``."""
-        if self.storage.host_copies is None or self.pending_step is not None:  # that waits itself
+        if self.storage.host_copies is None or self.pending_step is not None:  # which waits for it
             return
         try:
             self.gradients.settle()
         except BaseException:
-            self.failures.append("cut off")  # some gradients are lost
+            self.failure.marks.append("cut off")  # some gradients are lost
             raise
 
     def finish_copies(self) -> None:
@@ -295,9 +296,9 @@ class ParamGroup:
             self.pending_step.finish()
 
     def record_step(self) -> None:
-        self.install_sharded()  # kept since a forward, the unsharded parameters are stale now
+        self.install_sharded()  # unsharded parameters that a forward has left installed are stale
         self.num_steps += 1
-        self.saves_memory = False
+        self.was_resharded_between = False
         self.gradients.window.close()
 
     def clear_pending(self, ids: set[int]) -> None:
@@ -360,7 +361,7 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # No torch.no_grad: nothing here requires a gradient.
+        # Nothing here requires a gradient, so this needs no torch.no_grad.
         self.storage.fill_unsharded(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
@@ -370,7 +371,7 @@ class ParamGroup:
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
         self._gather = None
-        gather.in_flight.release()  # last: what was released must not be read again
+        gather.in_flight.release()  # nothing reads the gathered rows after this
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
         """Reshard if the unsharded copy is older than the shards; see ``end_manual_unshard``."""
@@ -384,13 +385,13 @@ class ParamGroup:
     def reshard(self, *, keep_post_forward: bool = False) -> None:
         """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
         if self._gather is not None:
-            # First: it may write to the memory that is freed below.
+            # The gather may write to the memory that is freed below, so it is abandoned first.
             self._gather.in_flight.abandon()
             self._gather = None
         self.end_manual_unshard(refuse=False)
         self.install_sharded()
         if keep_post_forward:
-            self.saves_memory = True
+            self.was_resharded_between = True
         else:
             self._post_forward_shard = None
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
@@ -406,12 +407,13 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def install_unsharded(self, *, read_flags: bool = True) -> None:
-        if read_flags:  # not in backward, which uses those of its forward: all ranks the same
+        if read_flags:  # a backward uses the flags of its forward, so that ranks agree
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
-            return  # a unit of many modules gets here for each of them
+            return  # this is called for each module of a unit
         if self.state is not ParamState.INSTALLED:
-            self._move(ParamState.INSTALLED)  # first: an interrupt in between is cleaned up then
+            # The move comes first: what is interrupted after it will be cleaned up.
+            self._move(ParamState.INSTALLED)
         install_unsharded(self.params)
 
     def install_sharded(self) -> None:
@@ -448,9 +450,9 @@ class ParamGroup:
         self.forget_stale()  # which ends the present one
         self.start_unshard(may_keep_shard=False)
         if present is not None and not present.installed:
-            self.manual_unshard = present  # an earlier handle is still to be waited for
+            self.manual_unshard = present  # the handle of an earlier call was not waited for yet
             return present
-        # Not the record of an unshard() before: flags and edits since then have been dealt with.
+        # A new record: the flags and edits since an earlier unshard() have been dealt with.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # nothing was gathered, and modules hold it already

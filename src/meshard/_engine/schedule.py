@@ -1,4 +1,4 @@
-"""Recorded and predicted order of units, and gathers ahead of use.
+"""Recorded and predicted order of units, which are given by their numbers.
 
 There are two orders. What was entered after a unit in one forward predicts what comes after it in
 the next. The order in which units were left, reversed, is the order of the backward. One list for
@@ -8,22 +8,9 @@ the optimizer has stepped it.
 
 from __future__ import annotations
 
-import enum
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from meshard._engine.param_group import ParamState
-from meshard._engine.unit import Unit, alive
-
-
-class Phase(enum.Enum):
-    """What the outermost unit is doing."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
 
 
 class _Entry(NamedTuple):
@@ -39,16 +26,16 @@ class ForwardCall:
     """One run of one unit's forward."""
 
     unit: int
-    is_first: bool = True  # the first of its unit in this pass, so the last in the backward
+    is_first: bool = True  # the first call of its unit in this pass; its backward comes last
     has_graph: bool = True  # it ran with grad enabled
-    entered: int = -1  # in ticks of the pass
+    entered: int = -1  # when it began: entries and exits of the pass until then
     first_inside: int = 0  # index in ForwardPass.exits of the first call inside this one
-    exited: int = -1  # in ticks of the pass
+    exited: int = -1  # likewise
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
-    began_at: int = -1  # the number of the next autograd node when it began
-    may_collect: bool = False  # it may store tensors in its arguments
-    is_watched: bool = False  # an output of it has a hook
+    began_at: int = -1  # the number that the next autograd node had when it began
+    may_collect: bool = False  # it may store tensors in its arguments, as in a list
+    is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
 
 @dataclass(eq=False)  # no slots: there are weak references to it
@@ -82,21 +69,20 @@ class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
-        # The unit that was entered after an entry, the last time; None: the pass ended there.
+        # For each entry, the unit that was entered next the last time; None if none was.
         self._successors: dict[_Entry, int | None] = {}
         self._last: ForwardPass | None = None  # the last pass whose backward may come
         self._window = 0  # grows when passes are forgotten
         self.current = ForwardPass()
-        self.in_backward: ForwardPass | None = None  # the last pass whose backward reached a unit
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # Only now: an interrupted pass, which may differ from rank to rank, predicts nothing.
+        # The last pass counts only now that it has ended: ranks may differ in an interrupted one.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
         self.current = ForwardPass()
         if with_graph:
-            # Units and not passes: of many forwards there may be no backward, as in rollouts.
+            # Their units and not the passes, of which there may be many without a backward.
             if self._last is not None:
                 self.current.earlier = self._last.earlier.union(self._last.units)
             self.current.window = self._window
@@ -104,7 +90,6 @@ class StepSchedule:
 
     def end_backward(self, *, ends_passes: bool = True) -> None:
         """Forget the passes whose backward might have come, if this one ends them."""
-        self.in_backward = None
         if ends_passes:
             self._last = None
             self._window += 1
@@ -113,11 +98,6 @@ class StepSchedule:
         """Drop what an interrupted pass has recorded. The prediction stays."""
         self.end_backward()
         self.current = ForwardPass()
-
-    @property
-    def present(self) -> ForwardPass:
-        """The pass that runs. A recomputation belongs to the pass whose backward runs."""
-        return self.current if self.in_backward is None else self.in_backward
 
     def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
         """Record that a unit begins; ``node`` is the number of the next autograd node."""
@@ -129,7 +109,7 @@ class StepSchedule:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
         now.ticks += 1
-        # By the unit that the pass began with: parts of a model may be called by themselves.
+        # Parts of a model may be called by themselves, so the unit that the pass began with counts.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 
@@ -193,62 +173,3 @@ class StepSchedule:
         """
         of = of or self._last
         return of is not None and unit in of.earlier and of.window == self._window
-
-
-class Prefetcher:
-    """Gathers of units, ahead of their use. Units are listed by the numbers of the schedule."""
-
-    def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
-        self._units = units
-        self._prefetched: list[Unit] = []
-
-    def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
-        return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
-
-    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
-        chosen = unit.settings.backward_prefetch
-        following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
-        return [each for each in following if chosen or each.settings.unshard_in_backward]
-
-    def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
-        refs = chosen or ([] if predicted is None else [self._units[predicted]])
-        return alive(refs)
-
-    def unshard(
-        self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
-    ) -> None:
-        """Unshard a unit that is about to compute, and start gathering ``up_next``.
-
-        In forward, edits may have made unsharded copies stale. ``keep_shard``: keep a post-forward
-        shard, if the unit has a group for it.
-        """
-        is_cold = unit.group.state is ParamState.SHARDED
-        if is_cold:
-            _start_unshard(unit, in_forward=in_forward)
-            # There is no compute to hide this gather behind: the next one shares the wait.
-            self._start(up_next, in_forward=in_forward)
-        unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
-        if not is_cold:
-            self._start(up_next, in_forward=in_forward)
-
-    def _start(self, units: list[Unit], *, in_forward: bool) -> None:
-        for unit in units:
-            if unit.params and unit.group.state is ParamState.SHARDED:
-                if in_forward:
-                    unit.group.forget_stale()
-                _start_unshard(unit, in_forward=in_forward)
-                self._prefetched.append(unit)
-            if unit.siblings:  # they are entered at the same moment
-                self._start(unit.siblings, in_forward=in_forward)
-
-    def drop_unused(self) -> None:
-        """Drop the gathers that no forward or backward has used, nor an ``unshard()`` awaits."""
-        for unit in self._prefetched:
-            if unit.group.state is ParamState.GATHERING and unit.group.manual_unshard is None:
-                unit.group.reshard()
-        self._prefetched.clear()
-
-
-def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
-    is_freed_after = unit.settings.reshard_after_backward
-    unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)

@@ -21,6 +21,7 @@ from torch import nn
 
 from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
+from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.replicated_grads import ReplicatedGrads
@@ -31,21 +32,20 @@ from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
-    from meshard._engine.schedule import ForwardCall, ForwardPass
 
 
 @dataclass(slots=True)
 class UnitSettings(ReduceSettings):
     """The settings of a unit, written by the setters of ``FSDPModule``."""
 
-    reshard_after_forward: bool | int | None = None  # None: True, except for the root
-    # The ranks among which shards are kept between forward and backward, if that is an int.
+    reshard_after_forward: bool | int | None = None  # None means True, but False for the root
+    # If that is an int: the ranks that keep the parameters, in parts, between forward and backward.
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
     comm: CommSettings = field(default_factory=CommSettings)
-    unshard_on_access: bool = False  # when a unit around it reads a parameter: see on_access
+    unshard_on_access: bool = False  # gather when a unit around this one reads a parameter
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
@@ -58,19 +58,19 @@ class UnitStep:
     awaits_gradients: bool = False  # a forward ran whose gradients are not taken yet
     may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward has begun and is not over
-    is_ready: bool = False  # its gradients are complete, and wait for the units inside it
+    are_complete: bool = False  # its gradients are complete, and wait for the units inside it
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     last_pass: ForwardPass | None = None  # the last one with a graph in which it ran
-    is_retained: bool = False  # a graph may read its unsharded parameters again: see retained
-    modules_run: set[int] = field(default_factory=set)  # ids, in this pass: a unit of several
+    is_retained: bool = False  # a graph may read its unsharded parameters again: see out_of_turn
+    modules_run: set[int] = field(default_factory=set)  # ids of its modules that ran in this pass
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
 
     def end_backward(self) -> None:
         self.is_in_backward = self.may_run_again = False
 
     def record_taken(self) -> None:
-        self.is_ready = self.awaits_gradients = False
+        self.are_complete = self.awaits_gradients = False
         self.arrived.clear()
 
     def has_all(self, num_trainable: int) -> bool:
@@ -112,7 +112,7 @@ class Unit:
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
-        self._open_at = 0  # the position of one of them that was open the last time
+        self._open_at = 0  # the position of the child that was found open the last time
         self.siblings: list[Unit] = []  # further units of the same modules: see link_siblings
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # tells siblings apart
@@ -121,7 +121,7 @@ class Unit:
         # memory, and under replicate).
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward in which they were called
-        self.group: ParamGroup  # may be without parameters: then it communicates nothing
+        self.group: ParamGroup  # without parameters it communicates nothing
         self.lifecycle: Lifecycle
 
     @property
@@ -159,7 +159,8 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        # Read after each unit inside, while the one that was found the last time is often open.
+        # This is read whenever a unit inside is reduced, so it begins with the child that was open
+        # the last time, which often still is.
         last = self.children[self._open_at : self._open_at + 1]
         for position, ref in chain(enumerate(last, self._open_at), enumerate(self.children)):
             child = ref()
@@ -171,10 +172,10 @@ class Unit:
     @property
     def is_open(self) -> bool:
         """Whether gradients of this unit, or of one inside, are or may be still to come."""
-        step = self.step  # it may have nothing to train, but a unit further inside
+        step = self.step  # a unit with nothing to train may be around one that trains
         return step.awaits_gradients or step.may_run_again or self.has_open_children
 
-    def distrust_leftovers(self) -> None:
+    def forget_unchosen_copy(self) -> None:
         """Gather again in the next forward: the unit was left unsharded for its backward only.
 
         Edits by ``.data`` or by torch's foreach kernels raise no version, so an unsharded copy is
@@ -271,7 +272,7 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # After that of adopt_module: its bases FSDPModule and ReplicateModule are no modules.
+    # The first is the class that adopt_module made. Its other base is not an nn.Module.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 

@@ -1,31 +1,96 @@
-"""Units that stay unsharded beyond their forward or backward.
+"""Units that are unsharded out of turn: gathered before their use, or kept beyond it.
 
-There are two kinds. A backward with ``create_graph=True`` makes a graph whose nodes have saved
-unsharded parameters, and the backward through that graph begins with these nodes, before any hook
-of a unit is called. And a unit in whose output no tensor was found (``forward`` returned None) has
-no hook that is called before its backward.
-
-Such a unit is resharded when a backward that frees the graph has ended, when the graph is gone, or
-when the shards have changed.
+Gathers are started ahead in the order that the schedule predicts. There are two kinds of units that
+stay unsharded beyond their forward or backward. A backward with ``create_graph=True`` makes a graph
+whose nodes have saved unsharded parameters, and the backward through that graph begins with these
+nodes, before any hook of a unit is called. And a unit in whose output no tensor was found
+(``forward`` returned None) has no hook that is called before its backward. Such a unit is resharded
+when a backward that frees the graph has ended, when the graph is gone, or when the shards have
+changed.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from meshard._engine.param_group import ParamState, refuse_transforms
-from meshard._engine.schedule import ForwardPass
+from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.unit import Unit, alive
 from meshard._torch.private import keeps_graph, skip_dynamo
+
+# --- gathered ahead ---------------------------------------------------------------------------
+
+
+class Prefetcher:
+    """Gathers of units, ahead of their use. ``units`` are in the order of their numbers."""
+
+    def __init__(self, units: Sequence[weakref.ref[Unit]]) -> None:
+        self._units = units
+        self._prefetched: list[Unit] = []
+
+    def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
+        return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
+
+    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
+        chosen = unit.settings.backward_prefetch
+        following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
+        return [each for each in following if chosen or each.settings.unshard_in_backward]
+
+    def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
+        refs = chosen or ([] if predicted is None else [self._units[predicted]])
+        return alive(refs)
+
+    def unshard(
+        self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
+    ) -> None:
+        """Unshard a unit that is about to compute, and start gathering ``up_next``.
+
+        In forward, edits may have made unsharded copies stale. ``keep_shard``: keep a post-forward
+        shard, if the unit has a group for it.
+        """
+        is_cold = unit.group.state is ParamState.SHARDED
+        if is_cold:
+            _start_unshard(unit, in_forward=in_forward)
+            # No compute hides this gather, so the next one is started at once and waits beside it.
+            self._start(up_next, in_forward=in_forward)
+        unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
+        if not is_cold:
+            self._start(up_next, in_forward=in_forward)
+
+    def _start(self, units: list[Unit], *, in_forward: bool) -> None:
+        for unit in units:
+            if unit.params and unit.group.state is ParamState.SHARDED:
+                if in_forward:
+                    unit.group.forget_stale()
+                _start_unshard(unit, in_forward=in_forward)
+                self._prefetched.append(unit)
+            if unit.siblings:  # which are entered together with it
+                self._start(unit.siblings, in_forward=in_forward)
+
+    def drop_unused(self) -> None:
+        """Drop the gathers that no forward or backward has used, nor an ``unshard()`` awaits."""
+        for unit in self._prefetched:
+            if unit.group.state is ParamState.GATHERING and unit.group.manual_unshard is None:
+                unit.group.reshard()
+        self._prefetched.clear()
+
+
+def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
+    is_freed_after = unit.settings.reshard_after_backward
+    unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)
+
+
+# --- kept beyond a forward or backward ----------------------------------------------------------
 
 
 class _SecondOrder:
     """The graph that one backward has made. Only the hooks of that graph hold this object."""
 
-    was_used = False  # by the present backward
+    was_used = False  # the backward that runs goes through this graph
 
     @skip_dynamo
     def record_use(self, _: torch.Tensor) -> None:
@@ -38,7 +103,7 @@ class RetainedUnits:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # forwards whose backward no hook reports
+        self._num_hidden = 0  # the number of forwards whose backward no hook reports
         self._hidden_in: ForwardPass | None = None  # the last of them
         self._making: _SecondOrder | None = None  # the graph that the present backward makes
         self._is_in_backward = self._frees = False
@@ -65,7 +130,7 @@ class RetainedUnits:
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # A constant, as the gradient of a sum. A hook needs a tensor that requires a gradient.
+            # The gradient is a constant, as that of a sum is. A hook needs one that requires grad.
             try:
                 watched = gradient.detach().requires_grad_()
             except RuntimeError as error:
@@ -83,7 +148,7 @@ class RetainedUnits:
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
         """Keep a unit unsharded whose output has no tensor, for one backward of this forward."""
         if self._is_in_backward:
-            return  # a recomputation: the unit is in its backward
+            return  # this is a recomputation, in the backward of the unit
         if unit not in _warned:
             _warned.add(unit)
             warnings.warn(

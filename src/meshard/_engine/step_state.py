@@ -1,0 +1,65 @@
+"""The state of a step: the forward and the backward that run, and a finalization by hand.
+
+Each is one value, which exists while what it describes goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.unit import Unit
+
+
+class Phase(enum.Enum):
+    """What the outermost unit is doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class ForwardRun:
+    """A forward of the outermost unit, while it runs."""
+
+    # The calls that have begun and not ended, outermost first. It is empty for a moment at the
+    # beginning, and stays so if that is interrupted.
+    calls: list[tuple[Unit, ForwardCall]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class BackwardRun:
+    """A backward, while it runs."""
+
+    number: int
+    graph_task: int = -1  # the autograd run in which it began
+    thread: int = 0
+    keeps_graph: bool = False  # another backward may follow through its graph
+    accumulates: bool = True  # it adds to .grad, as torch.autograd.grad does not
+    has_nested: bool = False  # another autograd run began inside it
+    reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
+    of: ForwardPass | None = None  # the last of them that reached a unit
+    # References to autograd's callback at its end, which tell when autograd drops that.
+    ends: list[weakref.ref[Any]] = field(default_factory=list)
+
+
+class ManualFinalization:
+    """The mode in which ``finalize_backward`` ends windows, and not the last backward."""
+
+    def __init__(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Begin a step: nothing is to be finalized."""
+        self.is_due = False  # a backward ran, and finalize_backward was not called yet
+        self.is_split = False  # one of these kept its graph, so gradients may come outside of it
+        # The units whose windows end with the wait() of a handle that was not called yet.
+        self.started: list[weakref.ref[Unit]] | None = None
+
+    def record_backward(self, run: BackwardRun) -> None:
+        self.is_due = True
+        self.is_split |= run.keeps_graph
