@@ -13,8 +13,7 @@ from meshard._shared_memory.communicator import SharedMemoryCommunicator
 def make_communicator(device: torch.device, *, share_memory: bool = True) -> Communicator:
     """Return a communicator for tensors on ``device``.
 
-    Without ``share_memory``, ranks do not find out whether they run on one host, which takes two
-    collectives per process group.
+    Without ``share_memory``, process groups do not find out whether their ranks share a host.
     """
     if device.type != "cpu":
         return StreamCommunicator(torch.get_device_module(device))

@@ -27,14 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import (
-    CommStream,
-    Communicator,
-    InFlight,
-    Reducing,
-    Rows,
-    profiled,
-)
+from meshard._comm.communicator import CommStream, Communicator, InFlight, Reducing, Rows, profiled
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._comm.operands import ScalarOperands
 from meshard._comm.unused_params import UnusedParamMarks
@@ -339,7 +332,7 @@ class Reduction:
         self._unused: torch.Tensor | None = None
         self._scattered = self._start_scatter(rows)
         self._result = self._scattered.sum
-        self._pending: InFlight = self._scattered
+        self._pending = self._scattered.pending
 
     def _start_scatter(self, rows: Rows) -> Reducing:
         plan, marks = self._plan, self._marks
@@ -361,13 +354,9 @@ class Reduction:
 
     def _narrowed(self, rows: Rows) -> Rows:
         """Return the rows, which are one block, in the wire dtype."""
-        (wide,) = rows
+        (wide,), wire, group = rows, self._plan.wire_dtype, self._plan.shard_group
         (narrow,) = self._comm.send_rows(
-            wide.size(1),
-            self._plan.wire_dtype,
-            device=wide.device,
-            group=self._plan.shard_group,
-            as_one=True,
+            wide.size(1), wire, device=wide.device, group=group, as_one=True
         )
         return [narrow.copy_(wide)]
 
@@ -387,9 +376,9 @@ class Reduction:
         else:
             self._after_all_reduce()
 
-    def poll(self) -> bool:
-        """Free what was sent, if all ranks have received it. Return whether nothing is left."""
-        return self._stages_done > 0 or self._scattered.poll()
+    def free_if_sent(self) -> bool:
+        """Free what was sent, if all ranks have received it. Return whether that is done."""
+        return self._stages_done > 0 or self._scattered.free_if_sent()
 
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks

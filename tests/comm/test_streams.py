@@ -176,7 +176,7 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
 
     def drop_early(self, *args, **kwargs):
         reducing = start(self, *args, **kwargs)
-        reducing._rows = []
+        reducing.rows.clear()
         return reducing
 
     monkeypatch.setattr(StreamCommunicator, "reduce_scatter", drop_early)

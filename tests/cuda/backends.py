@@ -25,7 +25,7 @@ def unsupported(device):
 
     def reduce_scatter(source, rows, output):
         reducing = comm.reduce_scatter([rows], rows.dtype, group=group, label="")
-        reducing.wait()
+        reducing.pending.wait()
         return reducing.sum
 
     def all_reduce(source, rows, output):
@@ -71,7 +71,7 @@ def lost_marks(device):
             sent = torch.full((ranks, NUMEL), value, dtype=dtype, device=device.kind)
             buffer = sent[0].clone()
             reducing = comm.reduce_scatter([sent], dtype, group=group, label="")
-            reducing.wait()
+            reducing.pending.wait()
             comm.all_reduce(buffer, group=group, label="").wait()
             for name, result in (("reduce_scatter", reducing.sum), ("all_reduce", buffer)):
                 if not bool((torch.signbit(result) == (used_by is None)).all()):

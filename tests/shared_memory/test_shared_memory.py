@@ -127,9 +127,9 @@ class Both:
         for block, drawn in zip(rows, source.chunk(len(rows)), strict=True):
             block.copy_(drawn)
         theirs = self.sockets.reduce_scatter([source], out, **self.where)
-        theirs.wait()
+        theirs.pending.wait()
         ours = self.shared.reduce_scatter(rows, out, **self.where)
-        return ours, ours.sum, theirs.sum
+        return ours.pending, ours.sum, theirs.sum
 
     def sum(self, numel):
         ours = torch.randn(numel, generator=self.generator)

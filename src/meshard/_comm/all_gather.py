@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import (
-    CommStream,
-    Communicator,
-    GatherInFlight,
-    ReceiveMemory,
-    Rows,
-)
+from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, ReceiveMemory, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
 from meshard._torch.private import foreach_copy_
 

@@ -114,27 +114,18 @@ class Gathered(NamedTuple):
         self.release()
 
 
-class Reducing:
+class Reducing(NamedTuple):
     """A reduce-scatter that has been started. It holds what the collective reads and writes."""
 
-    __slots__ = ("_pending", "_rows", "sum")
+    pending: InFlight
+    rows: Rows  # that are sent
+    sum: torch.Tensor  # this rank's row of it, [n]; valid once ``pending`` was waited for
 
-    def __init__(self, pending: InFlight, rows: Rows, total: torch.Tensor) -> None:
-        self._pending = pending
-        self._rows = rows
-        self.sum = total  # this rank's row of it, [n]; valid after ``wait``
-
-    def wait(self) -> None:
-        self._pending.wait()
-
-    def poll(self) -> bool:
-        """Do what ``wait`` does, if the host need not block for it, and free what was sent."""
-        if self._rows and self._pending.poll():
-            self._rows = []
-        return not self._rows
-
-    def abandon(self) -> None:
-        self._pending.abandon()
+    def free_if_sent(self) -> bool:
+        """Free what was sent, if all ranks have received it. Return whether that is done."""
+        if self.rows and self.pending.poll():
+            self.rows.clear()
+        return not self.rows
 
 
 class RecordedWork(InFlight, Protocol):

@@ -455,17 +455,12 @@ class GradientAccumulator:
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one block if hooks are to see it."""
-        free = self.sharded.free_memory(
-            layout, plan.wire_dtype
-        )  # nothing else of the unit is in flight
+        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
+        free = self.sharded.free_memory(layout, wire)  # nothing else of the unit is in flight
         if free is not None:
             return [free]
-        return self.storage.comm.send_rows(
-            layout.shard_numel,
-            plan.wire_dtype,
-            device=layout.device,
-            group=plan.shard_group,
-            as_one=as_one,
+        return comm.send_rows(
+            layout.shard_numel, wire, device=layout.device, group=group, as_one=as_one
         )
 
     def finish_reduce(

@@ -100,7 +100,7 @@ class ReduceQueue:
 
     def progress(self) -> None:
         """Free memory that was sent, because the next gradients need it. Never blocks."""
-        if self._may_free and all(each.in_flight.reduction.poll() for each in self._queue):
+        if self._may_free and all(each.in_flight.reduction.free_if_sent() for each in self._queue):
             self._may_free = False
 
     def _advance(self) -> None:

@@ -9,7 +9,6 @@ gloo adds in an order of its own.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
 
@@ -72,12 +71,8 @@ class _Views(_Receiving):
     """An all-gather whose rows are read where the other ranks keep them, until ``release``."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
-        self.rows = functools.partial(_receive_views, channel, message, source)
+        self.rows = lambda: [row.view(1, -1) for row in channel.receive_all(message, source)]
         super().__init__(channel, message, self.rows)
-
-
-def _receive_views(channel: Channel, message: int, source: torch.Tensor) -> Rows:
-    return [row.view(1, -1) for row in channel.receive_all(message, source)]
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
