@@ -229,7 +229,7 @@ def uneven_batches(
     check_bool("throw_on_early_termination", throw_on_early_termination)
     units = list(units_in(module))
     are_replicated = all(
-        isinstance(unit.group.storage, ReplicatedParams) for unit in units if unit.params
+        isinstance(unit.group.unit_params, ReplicatedParams) for unit in units if unit.params
     )
     if not are_replicated or "_meshard_buckets" not in vars(module):
         raise ValueError(

@@ -126,7 +126,7 @@ def _row_of(label: str, unit: Unit) -> _Row:
     numel = sum(param.layout.numel for param in group.params)
     dtypes = dict.fromkeys(param.sharded.dtype for param in group.params)
     unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
-    per_rank = group.storage.layout.shard_bytes
+    per_rank = group.unit_params.layout.shard_bytes
     padding = per_rank * mesh_info.shard_count - unsharded
     policies = ", ".join(_policies(unit, group))
     return _Row(label, numel, dtypes, unsharded, per_rank, padding, mesh, policies)
@@ -137,7 +137,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     settings = unit.settings
     if settings.reshard_after_forward is not None:
         yield f"reshard_after_forward={settings.reshard_after_forward}"
-    pairs = zip(group.storage.compute_dtypes, group.params, strict=True)
+    pairs = zip(group.unit_params.compute_dtypes, group.params, strict=True)
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
         num_kept = sum(param.keeps_dtype for param in group.params)
@@ -155,7 +155,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"divide_factor={settings.divide_factor:g}"
     if group.gradients.sharded.average is not None:
         yield "communication hook"
-    if isinstance(group.storage, SubclassParams):
+    if isinstance(group.unit_params, SubclassParams):
         yield "tensor subclass"
     if len(unit.modules) > 1:
         yield f"{len(unit.modules)} modules"

@@ -110,7 +110,7 @@ def foreach_reduce(
     buffer = layout.allocate(
         accumulate_dtype if is_narrowed_late(gradients, reduce_dtype) else reduce_dtype
     )
-    layout.pack([buffer], list(gradients))
+    layout.reduce_scatter_copy_in([buffer], list(gradients))
     used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
     laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
     comm = make_communicator(device, share_memory=False)

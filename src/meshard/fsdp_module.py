@@ -525,7 +525,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.finish_pending_step()
             group.end_manual_unshard()
             group.reshard()
-            group.storage.free_unsharded()  # also where set_keep_unsharded_storage(True) keeps it
+            # set_keep_unsharded_storage(True) does not keep it here.
+            group.unit_params.free_unsharded()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
@@ -623,7 +624,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
 def _use_comm(unit: Unit, settings: CommSettings) -> None:
     unit.lifecycle.finish_reductions()
     unit.settings.comm = settings
-    unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
+    unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(settings)
 
 
 def _can_allocate(unit: Unit) -> bool:

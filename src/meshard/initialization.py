@@ -59,7 +59,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.reshard()
     group.finish_pending_step()
     group.finish_copies()
-    group.storage.take_replacements()
+    group.unit_params.take_replacements()
     new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
     for param in new:
         old = param.sharded
@@ -73,7 +73,7 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
         vars(old).update(attributes)
         param.sharded = old
     group.adopt_edits()  # moves them into one buffer
-    group.storage.check_materialised()
+    group.unit_params.check_materialised()
     return new
 
 
@@ -232,10 +232,10 @@ class _Initialisation:
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
-        storages = [unit.group.storage for unit in inside]
-        before = [storage.version for storage in storages]
+        storages = [unit.group.unit_params for unit in inside]
+        before = [unit_params.version for unit_params in storages]
         init(module)
-        if before != [storage.version for storage in storages]:
+        if before != [unit_params.version for unit_params in storages]:
             raise RuntimeError(
                 f"init({fqn or '(root)'}) wrote to parameters of a unit inside it, which holds "
                 "shards only; write to them when init is called with the module that holds them, "

@@ -78,7 +78,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.finish_pending_step()
         unit.group.adopt_edits()
-        check_not_subclass(unit.group.storage, caller)
+        check_not_subclass(unit.group.unit_params, caller)
         unit.group.check_may_step()
     release_slices()
     sources: list[torch.Tensor] = []  # what copies that may still be running read
@@ -87,11 +87,12 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         if not group.params or group.spec.host is not None:
             continue
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
-        if group.storage.is_offloaded is not to_host:
+        if group.unit_params.is_offloaded is not to_host:
             group.reshard()
-            group.storage.free_unsharded()  # also where set_keep_unsharded_storage(True) keeps it
+            # set_keep_unsharded_storage(True) does not keep it here.
+            group.unit_params.free_unsharded()
             group.adopt_edits()
-            sources += group.storage.move(location)
+            sources += group.unit_params.move(location)
             assert isinstance(gradients.sharded, ShardedGrads)
             sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:

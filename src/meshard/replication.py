@@ -157,13 +157,13 @@ class Buckets:
         innermost_first = list(reversed(self.units))
         parts += [[]] * (len(self.units) - len(parts))
         for unit, part in zip(innermost_first, parts, strict=True):
-            storage = ReplicatedParams(
+            unit_params = ReplicatedParams(
                 [params[position] for position in part],
                 spec=self._spec,
                 param_dtype=self._policy.param_dtype,
                 gradient_hook=gradient_hook_maker(unit),
             )
-            give_params(unit, storage, self._policy)
+            give_params(unit, unit_params, self._policy)
         self._configure_gradients()
 
     def _configure_gradients(self) -> None:
@@ -218,14 +218,14 @@ class Buckets:
             handle.remove()
         order = self._agreed_order()
         for unit, grads in buckets_in(self.units):
-            assert isinstance(unit.group.storage, ReplicatedParams)
+            assert isinstance(unit.group.unit_params, ReplicatedParams)
             grads.take_last_edits()
-            unit.group.storage.unhook()
+            unit.group.unit_params.unhook()
         self._fill(order)
         for unit in self.units:
             unit.group.failure = unit.lifecycle.failure
-            unit.group.storage.label = unit.label
-            unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
+            unit.group.unit_params.label = unit.label
+            unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order; parameters without a gradient come last."""
@@ -321,8 +321,8 @@ class ReplicateModule(GradientSetters):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of nn.Module, mixed in
         for unit, grads in buckets_in(units_in(self)):
             unit.group.reshard()
-            unit.group.storage.take_replacements()
-            unit.group.storage.rebuild()
+            unit.group.unit_params.take_replacements()
+            unit.group.unit_params.rebuild()
             grads.forget_bucket()  # torch has cast or moved .grad too
         return result
 

@@ -112,7 +112,7 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     """Return whether to summon a unit, or raise. False if it has no shards, or is summoned."""
     if not unit.params:
         return False
-    if isinstance(unit.group.storage, ReplicatedParams):
+    if isinstance(unit.group.unit_params, ReplicatedParams):
         if options.rank0_only:
             raise ValueError(
                 f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits "
@@ -125,8 +125,8 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     unit.lifecycle.check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
     unit.group.adopt_edits()
-    check_not_subclass(unit.group.storage, "meshard.unsharded_params")
-    unit.group.storage.check_materialised()
+    check_not_subclass(unit.group.unit_params, "meshard.unsharded_params")
+    unit.group.unit_params.check_materialised()
     return True
 
 
@@ -286,8 +286,8 @@ def _send_to_replicas(group: ParamGroup) -> None:
 
 
 def _storage_of(group: ParamGroup) -> FlatShard:
-    assert isinstance(group.storage, FlatParams)  # see _needs_summon
-    return group.storage.flat_shard
+    assert isinstance(group.unit_params, FlatParams)  # see _needs_summon
+    return group.unit_params.flat_shard
 
 
 def _pairs(

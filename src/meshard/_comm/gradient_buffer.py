@@ -116,7 +116,7 @@ class GradientLayout:
         stride = torch.empty(shape, device="meta").stride()
         return _Owned(index, self.ranges[index].offset, tuple(shape), tuple(stride))
 
-    def pack(
+    def reduce_scatter_copy_in(
         self,
         rows: Rows,
         gradients: list[torch.Tensor | None],

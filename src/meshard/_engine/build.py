@@ -333,16 +333,16 @@ def allocate(
     flags = [original.requires_grad for original in originals]
     locals_ = [plain_of(original).detach() for original in originals]
     hook = gradient_hook_maker(unit)
-    storage: UnitParams
+    unit_params: UnitParams
     if unit_plan.is_subclass:
         for param, local, flag in zip(params, locals_, flags, strict=True):
             shard = _own_copy(local, mesh_info)
             shard = shard if shard.is_meta else shard.to(spec.device)
             param.make_sharded(shard, mesh_info, requires_grad=flag)
-        storage = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+        unit_params = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
     else:
         layouts, rank = [param.layout for param in params], mesh_info.shard_rank
-        storage = FlatParams(
+        unit_params = FlatParams(
             params,
             [layout.own_part(local, rank) for layout, local in zip(layouts, locals_, strict=True)],
             flags,
@@ -353,16 +353,16 @@ def allocate(
         )
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
-    give_params(unit, storage, policy)
+    give_params(unit, unit_params, policy)
     if not is_debugging():  # under MESHARD_DEBUG=1 all values have been compared already
         unit.group.record_first_values(locals_)
     return unit
 
 
-def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
-    """Make ``storage`` the parameters of ``unit``, without gradients."""
-    rules = GradientRules(storage, policy.reduce_dtype, policy.accumulate_dtype)
-    unit.group = ParamGroup(storage, GradientAccumulator(storage, rules))
+def give_params(unit: Unit, unit_params: UnitParams, policy: MixedPrecisionPolicy) -> None:
+    """Make ``unit_params`` the parameters of ``unit``, without gradients."""
+    rules = GradientRules(unit_params, policy.reduce_dtype, policy.accumulate_dtype)
+    unit.group = ParamGroup(unit_params, GradientAccumulator(unit_params, rules))
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:

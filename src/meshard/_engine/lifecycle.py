@@ -143,7 +143,7 @@ class Lifecycle:
         for number, unit in enumerate(units):
             unit.number, unit.lifecycle = number, self
             unit.reduced_in = -1
-            unit.group.storage.label = unit.label
+            unit.group.unit_params.label = unit.label
             unit.group.failure = self.failure
         self.use(comm)
 
@@ -152,7 +152,7 @@ class Lifecycle:
         self._queue.finish_all()
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
-            unit.group.storage.comm = comm.with_custom(unit.settings.comm)
+            unit.group.unit_params.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> list[Unit]:
         return alive(self._units)
@@ -795,7 +795,7 @@ class Lifecycle:
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory, and publish their gradients."""
         for group in self.groups():
-            if group.storage.host_copies is not None:
+            if group.unit_params.host_copies is not None:
                 group.settle()
 
     # --- failures ---------------------------------------------------------------------

@@ -281,7 +281,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def link_siblings(units: list[Unit]) -> Unit:
     """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
     for unit in units[1:]:
-        is_subclass = isinstance(unit.group.storage, SubclassParams)
+        is_subclass = isinstance(unit.group.unit_params, SubclassParams)
         suffix = " (tensor subclasses)" if is_subclass else ""
         unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix
     return nest(units)

@@ -51,15 +51,15 @@ class GradientRules:
 
     def __init__(
         self,
-        storage: UnitParams,
+        unit_params: UnitParams,
         reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
         accumulate_dtype: torch.dtype | None,  # None: the wider of float32 and the parameters'
     ) -> None:
-        self._storage = storage
+        self._unit_params = unit_params
         self.reduce_dtype = reduce_dtype
         self.chosen_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
-        self._all = tuple(range(len(storage.params)))
+        self._all = tuple(range(len(unit_params.params)))
         self.everything = frozenset(self._all)
         self._widest_of: FlatLayout | None = None
         self._widest = torch.float32
@@ -76,7 +76,7 @@ class GradientRules:
             present = used.union(*(grads.layout.indices for grads in accumulated if grads))
             indices = tuple(
                 index
-                for index, param in enumerate(self._storage.params)
+                for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
                 or param.unsharded.requires_grad  # it was frozen since the last forward
                 or index in present
@@ -84,8 +84,8 @@ class GradientRules:
         if indices not in self._layouts:
             if len(self._layouts) >= _MAX_LAYOUTS:  # the user freezes parameters at random
                 self._layouts.clear()
-            layouts = [param.layout for param in self._storage.params]
-            self._layouts[indices] = GradientLayout(layouts, indices, self._storage.spec.device)
+            layouts = [param.layout for param in self._unit_params.params]
+            self._layouts[indices] = GradientLayout(layouts, indices, self._unit_params.spec.device)
         return self._layouts[indices]
 
     @property
@@ -93,7 +93,7 @@ class GradientRules:
         if self.chosen_dtype is not None:
             return self.chosen_dtype
         # Of the parameters as they are now: Module.double may have been called since.
-        layout = self._storage.layout
+        layout = self._unit_params.layout
         if layout is not self._widest_of:
             dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
             self._widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -103,8 +103,8 @@ class GradientRules:
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
         if self.reduce_dtype is not None:
             return self.reduce_dtype
-        dtypes = self._storage.compute_dtypes
-        if self._storage.is_one_dtype:
+        dtypes = self._unit_params.compute_dtypes
+        if self._unit_params.is_one_dtype:
             return dtypes[0]
         return functools.reduce(torch.promote_types, (dtypes[index] for index in layout.indices))
 
@@ -152,15 +152,17 @@ class ReductionInFlight(NamedTuple):
 class GradientAccumulator:
     """The accumulators of one unit, and the moves between them."""
 
-    def __init__(self, storage: UnitParams, rules: GradientRules) -> None:
-        self.storage = storage
+    def __init__(self, unit_params: UnitParams, rules: GradientRules) -> None:
+        self.unit_params = unit_params
         self.rules = rules
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
-        self.sharded = _grads_of(storage)  # A
-        self.is_replicated = isinstance(storage, ReplicatedParams)
+        self.sharded = _grads_of(unit_params)  # A
+        self.is_replicated = isinstance(unit_params, ReplicatedParams)
         self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
-        self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
+        self._converted = [
+            i for i, param in enumerate(unit_params.params) if param.needs_conversion
+        ]
         self.num_in_flight = 0
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
         # Parameters that were cleared: while a reduction was in flight; since something was added.
@@ -168,10 +170,10 @@ class GradientAccumulator:
         self._cleared: frozenset[int] = frozenset()
         self.window = Window()
 
-    def for_copy(self, storage: UnitParams) -> GradientAccumulator:
+    def for_copy(self, unit_params: UnitParams) -> GradientAccumulator:
         """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
-        rules = GradientRules(storage, self.rules.reduce_dtype, self.rules.chosen_dtype)
-        copied = GradientAccumulator(storage, rules)
+        rules = GradientRules(unit_params, self.rules.reduce_dtype, self.rules.chosen_dtype)
+        copied = GradientAccumulator(unit_params, rules)
         copied.window = dataclasses.replace(self.window)
         return copied
 
@@ -200,10 +202,10 @@ class GradientAccumulator:
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None for unreduced gradients."""
-        mesh_info, found = self.storage.spec.mesh_info, dict[int, DTensor | None]()
+        mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
-                found[index] = self.storage.params[index].partial_of(local, mesh_info)
+                found[index] = self.unit_params.params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
@@ -221,7 +223,7 @@ class GradientAccumulator:
             self._partial = self._partial.without(self._cleared)
         if self.sharded.has_arrivals:
             for index in gone:  # the user may have set them, after unshard()
-                self.storage.params[index].unsharded.grad = None
+                self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:
@@ -246,7 +248,7 @@ class GradientAccumulator:
     def abandon(self, *, is_void: bool) -> None:
         """Forget what arrived and what is in flight; if void, drop ``.grad`` and all else."""
         if self.sharded.has_arrivals:
-            for param in self.storage.params:
+            for param in self.unit_params.params:
                 param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
@@ -262,7 +264,7 @@ class GradientAccumulator:
 
         Not where they are sent in another dtype than they are accumulated in.
         """
-        if not self.storage.params or self._unreduced is not None or self.num_in_flight:
+        if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
         layout = self.rules.layout_for(frozenset(), ())
         if not layout.packed_early:
@@ -283,7 +285,7 @@ class GradientAccumulator:
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
         """Take the gradients that have arrived; those for ``U`` may lack sums over other axes."""
-        params = self.storage.params
+        params = self.unit_params.params
         if not self.sharded.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
         gradients: list[torch.Tensor | None] = []
@@ -310,7 +312,7 @@ class GradientAccumulator:
 
         If it ``may_lack_sum``, that is this rank's part where all in ``U`` lack the same sum.
         """
-        param, unreduced = self.storage.params[index], self._unreduced
+        param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
         is_first = unreduced is None or index not in unreduced.used
         if missing is not None and (is_first or missing == self._missing_sums.get(index)):
@@ -341,7 +343,9 @@ class GradientAccumulator:
         dtype = self.rules.accumulate_dtype
         flat = None if self.num_in_flight else self.sharded.free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        layout.pack([flat], arrived.gradients, packed=self.sharded.place_received([flat], 1))
+        layout.reduce_scatter_copy_in(
+            [flat], arrived.gradients, packed=self.sharded.place_received([flat], 1)
+        )
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
 
@@ -355,7 +359,7 @@ class GradientAccumulator:
         flat = unreduced.laid_out(layout)
         if hooks:
             new = layout.allocate(flat.dtype)
-            layout.pack([new], arrived.gradients)
+            layout.reduce_scatter_copy_in([new], arrived.gradients)
             layout.run_hooks(hooks, new, arrived.used)
             flat.add_(new)
         else:
@@ -376,21 +380,21 @@ class GradientAccumulator:
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self.window.divide(divide_factor, self.storage.label)
+        self.window.divide(divide_factor, self.unit_params.label)
         self._open_window()
         if over_replicas:
             self.window.close()
-        mesh_info = self.storage.spec.mesh_info
+        mesh_info = self.unit_params.spec.mesh_info
         publishes = over_replicas or mesh_info.replicate_group is None
         plan = self._plan(
             layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
         )
-        if self.storage.comm.is_checked:
+        if self.unit_params.comm.is_checked:
             _check_agreement(plan, mesh_info, over_replicas=publishes)
         rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
-        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
+        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
         self.num_in_flight += 1
         self.has_reduced = True
         return ReductionInFlight(reduction, layout, publishes)
@@ -403,7 +407,7 @@ class GradientAccumulator:
         over_replicas: bool,
         divide_factor: float | None,
     ) -> ReducePlan:
-        mesh_info, average = self.storage.spec.mesh_info, self.sharded.average
+        mesh_info, average = self.unit_params.spec.mesh_info, self.sharded.average
         plan = ReducePlan(
             wire_dtype=self._wire_dtype(layout, settings),
             accumulate_dtype=self.rules.accumulate_dtype,
@@ -411,7 +415,7 @@ class GradientAccumulator:
             replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
-            label=self.storage.label,
+            label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
         # A small unit is packed by one kernel, which divides nothing; hooks see no quotients.
@@ -446,7 +450,9 @@ class GradientAccumulator:
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
             packed = self.sharded.place_received(rows, plan.divided_by)
-            layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
+            layout.reduce_scatter_copy_in(
+                rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed
+            )
             layout.run_hooks(on_arrived, rows[0], used)
         if settings.zero_unused:
             used = frozenset(layout.indices)
@@ -455,7 +461,7 @@ class GradientAccumulator:
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return uninitialised memory to send from; in one block if hooks are to see it."""
-        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
+        comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
         free = self.sharded.free_memory(layout, wire)  # nothing else of the unit is in flight
         if free is not None:
             return [free]
@@ -471,7 +477,7 @@ class GradientAccumulator:
         Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.publishes and self.storage.host_copies is None:  # otherwise settle does it
+        if in_flight.publishes and self.unit_params.host_copies is None:  # otherwise settle does it
             self._release_if_settled()
         result = self._result_of(in_flight)
         if result is None:
@@ -492,7 +498,7 @@ class GradientAccumulator:
         try:
             reduced = in_flight.reduction.finish()
         except RuntimeError as error:
-            explain_failure(error, f"reduction of unit {self.storage.label!r}")
+            explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self.sharded.average is not None:
@@ -503,12 +509,12 @@ class GradientAccumulator:
         return result.without(dropped)
 
 
-def _grads_of(storage: UnitParams) -> PublishedGrads:
-    if storage.host_copies is not None:
-        return HostGrads(storage)
-    if isinstance(storage, ReplicatedParams):
-        return ReplicatedGrads(storage)
-    return ShardedGrads(storage)
+def _grads_of(unit_params: UnitParams) -> PublishedGrads:
+    if unit_params.host_copies is not None:
+        return HostGrads(unit_params)
+    if isinstance(unit_params, ReplicatedParams):
+        return ReplicatedGrads(unit_params)
+    return ShardedGrads(unit_params)
 
 
 def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool) -> None:

@@ -112,8 +112,8 @@ class PublishedGrads:
     # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
     average: Callable[[GradientLayout, torch.Tensor], None] | None = None
 
-    def __init__(self, storage: UnitParams) -> None:
-        self._storage = storage
+    def __init__(self, unit_params: UnitParams) -> None:
+        self._unit_params = unit_params
 
     @property
     def are_shown(self) -> bool:
@@ -145,7 +145,7 @@ class PublishedGrads:
 
     def clear(self) -> None:
         """Clear every ``.grad``, and drop what is on its way there."""
-        for param in self._storage.params:
+        for param in self._unit_params.params:
             param.sharded.grad = None
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
@@ -176,8 +176,8 @@ class PublishedGrads:
 class ShardedGrads(PublishedGrads):
     """The ``.grad`` of the sharded parameters of one unit."""
 
-    def __init__(self, storage: UnitParams) -> None:
-        super().__init__(storage)
+    def __init__(self, unit_params: UnitParams) -> None:
+        super().__init__(unit_params)
         # Weak: the sums are freed as soon as the user clears the last .grad.
         self._shown: Callable[[], Published | None] = _nothing
 
@@ -192,7 +192,7 @@ class ShardedGrads(PublishedGrads):
         hooked, has_none = self._inspect(new)
         if hooked:
             self._run_tensor_hooks(new, hooked)
-            has_none = is_clear(self._storage.params)
+            has_none = is_clear(self._unit_params.params)
         shown = self._shown()
         if has_none:
             self._set_all(new)
@@ -205,7 +205,7 @@ class ShardedGrads(PublishedGrads):
         else:
             self._set_all(self._sum_with_foreign(new))
         for index in hooked:
-            sharded = self._storage.params[index].sharded
+            sharded = self._unit_params.params[index].sharded
             for hook in tuple((accumulation_hooks_of(sharded) or {}).values()):
                 hook(sharded)
 
@@ -244,7 +244,7 @@ class ShardedGrads(PublishedGrads):
         for index, local in self._locals(shown.grads):
             if index not in used:
                 continue
-            sharded = self._storage.params[index].sharded
+            sharded = self._unit_params.params[index].sharded
             dtype = gradient_dtype(sharded)
             if local.dtype != dtype:
                 local = local.to(dtype)
@@ -267,7 +267,7 @@ class ShardedGrads(PublishedGrads):
             sources.append(shown.grads.flat)
             moved = Published(shown.grads._replace(flat=flat))
             views = dict(self._locals(moved.grads))
-        for index, param in enumerate(self._storage.params):
+        for index, param in enumerate(self._unit_params.params):
             gradient, local = param.sharded.grad, self._grad(index)
             if gradient is None or local is None:
                 continue
@@ -286,11 +286,11 @@ class ShardedGrads(PublishedGrads):
         return sources
 
     def _grad(self, index: int) -> torch.Tensor | None:
-        gradient = self._storage.params[index].sharded.grad
+        gradient = self._unit_params.params[index].sharded.grad
         return None if gradient is None else local_of(gradient)
 
     def _is_ours(self, index: int) -> bool:
-        gradient, shown = self._storage.params[index].sharded.grad, self._shown()
+        gradient, shown = self._unit_params.params[index].sharded.grad, self._shown()
         return (
             shown is not None
             and gradient is not None
@@ -299,7 +299,7 @@ class ShardedGrads(PublishedGrads):
         )
 
     def _locals(self, grads: FlatGradients) -> list[tuple[int, torch.Tensor]]:
-        return grads.shards(self._storage.spec.mesh_info.shard_rank)
+        return grads.shards(self._unit_params.spec.mesh_info.shard_rank)
 
     def _addresses_of(self, grads: FlatGradients) -> dict[int, int]:
         locals_ = ((index, self._grad(index)) for index in grads.used)
@@ -333,7 +333,7 @@ class ShardedGrads(PublishedGrads):
         """Return which parameters in ``new`` have hooks, and whether no ``.grad`` is set."""
         hooked, has_none = [], True
         with without_torch_function():
-            for index, param in enumerate(self._storage.params):
+            for index, param in enumerate(self._unit_params.params):
                 sharded = param.sharded
                 if sharded.grad is not None:
                     has_none = False
@@ -343,7 +343,7 @@ class ShardedGrads(PublishedGrads):
 
     def _run_tensor_hooks(self, new: FlatGradients, hooked: list[int]) -> None:
         for index, local in self._locals(new):
-            sharded = self._storage.params[index].sharded
+            sharded = self._unit_params.params[index].sharded
             hooks = gradient_hooks_of(sharded) if index in hooked else None
             if hooks:
                 # A copy: a hook may keep it.
@@ -360,7 +360,7 @@ class ShardedGrads(PublishedGrads):
     def publish_unread(self, new: FlatGradients) -> bool:
         """Do what ``publish`` does if that reads no values; return whether it did."""
         hooked, has_none = self._inspect(new)
-        dtypes = {gradient_dtype(self._storage.params[index].sharded) for index in new.used}
+        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in new.used}
         if hooked or not has_none or dtypes != {new.flat.dtype}:
             return False
         self._set_all(new)
@@ -376,7 +376,7 @@ class ShardedGrads(PublishedGrads):
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
             return None
         used = shown.grads.used | new.used
-        dtypes = {gradient_dtype(self._storage.params[index].sharded) for index in used}
+        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in used}
         if not dtypes == {shown.grads.flat.dtype} == {new.flat.dtype}:
             return None
         self._set_more(shown, new.used)
@@ -390,11 +390,11 @@ class HostGrads(PublishedGrads):
     at once where that reads no values; they are there after ``settle``, which waits for the copies.
     """
 
-    def __init__(self, storage: UnitParams) -> None:
-        super().__init__(storage)
-        assert storage.host_copies is not None
-        self._host_copies = storage.host_copies
-        self._in_host_memory = ShardedGrads(storage)
+    def __init__(self, unit_params: UnitParams) -> None:
+        super().__init__(unit_params)
+        assert unit_params.host_copies is not None
+        self._host_copies = unit_params.host_copies
+        self._in_host_memory = ShardedGrads(unit_params)
         self._arriving: FlatGradients | None = None  # copied to a buffer that no .grad shows yet
 
     @property
@@ -407,7 +407,7 @@ class HostGrads(PublishedGrads):
 
         **Stream:** as ``HostCopies.store``. **Lifetime:** the result keeps ``new`` alive.
         """
-        comm = self._storage.comm
+        comm = self._unit_params.comm
         if self._arriving is not None:
             # Otherwise the sum of both would be added to .grad, which rounds in another order.
             self.settle()
@@ -416,7 +416,7 @@ class HostGrads(PublishedGrads):
             return self._host_copies.store(sums, new.flat, comm, add=True)
         # New memory each time: the user may still hold the last gradient. torch caches pinned
         # memory, so this costs no call of the driver in later steps.
-        host = self._storage.spec.location.empty_like(new.flat)
+        host = self._unit_params.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm)
         arriving = new._replace(flat=host)
         if not self._in_host_memory.publish_unread(arriving):

@@ -90,7 +90,7 @@ class ReduceQueue:
             )
         if in_flight is None:
             return
-        log_event("reduce", gradients.storage.label)
+        log_event("reduce", gradients.unit_params.label)
         self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
         # Skipped for small units: polling at every gradient costs more than the memory is worth.
         self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
@@ -115,7 +115,7 @@ class ReduceQueue:
         gradients, in_flight, after, on_reduced = self._queue.popleft()
         with unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
-        log_event("reduced", gradients.storage.label)
+        log_event("reduced", gradients.unit_params.label)
         self._leaving.wait()  # it keeps the device's memory until compute has waited
         self._leaving = leaving or DONE
         if on_reduced is not None:

@@ -39,9 +39,9 @@ class ReplacedCount:
 class ReplicatedGrads(PublishedGrads):
     """The ``.grad`` of the parameters of one bucket."""
 
-    def __init__(self, storage: ReplicatedParams) -> None:
-        super().__init__(storage)
-        self._params = storage.params
+    def __init__(self, unit_params: ReplicatedParams) -> None:
+        super().__init__(unit_params)
+        self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
         self._mark = Mark()
@@ -108,8 +108,8 @@ class ReplicatedGrads(PublishedGrads):
             if index == arrived:
                 if is_ours:
                     raise RuntimeError(
-                        f"parameter {param.fqn!r} of {self._storage.label!r} got a gradient from "
-                        "outside the forward of the replicated module before the backward of the "
+                        f"parameter {param.fqn!r} of {self._unit_params.label!r} got a gradient "
+                        "from outside the forward of the replicated module before the backward of the "
                         "module had begun, and holds a gradient that is reduced already; drop "
                         "that first (zero_grad()), or compute this part of the loss inside the "
                         "module's forward."
@@ -236,8 +236,8 @@ class ReplicatedGrads(PublishedGrads):
         if not self.replaced.count:
             names = ", ".join(repr(self._params[i].fqn) for i in sorted(replaced))
             warnings.warn(
-                f".grad of {names} in {self._storage.label!r} was replaced by another tensor; it "
-                "is taken over by value, which costs a copy. Change gradients in place "
+                f".grad of {names} in {self._unit_params.label!r} was replaced by another tensor; "
+                "it is taken over by value, which costs a copy. Change gradients in place "
                 "(grad.mul_(...), grad.copy_(...)) to keep them views of their bucket. This is "
                 "said once; num_replaced_gradients counts.",
                 stacklevel=2,

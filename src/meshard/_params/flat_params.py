@@ -112,9 +112,9 @@ class FlatParams(ShardedUnitParams):
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
-    def fill_unsharded(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, rows: Rows) -> None:
         if self._custom is not None:
-            self._custom.fill_unsharded(rows)
+            self._custom.all_gather_copy_out(rows)
             self._read_dtypes()
             return
         self.unsharded.allocate()

@@ -199,7 +199,7 @@ class ReplicatedParams(UnitParams):
         return Gathered([], DONE)
 
     @torch.no_grad()
-    def fill_unsharded(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, rows: Rows) -> None:
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:

@@ -408,7 +408,7 @@ class SubclassParams(ShardedUnitParams):
         self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
-    def fill_unsharded(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, rows: Rows) -> None:
         assert self._gather is not None
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()

@@ -76,7 +76,7 @@ class UnitParams(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fill_unsharded(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, rows: Rows) -> None:
         """Allocate the unsharded parameters and fill them from what was gathered."""
 
     @abc.abstractmethod

@@ -200,18 +200,21 @@ class FlatStepper:
         self.slices = []
         for owner in owners_of(params) if self._is_pointwise else ():
             owner.adopt_edits()
-            if isinstance(owner.storage, FlatParams):
-                self.slices += self._slices_of(owner.storage, numbers)
+            if isinstance(owner.unit_params, FlatParams):
+                self.slices += self._slices_of(owner.unit_params, numbers)
         in_slices = {id(param) for each in self.slices for param in each.params}
         self._loose = [param for param in params if id(param) not in in_slices]
 
-    def _slices_of(self, storage: FlatParams, numbers: dict[int, int]) -> Iterator[FlatSlice]:
+    def _slices_of(self, unit_params: FlatParams, numbers: dict[int, int]) -> Iterator[FlatSlice]:
         """Iterate over the longest ranges of a unit that can be stepped as one."""
-        shard = storage.flat_shard
+        shard = unit_params.flat_shard
         for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
             keyed = []
             for each in segment.ranges:
-                param, numel = storage.params[each.index].sharded, shard.locals[each.index].numel()
+                param, numel = (
+                    unit_params.params[each.index].sharded,
+                    shard.locals[each.index].numel(),
+                )
                 apart = id(param) if id(param) in self._apart else None
                 key = numbers.get(id(param)), apart, history_of(self._state.get(param, {}))
                 keyed.append((key, Member(param, each.offset, numel)))

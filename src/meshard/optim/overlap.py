@@ -308,7 +308,7 @@ class UnitStepper:
         self._worker = worker
         self._change = change
         self._work: Pending | None = None  # the end of the pending step; None: it is deferred
-        self.host_copies = group.storage.host_copies
+        self.host_copies = group.unit_params.host_copies
         self.flat = FlatStepper(make, group)
         self.params = [param for params in members.values() for param in params]
         # A gather comes before each use; plain tensors (replicate) are read without.
