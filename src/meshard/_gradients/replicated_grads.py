@@ -109,8 +109,8 @@ class ReplicatedGrads(PublishedGrads):
                 if is_ours:
                     raise RuntimeError(
                         f"parameter {param.fqn!r} of {self._unit_params.label!r} got a gradient "
-                        "from outside the forward of the replicated module before the backward of the "
-                        "module had begun, and holds a gradient that is reduced already; drop "
+                        "from outside the forward of the replicated module before the backward of "
+                        "the module had begun, and holds a gradient that is reduced already; drop "
                         "that first (zero_grad()), or compute this part of the loss inside the "
                         "module's forward."
                     )
