@@ -49,6 +49,8 @@ class ReplicatedGrads(PublishedGrads):
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
+        # The range of each large parameter in the bucket, in the parameter's shape.
+        self._parts: dict[int, torch.Tensor] = {}
         # Large gradients of a backward, in the bucket as they arrive. None: it is not free.
         self._received: FlatGradients | None = None
         self._divisor = 1  # by which those are divided
@@ -70,11 +72,16 @@ class ReplicatedGrads(PublishedGrads):
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
+            self._parts = {
+                index: self._params[index].shaped(layout.part_of(bucket, index))
+                for index in layout.packed_early
+            }
         return bucket
 
     def forget_bucket(self) -> None:
         """Forget the bucket: everything in ``.grad`` counts as set by the user."""
         self._published = self._bucket = None
+        self._parts = {}
 
     def take_last_edits(self) -> None:
         """Apply and count what users did to ``.grad``: another bucket takes over."""
@@ -170,7 +177,13 @@ class ReplicatedGrads(PublishedGrads):
             return unreduced
         param.unsharded.grad = None
         with unrecorded():
-            part, own = into.layout.part_of(into.flat, index), param.plain_gradient(gradient)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if unreduced is None:
+                part, own = self._parts[index], gradient
+            else:
+                part = into.layout.part_of(into.flat, index)
+                own = param.plain_gradient(gradient)
             if index in into.used:
                 part.add_(own, alpha=1 / divisor)
             else:
