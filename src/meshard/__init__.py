@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from meshard.accumulation import (
-    PendingGradients,
     finalize_gradients,
     gradient_sync,
     microbatches,
@@ -24,31 +23,27 @@ from meshard.fsdp_module import (
 )
 from meshard.grad_scaler import ShardedGradScaler
 from meshard.initialization import materialize
-from meshard.offloading import Offloaded, offload, onload
-from meshard.optim.flat import FlatOptimizer, flat_optimizer
+from meshard.offloading import offload, onload
+from meshard.optim.flat import flat_optimizer
 from meshard.optim.overlap import OverlappedOptimizer, overlap_optimizer
 from meshard.policies import (
-    AllGather,
-    Comm,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientSync,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ReduceScatter,
     ShardPlacementResult,
 )
-from meshard.reduce_hooks import WireCompression, register_reduce_hook
+from meshard.reduce_hooks import register_reduce_hook
 from meshard.replication import ReplicateModule, replicate
 from meshard.weights import unsharded_params
 
 # fmt: off
 __all__ = [
-    "AllGather", "CPUOffloadPolicy", "Comm", "CommLedger", "DataParallelMeshDims", "FSDPModule",
-    "FlatOptimizer", "GradientReductionHandle", "GradientSync", "MixedPrecisionPolicy",
-    "OffloadPolicy", "Offloaded", "OverlappedOptimizer", "PendingGradients", "ReduceScatter",
-    "ReplicateModule", "ShardPlacementResult", "ShardedGradScaler", "UnshardHandle",
-    "WireCompression", "clip_grad_norm_", "describe", "finalize_gradients", "flat_optimizer",
+    "CPUOffloadPolicy", "CommLedger", "DataParallelMeshDims", "FSDPModule",
+    "GradientReductionHandle", "GradientSync", "MixedPrecisionPolicy", "OffloadPolicy",
+    "OverlappedOptimizer", "ReplicateModule", "ShardPlacementResult", "ShardedGradScaler",
+    "UnshardHandle", "clip_grad_norm_", "describe", "finalize_gradients", "flat_optimizer",
     "fully_shard", "fully_shard_units", "get_total_norm", "gradient_sync", "materialize",
     "microbatches", "no_sync", "offload", "onload", "overlap_optimizer", "pending_gradients",
     "register_fsdp_forward_method", "register_reduce_hook", "replicate", "share_comm_ctx",

@@ -149,7 +149,7 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
         unit.lifecycle.finish_reductions()
         is_open = is_open or unit.gradients.is_pending
         for index, partial in unit.gradients.pending_of_params().items():
-            param = unit.group.params[index]  # installed: either its sharded or unsharded tensor
+            param = unit.group.params[index]  # modules hold its sharded or its unsharded tensor
             # A unit of several modules may have parameters that are not in this module.
             name = names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn
             partials[name] = partial
@@ -196,8 +196,9 @@ def uneven_batches(
     ``set_gradient_divide_factor`` was called). ``.grad`` is there also where the batch is None, so
     every rank steps its optimizer every time, and ranks stay equal.
 
-    Each batch needs a backward. At most one backward per iteration may reduce fully; none does
-    under ``no_sync``, which ranks with a batch must enter alike, and the others learn.
+    Each batch needs a backward. At most one backward per iteration may reduce fully. Under
+    ``no_sync`` none does; ranks with a batch must enter it in the same iterations, and the ranks
+    without one follow them.
 
     **Collective:** every rank of the mesh, twice in each iteration: one number per rank as it
     begins, and one when gradients are reduced, or else at its end. Collectives of yours come after
@@ -207,7 +208,7 @@ def uneven_batches(
 
     Args:
         module: The module that ``replicate`` was applied to.
-        batches: Those of this rank.
+        batches: The batches of this rank.
         divide_by_initial_world_size: Divide by the number of all ranks, as DDP's ``join`` does.
         throw_on_early_termination: Raise on all ranks once one has no batch left.
 
@@ -228,7 +229,7 @@ def uneven_batches(
     check_bool("throw_on_early_termination", throw_on_early_termination)
     units = list(units_in(module))
     are_replicated = all(
-        isinstance(unit.group.storage, ReplicatedParams) for unit in units if unit.params
+        isinstance(unit.group.unit_params, ReplicatedParams) for unit in units if unit.params
     )
     if not are_replicated or "_meshard_buckets" not in vars(module):
         raise ValueError(
@@ -287,22 +288,22 @@ def _uneven_batches(
 class _Report(enum.IntEnum):
     """What a rank sends to all others in an iteration of ``uneven_batches``."""
 
-    # As it begins:
+    # Sent as an iteration begins:
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
-    FAILED = enum.auto()  # also instead of what follows
-    # When the first unit is reduced, or else at its end:
+    FAILED = enum.auto()  # may also be sent in the place of the reports below
+    # Sent when the first unit is reduced, or else at the end of the iteration:
     REDUCES = enum.auto()
-    KEEPS = enum.auto()  # no backward has reduced
-    JOINS = enum.auto()  # it has no batch
-    LEFT = enum.auto()  # it had one, and has left the loop before any reduction
+    KEEPS = enum.auto()  # its backward has reduced nothing
+    JOINS = enum.auto()  # it has no batch, and takes part in the reductions of the others
+    LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
 
 
 class _UnevenLoop:
     """What a rank knows of the others in ``uneven_batches``.
 
-    They exchange reports twice per iteration. What goes wrong after the second is reported by the
-    next one, before any rank issues another collective.
+    The ranks exchange reports twice per iteration. A failure after the second exchange is reported
+    in the next one, before any rank issues another collective.
     """
 
     def __init__(self, units: list[Unit], *, divides_by_all: bool, ends_early: bool) -> None:
@@ -313,12 +314,12 @@ class _UnevenLoop:
         self._units, self._pg, self._device = units, spec.mesh_info.replicate_group, spec.device
         self._divides_by_all, self._ends_early = divides_by_all, ends_early
         self._problem = ""
-        self._has_failed = False  # found after the second exchange
+        self._has_failed = False  # something went wrong after the second exchange
         self._began_at = 0  # the number of the next backward, as the iteration began
         self._reduces_in: int | None = None  # the number of the backward that reduces
 
     def begin(self, *, has_batch: bool) -> None:
-        """Learn who has a batch, and raise if an iteration before has failed somewhere.
+        """Learn which ranks have a batch; raise if an earlier iteration has failed on any rank.
 
         **Collective:** all ranks.
         """
@@ -369,7 +370,7 @@ class _UnevenLoop:
         return GradientSync.FULL if reducing else GradientSync.NONE
 
     def _raise(self, problem: str) -> NoReturn:
-        self._problem = problem  # for whoever catches it and goes on
+        self._problem = problem  # raised again if the user catches the error and goes on
         raise RuntimeError(problem)
 
     def before_reduction(self) -> None:
@@ -380,13 +381,13 @@ class _UnevenLoop:
             self._reduces_in = self.lifecycle.backward_number
             self._exchange_mode(_Report.REDUCES)
         elif self._reduces_in != self.lifecycle.backward_number:
-            self._exchange(_Report.FAILED)  # in the place of the next ``begin``
+            self._exchange(_Report.FAILED)  # the other ranks are in their next ``begin``
 
     def join(self, module: nn.Module) -> bool:
-        """Run a backward that uses no parameter: it issues the collectives of the others'.
+        """Run a backward that uses no parameter, and issues the collectives of the other ranks.
 
-        Where they reduce nothing, zeros are pending here as gradients are there. Return whether the
-        others are still in the loop.
+        Where those reduce nothing, a gradient of zero is pending on this rank, as theirs is on
+        them. Returns whether the other ranks are still in the loop.
         """
         mode = self._exchange_mode(_Report.JOINS)
         if mode is None:
@@ -405,9 +406,9 @@ class _UnevenLoop:
         return True
 
     def leave(self) -> None:
-        """Leave the loop in its body: others may wait for what this rank reports."""
+        """Report that the user has left the loop: other ranks may be waiting for a report."""
         if self._reduces_in is None and not self._problem:
-            with contextlib.suppress(RuntimeError):  # of the group, which may be gone
+            with contextlib.suppress(RuntimeError):  # the group may be destroyed already
                 self._exchange_mode(_Report.LEFT)
 
     def end(self) -> None:

@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
-from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.unit import UnitSettings, link_siblings, move_buffers, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
@@ -37,6 +36,7 @@ from meshard._torch.private import (
 )
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
+from meshard.optim.hooks import clear_pending
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -123,8 +123,8 @@ def fully_shard(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: Something cannot be sharded as asked; the module is left as it was.
-        NotImplementedError: So with a parameter that has ``fsdp_pre_all_gather``; or ``mp_policy``
-            has a field that torch has added since 2.15.
+        NotImplementedError: A parameter with ``fsdp_pre_all_gather`` cannot be sharded as asked; or
+            ``mp_policy`` has a field that torch has added since 2.15.
 
     >>> import torch
     >>> model = torch.nn.Sequential(fully_shard(torch.nn.Linear(8, 8)), torch.nn.Linear(8, 1))
@@ -166,7 +166,7 @@ def fully_shard(
     return module
 
 
-# As torch's has: its pipeline schedules call ``fully_shard.state(module)``.
+# torch's pipeline schedules call ``fully_shard.state(module)``.
 setattr(fully_shard, "state", state_of)  # noqa: B010  # mypy refuses the assignment
 
 
@@ -182,7 +182,7 @@ def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
 
 
 def tag_left_out(ignored: Iterable[nn.Parameter]) -> None:
-    """Note that the user knows of parameters that no unit reduces."""
+    """Tag parameters that are in no unit on purpose, so that no warning names them."""
     for param in ignored:
         if tag_of(param)[0] is None:
             tag_tensor(param, TensorTag.LEFT_OUT, "")
@@ -234,7 +234,7 @@ def check_mesh(mesh: object) -> None:
 
 
 def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return torch's policy, or ours, as ours."""
+    """Return ``mp_policy``, which may be torch's, as a policy of meshard."""
     if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}.")
     fields = {each.name for each in dataclasses.fields(TorchMixedPrecisionPolicy)}
@@ -286,14 +286,14 @@ def _settings(
 # --- the default mesh ----------------------------------------------------------------------
 
 _EXIT_SECONDS = 0.05  # see _destroy_group
-# By identity: successive default groups have the same name, by which a mesh finds its group. Both
-# weakly: a mesh keeps its group, which keeps threads and sockets.
+# By the group itself, because successive default groups have the same name, by which a mesh finds
+# its group. Both references are weak: a mesh keeps its group alive, with its threads and sockets.
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
 _default_meshes = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a 1D mesh over the default group, the same one for all units of a model."""
+    """Return a 1D mesh over the default group: always the same mesh for the same group."""
     device_type = _default_device_type()
     if not dist.is_initialized():
         _init_default_group(device_type)

@@ -90,7 +90,7 @@ def fully_shard_units(
     if isinstance(model, TorchFSDPModule):
         return _unit_names(model)
     ignored = as_set(fully_shard_kwargs.get("ignored_params"))
-    fully_shard_kwargs["ignored_params"] = ignored  # an iterator can be read once
+    fully_shard_kwargs["ignored_params"] = ignored  # an iterator could be read only once
     planned: Planned = {
         module: []
         for module in reversed(holders)  # inner units first
@@ -136,14 +136,14 @@ def _unit_names(model: nn.Module) -> list[str]:
 def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]) -> None:
     mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
     for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
-        # Over the parameters' own mesh: experts on another mesh differ over this one.
+        # Over the mesh of these parameters: experts on another mesh differ between its ranks.
         named = [(own.fqn, own.param) for own in each.found]
         take_values_of_first_rank(named, each.mesh_info)
 
 
 # --- the model as a graph --------------------------------------------------------------------
 
-Holders = dict[nn.Module, list[nn.Module]]  # of each module, after those of its holders
+Holders = dict[nn.Module, list[nn.Module]]  # the modules around each module, which come first
 Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
 Calls = dict[nn.Module, dict[str, Any]]  # the arguments of ``fully_shard`` for each unit
 
@@ -157,7 +157,10 @@ def _holders_in(model: nn.Module) -> Holders:
 
 
 def _outside(kind: type, holders: Holders) -> set[nn.Module]:
-    """Return the modules that some path reaches without a ``kind``, itself included."""
+    """Return the modules that some path from the root reaches without passing a ``kind``.
+
+    A module of that kind itself is not among them.
+    """
     found: set[nn.Module] = set()
     for module, around in holders.items():
         if not isinstance(module, kind) and (not around or not found.isdisjoint(around)):
@@ -213,8 +216,9 @@ def _matching(names: dict[nn.Module, str], units: Any) -> set[nn.Module]:
 def _repeated_blocks(holders: Holders) -> set[nn.Module]:
     """Return the outermost children of lists and sequences that have a sibling of their class.
 
-    A list is for repeated blocks, also if it has one only; a sequence may be one block. So may a
-    dict, whose names may be those of different parts, unless all of them are of one class.
+    A ``ModuleList`` holds blocks even if there is only one. A ``Sequential`` of different modules
+    may itself be one block. The entries of a ``ModuleDict`` are often different parts of a model;
+    they count as blocks only if all are of one class.
     """
     found: set[nn.Module] = set()
     outside: set[nn.Module] = set()
@@ -263,7 +267,7 @@ def _distribute(
 
     Returns the units around which there is the root only, also small ones: see ``_join_small``.
     """
-    around: dict[nn.Module, list[nn.Module]] = {}  # on all paths to a module, from the root inwards
+    around: dict[nn.Module, list[nn.Module]] = {}  # what is on all paths from the root to a module
     has_one_path: dict[nn.Module, bool] = {}
     for module, outer in holders.items():
         around[module] = [*(_in_all([around[each] for each in outer]) if outer else ()), module]
@@ -296,9 +300,10 @@ def _numel(found: list[Collected]) -> int:
 def _join_small(
     neighbours: list[nn.Module], planned: Planned, calls: Calls, min_params: int
 ) -> list[list[nn.Module]]:
-    """Join those of ``neighbours`` that are too small; what is left of a row goes to the root.
+    """Join neighbouring units that are too small; those that stay too small go to the root.
 
-    Returns the modules of each unit, inner units first. All of one have the same arguments.
+    Returns the modules of each unit, inner units first. Modules of one unit have the same
+    arguments.
     """
     enough, (*_, root) = max(min_params, 1), planned
     groups: list[list[nn.Module]] = []
@@ -351,7 +356,7 @@ def _arguments(
             "fully_shard, and pass ignored_params for the whole model."
         )
     chosen = {**for_all, **own}
-    _SIGNATURE.bind(module, **chosen)  # or a TypeError that names what fully_shard does not know
+    _SIGNATURE.bind(module, **chosen)  # raises a TypeError that names an unknown argument
     for name in [name for name, value in chosen.items() if value is None]:
         chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
     check_mesh(chosen["mesh"])

@@ -16,15 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.optimizer_hooks import (
-    check_may_step,
-    find_overlapped,
-    sharded_params_of,
-    warn_about_strays,
-)
+from meshard._engine.owners import sharded_params_of
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
+from meshard.optim.hooks import check_may_step, find_overlapped, warn_about_strays
 from meshard.policies import check_bool, list_of
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
@@ -76,10 +72,10 @@ def get_total_norm(
         norm = _local_norm([plain_of(tensor) for tensor in members], norm_type, foreach)
         first = members[0]
         if isinstance(first, DTensor) and norm.device.type != first.device_mesh.device_type:
-            norm = norm.to(device_of(first.device_mesh))  # shards are in host memory
+            norm = norm.to(device_of(first.device_mesh))  # the shards are in host memory
         norms[groups] = norm
     for group in dict.fromkeys(group for groups in norms for group in groups):
-        spread = [groups for groups in norms if group in groups]  # they travel together
+        spread = [groups for groups in norms if group in groups]  # sent together
         dtype = functools.reduce(torch.promote_types, [norms[groups].dtype for groups in spread])
         own = torch.stack([norms[groups].to(dtype) for groups in spread])
         gathered = gather_from_all(own, group, label="(norm)")
@@ -112,8 +108,8 @@ def clip_grad_norm_(
         parameters: Parameters, sharded or plain, or the module that holds them.
         max_norm: Limit of the norm.
         norm_type: As for ``get_total_norm``.
-        error_if_nonfinite: Likewise; nothing is changed then.
-        foreach: Likewise.
+        error_if_nonfinite: As for ``get_total_norm``; gradients stay as they are then.
+        foreach: As for ``get_total_norm``.
 
     Returns:
         The norm before clipping: a plain scalar, the same on all ranks.
@@ -155,7 +151,8 @@ def clip_grad_norm_(
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor that limits the norm of gradients to ``max_norm``."""
-    # As torch does: a norm of zero must not divide, and 1.0 multiplies without a host wait.
+    # As torch does: the small number avoids a division by zero, and to multiply by 1.0 needs no
+    # wait of the host to find out whether to clip.
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
@@ -177,7 +174,7 @@ def _list_tensors(name: str, tensors: torch.Tensor | Iterable[torch.Tensor]) -> 
 
 
 def _as_number(name: str, value: Any) -> float:
-    """Return as a float what ``float`` takes, which torch takes here too: ``"inf"``, a tensor."""
+    """Return ``value`` as a float. Like torch, accept what ``float`` accepts, as ``"inf"``."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -195,7 +192,7 @@ def _sharded_over(tensor: torch.Tensor) -> Groups:
                 f"cannot take the norm of a partial sum (placements {placement}); call "
                 "meshard.finalize_gradients(module), or reduce it first."
             )
-        # Not isinstance(placement, Shard): a strided shard is none.
+        # Not isinstance(placement, Shard): a strided shard is no subclass of it.
         if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1:
             groups.append(tensor.device_mesh.get_group(axis))
     return tuple(groups)
@@ -204,7 +201,7 @@ def _sharded_over(tensor: torch.Tensor) -> Groups:
 def _local_norm(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    # Also for a rank whose shards are all empty: ranks must gather the same dtype.
+    # Of empty shards too: a rank that has only those must gather the same dtype as the others.
     dtypes = [tensor.dtype for tensor in tensors]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]

@@ -10,8 +10,8 @@ from meshard._torch.patches import unpatch_zero_grad
 
 _FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 _NAMES = (*_FUNCTIONS, "GradientReductionHandle", "UnshardHandle")
-# Where code finds which names: the public module, the name it had before torch 2.6, and where torch
-# defines them, whose own code needs its own handles.
+# Which names are replaced in which modules: in the public one, in those that had this role before
+# torch 2.6, and in those that define them. The last one keeps torch's handles, which it makes.
 _MODULES = {
     "torch.distributed.fsdp": _NAMES,
     "torch.distributed._composable.fsdp": _NAMES,

@@ -92,9 +92,9 @@ class _Row(NamedTuple):
 
 
 def _label_in(paths: dict[nn.Module, str], unit: Unit, root: Unit) -> str:
-    """Return the name of a unit from its root, or from the module of ``paths`` if that is outside.
+    """Return the dotted name of a unit, from its root or from a described module around that.
 
-    Without a unit around them, units are roots of their own.
+    A described module that is in no unit may hold several roots.
     """
     prefix = next((paths[each] for each in alive(root.modules) if each in paths), "")
     return (joined(prefix, unit.fqn) if unit.fqn else prefix or "(root)") + unit.mesh_name
@@ -126,7 +126,7 @@ def _row_of(label: str, unit: Unit) -> _Row:
     numel = sum(param.layout.numel for param in group.params)
     dtypes = dict.fromkeys(param.sharded.dtype for param in group.params)
     unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
-    per_rank = group.storage.layout.shard_bytes
+    per_rank = group.unit_params.layout.shard_bytes
     padding = per_rank * mesh_info.shard_count - unsharded
     policies = ", ".join(_policies(unit, group))
     return _Row(label, numel, dtypes, unsharded, per_rank, padding, mesh, policies)
@@ -137,7 +137,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
     settings = unit.settings
     if settings.reshard_after_forward is not None:
         yield f"reshard_after_forward={settings.reshard_after_forward}"
-    pairs = zip(group.storage.compute_dtypes, group.params, strict=True)
+    pairs = zip(group.unit_params.compute_dtypes, group.params, strict=True)
     computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
     if computed:
         num_kept = sum(param.keeps_dtype for param in group.params)
@@ -153,9 +153,9 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
-    if group.gradients.average is not None:
+    if group.gradients.sharded.average is not None:
         yield "communication hook"
-    if isinstance(group.storage, SubclassParams):
+    if isinstance(group.unit_params, SubclassParams):
         yield "tensor subclass"
     if len(unit.modules) > 1:
         yield f"{len(unit.modules)} modules"
@@ -224,9 +224,9 @@ class CommLedger:
     of one rank issue no collectives.
 
     Args:
-        module: Record only the units in this module, and what blocks (norms, scalers, checkpoints,
-            ``unsharded_params``) in process groups of their meshes, unless it is of another unit of
-            their root. None: everything.
+        module: Record only the units in this module, and the blocking collectives (of norms,
+            scalers, checkpoints and ``unsharded_params``) in the process groups of their meshes,
+            but not those of other units of the same root. None: everything.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
@@ -243,8 +243,10 @@ class CommLedger:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
-        self._recorded: set[object] | None = None  # communicators, and groups without one
-        self._left_out: set[tuple[object, str]] = set()  # likewise, with names of other units
+        # What is recorded: communicators, and process groups for collectives that have none.
+        self._recorded: set[object] | None = None
+        # What is left out of that: units outside the module, by label.
+        self._left_out: set[tuple[object, str]] = set()
         if module is not None:
             if not isinstance(module, nn.Module):
                 raise TypeError(

@@ -27,12 +27,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
-from meshard._comm.cpu import WorkCommunicator
+from meshard._comm.communicator import CommStream, Communicator, InFlight, Reducing, Rows, profiled
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._comm.operands import ScalarOperands
-from meshard._comm.streams import StreamCommunicator
 from meshard._comm.unused_params import UnusedParamMarks
+from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
 _ONE = Fraction(1)
@@ -111,13 +110,11 @@ def foreach_reduce(
     buffer = layout.allocate(
         accumulate_dtype if is_narrowed_late(gradients, reduce_dtype) else reduce_dtype
     )
-    layout.pack(buffer, list(gradients))
+    layout.reduce_scatter_copy_in([buffer], list(gradients))
     used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
     laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
-    comm: Communicator = WorkCommunicator()
-    if device.type != "cpu":
-        comm = StreamCommunicator(torch.get_device_module(device))
-    reduced = Reduction(plan, buffer, layout.marks_for(used), laid_out, comm).finish()
+    comm = make_communicator(device, share_memory=False)
+    reduced = Reduction(plan, [buffer], layout.marks_for(used), laid_out, comm).finish()
     shards: list[torch.Tensor | None] = [None] * len(params)
     for index, shard in layout.shards(reduced.shard, shard_group.rank(), reduced.used):
         shards[index] = shard
@@ -263,10 +260,6 @@ def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
 
 
-def _parts(rows: Rows) -> list[torch.Tensor]:
-    return rows if isinstance(rows, list) else [rows]
-
-
 class ReducePlan(NamedTuple):
     """How one reduction goes, decided before it starts."""
 
@@ -306,8 +299,8 @@ class Reduced(NamedTuple):
 class Reduction:
     """A reduction in flight, one stage per ``advance``.
 
-    ``buffer`` is ``[shard_count, shard_numel]``, or the rows of ``Communicator.allocate_rows``. It
-    is cast to the wire dtype before it is sent, and consumed.
+    ``rows`` are one block ``[shard_count, shard_numel]``, or from ``Communicator.send_rows``. They
+    are cast to the wire dtype before they are sent, and consumed.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
@@ -318,13 +311,12 @@ class Reduction:
     def __init__(
         self,
         plan: ReducePlan,
-        buffer: Rows,
+        rows: Rows,
         marks: UnusedParamMarks,  # which parameters this rank has used
         partial: torch.Tensor | None,  # [shard_numel] in the accumulate dtype, over the shard group
         comm: Communicator,
     ) -> None:
         self._plan = plan
-        self._buffer = buffer
         self._marks = marks
         self._partial = partial
         self._comm = comm
@@ -337,45 +329,39 @@ class Reduction:
         # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # after the last work on each stream
-        self._result: torch.Tensor
         self._unused: torch.Tensor | None = None
-        self._pending = self._start_scatter()
+        self._scattered = self._start_scatter(rows)
+        self._result = self._scattered.sum
+        self._pending = self._scattered.pending
 
-    def _start_scatter(self) -> InFlight:
-        plan, buffer, marks = self._plan, self._buffer, self._marks
-        if plan.shard_group.size() == 1:
-            buffer = [_parts(buffer)[0].view(-1)]  # sum in place
+    def _start_scatter(self, rows: Rows) -> Reducing:
+        plan, marks = self._plan, self._marks
         if self._divisors.before_scatter is not _ONE:
-            for part in _parts(buffer):
-                self._divide(part, self._divisors.before_scatter)
-        if isinstance(buffer, torch.Tensor) and buffer.dtype != plan.wire_dtype:
-            narrow = self._allocate(buffer.numel(), plan.wire_dtype)
-            buffer = narrow.view_as(buffer).copy_(buffer)
-        for part in _parts(buffer):
-            marks.mark_sent(part)
-        self._buffer = buffer
+            for block in rows:
+                self._divide(block, self._divisors.before_scatter)
+        if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
+            rows = self._narrowed(rows)
+        for block in rows:
+            marks.mark_sent(block)
         with self._comm.on_stream(CommStream.SCATTER):
-            own = buffer[plan.shard_group.rank()] if isinstance(buffer, list) else None
-            if own is not None and own.dtype == self._sum_dtype:
-                self._result = own
-            else:
-                self._result = self._allocate(buffer[0].numel(), self._sum_dtype)
             return self._comm.reduce_scatter(
-                self._result,
-                buffer,
+                rows,
+                self._sum_dtype,
                 group=plan.shard_group,
                 label=plan.label,
                 keep_signs=not marks.all_used,
             )
 
+    def _narrowed(self, rows: Rows) -> Rows:
+        """Return the rows, which are one block, in the wire dtype."""
+        (wide,), wire, group = rows, self._plan.wire_dtype, self._plan.shard_group
+        (narrow,) = self._comm.send_rows(
+            wide.size(1), wire, device=wide.device, group=group, as_one=True
+        )
+        return [narrow.copy_(wide)]
+
     def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
         divide_(tensor, divisor, self._marks.operands)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        device, group = self._buffer[0].device, self._plan.shard_group
-        return self._comm.allocate(
-            numel, CommStream.SCATTER, dtype=dtype, device=device, group=group
-        )
 
     @property
     def has_more(self) -> bool:
@@ -390,14 +376,9 @@ class Reduction:
         else:
             self._after_all_reduce()
 
-    def free_input_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it; return whether nothing is left."""
-        if self._stages_done or self._buffer is self._result:
-            return True
-        if not self._pending.poll():
-            return False
-        self._buffer = self._result
-        return True
+    def free_if_sent(self) -> bool:
+        """Free what was sent, if all ranks have received it. Return whether that is done."""
+        return self._stages_done > 0 or self._scattered.free_if_sent()
 
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks
@@ -450,7 +431,7 @@ class Reduction:
         for end in self._ends:
             end.wait()
         # Inputs are dropped only now, when the current stream is ordered after every use of them.
-        del self._buffer, self._partial
+        del self._scattered, self._partial
         if self._plan.replicate_group is None:
             return Reduced(self._result, self._marks.used_after(self._unused))
         return Reduced(self._reduced, self._marks.used_after(self._unused_anywhere))

@@ -22,7 +22,7 @@ from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of
-from meshard._gradients.reduce_plan import DivideFactor, ReduceHook, check_divide_factor
+from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo_once, state_of, too_new
@@ -96,8 +96,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     registered = module.__dict__.setdefault(FORWARD_METHODS, {})
     if method_name in registered:
         return
-    # On the class, which only sharded modules have: an instance that referred to itself would not
-    # be freed without the garbage collector, and a copy would call the method of the original.
+    # The method is set on the class, which only sharded modules have. An instance that referred to
+    # itself would be freed by the garbage collector only, and a copy would call the original.
     if not hasattr(vars(type(module)).get(method_name), FORWARD_METHODS):
         setattr(type(module), method_name, _dispatching(type(module), method_name))
     registered[method_name] = module.__dict__.pop(method_name, None)
@@ -319,7 +319,7 @@ class GradientSetters(_AnyModule):
         return copy_with_units(self, memo)
 
     def __copy__(self: Any) -> Any:
-        """Refuse: two modules would share the units."""
+        """Raise a TypeError: two modules would share the units."""
         name = own_class(self).__name__
         raise TypeError(f"a sharded or replicated {name} needs copy.deepcopy, not copy.copy.")
 
@@ -411,7 +411,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Gather this unit in backward, or not because its backward does not read parameters."""
+        """Choose whether backward gathers this unit. False: its backward reads no parameters."""
         check_bool("unshard_in_backward", unshard_in_backward)
         _write(self, recurse, unshard_in_backward=unshard_in_backward)
 
@@ -456,7 +456,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather | None, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        Groups of one rank do not use it. A ``comm`` for FSDP2 fits. None undoes an earlier call.
+        ``comm`` is a ``meshard.policies.AllGather``; one for FSDP2 fits. Groups of one rank do not
+        use it. None undoes an earlier call.
         """
         _replace_comm(self, recurse, all_gather=comm)
 
@@ -465,7 +466,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        Its operation is always SUM. A ``comm`` for FSDP2 fits. None undoes an earlier call.
+        ``comm`` is a ``meshard.policies.ReduceScatter``; one for FSDP2 fits. Its operation is
+        always SUM. None undoes an earlier call.
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
@@ -510,7 +512,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         _lifecycle(self).comm.gather_after(event)
 
     def _get_fsdp_state(self) -> Any:
-        """Return what ``torch.distributed.pipelining`` asks for, and trainers read a policy of."""
+        """Return the state that torch's pipelines call, and whose policy trainers read."""
         return state_of(self)
 
     # --- moves, casts and copies ---------------------------------------------------------------
@@ -523,7 +525,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.finish_pending_step()
             group.end_manual_unshard()
             group.reshard()
-            group.storage.free_unsharded()  # also where reshard keeps it
+            # set_keep_unsharded_storage(True) does not keep it here.
+            group.unit_params.free_unsharded()
 
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
@@ -621,7 +624,7 @@ def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
 def _use_comm(unit: Unit, settings: CommSettings) -> None:
     unit.lifecycle.finish_reductions()
     unit.settings.comm = settings
-    unit.group.storage.comm = unit.lifecycle.comm.with_custom(settings)
+    unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(settings)
 
 
 def _can_allocate(unit: Unit) -> bool:
@@ -652,7 +655,7 @@ class StageState(UnitHook):
 
     @property
     def all_states(self) -> list[StageState]:
-        """This state: it stands for those of all units."""
+        """A list of this state, which stands for those of all units."""
         return [self]
 
     _fsdp_param_groups = all_states  # since torch 2.13

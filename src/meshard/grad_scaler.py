@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from meshard._comm.blocking import agree_on_max
-from meshard._engine.optimizer_hooks import check_may_step, overlapped_optimizers
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
+from meshard.optim.hooks import check_may_step, overlapped_optimizers
 from meshard.policies import check_bool, check_int
 
 # Callbacks of backwards of scaled losses, which autograd drops when those are over.
@@ -33,14 +33,14 @@ def is_backward_scaled() -> bool:
 
 
 def _mark_backward(_: Tensor) -> None:
-    def do_nothing() -> None:  # but be alive: other callbacks at the end belong to it, too
+    def do_nothing() -> None:  # only its lifetime counts: autograd drops it after the backward
         pass
 
     _scaled_backwards.add(do_nothing)
     queue_backward_callback(do_nothing)
 
 
-# Of torch's arguments: what they must be between.
+# Arguments of torch's scaler must lie between these two numbers.
 _LIMITS = {
     "init_scale": (0.0, math.inf),
     "growth_factor": (1.0, math.inf),
@@ -50,7 +50,7 @@ _LIMITS = {
 
 
 def _check_arguments(given: dict[str, Any]) -> None:
-    """Raise unless these are arguments of ``torch.amp.GradScaler``, which takes anything."""
+    """Raise unless these are valid arguments of torch's scaler, which does not check them."""
     device = given["device"]
     try:
         is_device = isinstance(device, str) and bool(torch.device(device))
@@ -111,7 +111,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     @override
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return the scale, also where this rank has scaled no loss yet, as without a batch."""
+        """Return the scale, also on a rank that has scaled no loss, because it had no batch."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
@@ -132,7 +132,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the shards, and find on all ranks what any rank has found.
+        """Unscale the shards, and record on all ranks whether any rank has found an inf or NaN.
 
         **Collective:** every rank of the process group, also those without a gradient.
         """
@@ -158,7 +158,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 unscale_each(grads, found[device], inv_scale.to(device))
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            # The group may not serve host memory, where shards may be.
+            # On the device of the mesh: the group may not serve host memory, where shards may be.
             meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
             sent = found_inf.to(device_of(meshes[0]) if meshes else found_inf.device)
             agree_on_max(sent, self._process_group)

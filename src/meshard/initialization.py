@@ -59,21 +59,21 @@ def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
     group.reshard()
     group.finish_pending_step()
     group.finish_copies()
-    group.storage.take_replacements()
+    group.unit_params.take_replacements()
     new = [param for param in sharded_params(group) if local_of(param.sharded).is_meta]
     for param in new:
         old = param.sharded
         local = torch.empty_like(local_of(old), device=group.spec.location.device)
         param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
         keep_gradient_dtype(old, param.sharded)
-        # It stays the same object, which an optimizer may hold. Not by set_local: the device of a
-        # DTensor is that of its first local tensor for good.
+        # The parameter stays the same object, because an optimizer may hold it. set_local does not
+        # suffice: a DTensor reports the device of its first local tensor.
         attributes = dict(vars(old))
         torch.utils.swap_tensors(old, param.sharded)
         vars(old).update(attributes)
         param.sharded = old
     group.adopt_edits()  # moves them into one buffer
-    group.storage.check_materialised()
+    group.unit_params.check_materialised()
     return new
 
 
@@ -86,7 +86,7 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     if is_new:
         value = _poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
-        local = local_of(sharded).to(device)  # the process groups of the mesh serve no other
+        local = local_of(sharded).to(device)  # the groups of the mesh serve no other device
         value = place_like(sharded, local).full_tensor().detach().clone()
     return nn.Parameter(value, requires_grad=False)
 
@@ -105,7 +105,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
-        init: Called with every module inside instead, as by ``module.apply(init)``. It may write
+        init: Called with every module inside instead, like ``module.apply(init)``. It may write
             to the unit of that module and to those around it, not to units further inside.
 
     Raises:
@@ -149,11 +149,13 @@ class _Initialisation:
     def __init__(self, init: Init | None, device: torch.device) -> None:
         self.untouched: list[str] = []
         self._init = init
-        self._device = device  # of tensors that belong to no unit
+        self._device = device  # that of tensors that belong to no unit
         self._seen: set[nn.Module] = set()
         self._summoned: dict[Unit, SummonedUnit] = {}
-        self._new: dict[ShardedParam, str] = {}  # of summoned units: no values yet
-        self._given: dict[torch.Tensor, tuple[str, torch.Tensor]] = {}  # by meta tensor
+        # Names of the parameters of summoned units that have no values yet.
+        self._new: dict[ShardedParam, str] = {}
+        # For each meta tensor that belongs to no unit: its name, and the tensor in its place.
+        self._given: dict[torch.Tensor, tuple[str, torch.Tensor]] = {}
 
     def run(self, root: nn.Module) -> None:
         """Initialise everything inside ``root``, and list what was not in ``untouched``."""
@@ -230,10 +232,10 @@ class _Initialisation:
 
     def _call_init(self, fqn: str, module: nn.Module, init: Init) -> None:
         inside = [unit for unit in units_in(module) if unit not in self._summoned]
-        storages = [unit.group.storage for unit in inside]
-        before = [storage.version for storage in storages]
+        storages = [unit.group.unit_params for unit in inside]
+        before = [unit_params.version for unit_params in storages]
         init(module)
-        if before != [storage.version for storage in storages]:
+        if before != [unit_params.version for unit_params in storages]:
             raise RuntimeError(
                 f"init({fqn or '(root)'}) wrote to parameters of a unit inside it, which holds "
                 "shards only; write to them when init is called with the module that holds them, "
@@ -242,7 +244,7 @@ class _Initialisation:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    # torch's MultiheadAttention has the second.
+    # torch's MultiheadAttention has the second name.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None
 
@@ -297,7 +299,7 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     """Draw the random numbers of the first rank of all meshes on every rank."""
     generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        generators.append(torch.get_device_module(device))  # of the current device
+        generators.append(torch.get_device_module(device))  # that of the current device
     own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
     for generator, state in zip(generators, first, strict=True):

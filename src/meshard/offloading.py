@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
-from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._gradients.published import ShardedGrads
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import move_local, plain_of
 from meshard._torch.private import tree_flatten
-from meshard.optim.flat import forget_slices
+from meshard.optim.flat import release_slices
 
 
 class Offloaded(contextlib.ExitStack):
@@ -78,20 +78,21 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.finish_pending_step()
         unit.group.adopt_edits()
-        check_not_subclass(unit.group.storage, caller)
+        check_not_subclass(unit.group.unit_params, caller)
         unit.group.check_may_step()
-    forget_slices()
-    sources: list[torch.Tensor] = []  # of copies that may still be running
+    release_slices()
+    sources: list[torch.Tensor] = []  # what copies that may still be running read
     for unit in units:
         group, gradients = unit.group, unit.gradients
         if not group.params or group.spec.host is not None:
             continue
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
-        if group.storage.is_offloaded is not to_host:
+        if group.unit_params.is_offloaded is not to_host:
             group.reshard()
-            group.storage.free_unsharded()  # also where reshard keeps it
+            # set_keep_unsharded_storage(True) does not keep it here.
+            group.unit_params.free_unsharded()
             group.adopt_edits()
-            sources += group.storage.move(location)
+            sources += group.unit_params.move(location)
             assert isinstance(gradients.sharded, ShardedGrads)
             sources += gradients.sharded.move(location or group.spec.location)
         if optimizer is not None:
@@ -125,12 +126,12 @@ def _move_state(
             local, was_moved = plain_of(tensor), id(tensor) in moved
             if location is not None:
                 if was_moved or local.device != device:
-                    continue  # on the host anyway, like AdamW's step count
+                    continue  # it is on the host anyway, like AdamW's step count
                 moved[id(tensor)] = tensor
             elif was_moved:
                 del moved[id(tensor)]
             elif not isinstance(tensor, DTensor) or local.device == device:
-                continue  # otherwise it was loaded meanwhile
+                continue  # a DTensor on the host was loaded since: it is moved too
             new = (location or MemoryLocation(device)).empty_like(local)
             new.copy_(local.detach(), non_blocking=True)
             sources.append(local.data)

@@ -41,7 +41,7 @@ def check_int(name: str, value: object) -> None:
 def check_iterable(name: str, values: object) -> None:
     """Raise a TypeError unless ``for`` can run over ``values``."""
     try:
-        iter(values)  # type: ignore[call-overload]  # that is the question
+        iter(values)  # type: ignore[call-overload]  # it may be no iterable
     except TypeError:
         raise TypeError(f"{name} must be iterable, got {type(values).__name__}.") from None
 
@@ -88,19 +88,19 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
     """The dtypes in which a unit computes, reduces and accumulates.
 
     Args:
-        param_dtype: Of the unsharded parameters in forward and backward, and of the all-gather.
-            None: the dtype of each parameter. Integer parameters are never cast.
-        reduce_dtype: In which gradients are sent. None: the dtype of the unsharded gradients (the
-            widest one where they differ).
-        output_dtype: To which floating-point outputs of forward are cast. None: no cast.
+        param_dtype: The dtype of the unsharded parameters in forward and backward, and of the
+            all-gather. None: the dtype of each parameter. Integer parameters are never cast.
+        reduce_dtype: The dtype in which gradients are sent. None: the dtype of the unsharded
+            gradients (the widest one where they differ).
+        output_dtype: The dtype to which floating-point outputs of forward are cast. None: no cast.
         cast_forward_inputs: Cast floating-point inputs of forward to ``param_dtype``.
-        accumulate_dtype: In which gradients are added up across microbatches, and across ranks
-            where the backend allows it. None: the wider of float32 and the parameters' dtype.
-        buffer_dtype: In which floating-point buffers are kept, updated and saved from now on. None:
-            the dtype that they have. Integer and complex buffers are never cast.
+        accumulate_dtype: The dtype in which gradients are added up across microbatches, and across
+            ranks where the backend allows it. None: the wider of float32 and the parameters' dtype.
+        buffer_dtype: The dtype in which floating-point buffers are kept, updated and saved from now
+            on. None: the dtype that they have. Integer and complex buffers are never cast.
         param_dtype_override_fn: Called once with each parameter when its unit is made; it
-            returns the parameter's own dtype to leave it in that, or None or ``param_dtype``. The
-            same on every rank. Inputs are cast to ``param_dtype`` all the same.
+            returns the parameter's own dtype to leave it in that, or None or ``param_dtype``. It
+            must return the same on every rank. Inputs are cast to ``param_dtype`` all the same.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
     torch.bfloat16

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from meshard._engine.unit import Unit, require_units
-from meshard._gradients.reduce_plan import ReduceHook
+from meshard._gradients.settings import ReduceHook
 from meshard.policies import check_can_be_added
 
 
 class ReduceHookHandle:
-    """Removes a hook from the units that it was registered on."""
+    """The registration of a hook, which ``remove`` undoes."""
 
     def __init__(self, units: list[Unit], registration: ReduceHook) -> None:
         self._lists = [unit.settings.reduce_hooks for unit in units]
@@ -27,13 +26,16 @@ class ReduceHookHandle:
 
 
 def register_reduce_hook(
-    module: nn.Module, hook: object, *, recurse: bool = True
+    module: nn.Module,
+    hook: object = None,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    recurse: bool = True,
 ) -> ReduceHookHandle:
-    """Register ``hook`` on the reduction of gradients.
+    """Register ``hook`` on the reduction of gradients, or send them in ``wire_dtype``, or both.
 
     A hook has at least one of these methods, which change their tensor in place and must not keep
-    it; an attribute ``wire_dtype`` sets the dtype in which gradients are sent. ``remove()`` of what
-    is returned takes it off.
+    it. ``remove()`` of what is returned undoes the call.
 
     * ``arrived(unsharded)``: the unsharded gradients of one backward of one unit,
       ``[shard_count, shard_numel]``, before they are added to anything. Called per microbatch.
@@ -44,9 +46,17 @@ def register_reduce_hook(
     Hooks form a chain: ``after`` runs in the opposite order of registration. **Collective:** hooks
     run in the same order on all ranks, so they may communicate. **Stream:** the current one.
 
+    Args:
+        module: A module with units, or a unit.
+        hook: An object with the methods above. None: only ``wire_dtype`` is registered.
+        wire_dtype: The dtype in which gradients are sent, whatever ``reduce_dtype`` says. Bytes and
+            numbers are those of ``reduce_dtype=wire_dtype``: sums are still added up in
+            ``accumulate_dtype``. Of several registrations the first one with a dtype counts.
+        recurse: Also on the units inside ``module``.
+
     Raises:
         TypeError: ``hook`` has none of the methods; or, in backward, one of them returns something.
-        ValueError: There is no unit in ``module``.
+        ValueError: There is no unit in ``module``, or ``wire_dtype`` has fewer than 16 bits.
 
     >>> import torch, meshard
     >>> class Halve:
@@ -58,43 +68,24 @@ def register_reduce_hook(
     >>> layer.bias.grad.full_tensor()
     tensor([0.5000])
     """
-    parts = ("arrived", "before", "after", "wire_dtype")
-    given: dict[str, Any] = {part: getattr(hook, part, None) for part in parts}
-    registration = ReduceHook(**given)
-    if not any(given.values()):
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise TypeError(f"wire_dtype must be a torch.dtype or None, got {wire_dtype!r}.")
+    check_can_be_added("wire_dtype", wire_dtype)
+    parts = ("arrived", "before", "after")
+    methods = {part: found for part in parts if (found := getattr(hook, part, None)) is not None}
+    if not methods and (hook is not None or wire_dtype is None):
         raise TypeError(
-            f"a reduce hook needs a method arrived, before or after, or a wire_dtype; got {hook!r}."
+            f"a reduce hook needs a method arrived, before or after, got {hook!r}; to send "
+            "gradients in another dtype, pass wire_dtype."
         )
-    for part in parts[:-1]:
-        if given[part] is not None and not callable(given[part]):
-            raise TypeError(f"{part} of a reduce hook must be a method, got {given[part]!r}.")
-    if registration.wire_dtype is not None and not isinstance(registration.wire_dtype, torch.dtype):
-        raise TypeError(f"wire_dtype must be a torch.dtype, got {registration.wire_dtype!r}.")
-    check_can_be_added("wire_dtype", registration.wire_dtype)
+    for part, method in methods.items():
+        if not callable(method):
+            raise TypeError(f"{part} of a reduce hook must be a method, got {method!r}.")
+    registration = ReduceHook(**methods, wire_dtype=wire_dtype)
     units = require_units(module, recurse=recurse)
     for unit in units:
         unit.settings.reduce_hooks.append(registration)
     return ReduceHookHandle(units, registration)
-
-
-class WireCompression:
-    """A reduce hook that sends gradients in a narrower dtype.
-
-    Bytes and numbers are those of ``reduce_dtype=dtype``, but a hook can be added and removed
-    between steps. Sums are still added up in ``accumulate_dtype``.
-
-    >>> import torch, meshard
-    >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
-    >>> handle = meshard.register_reduce_hook(layer, WireCompression(torch.bfloat16))
-    >>> layer(torch.tensor([[1.0009765625]])).sum().backward()
-    >>> layer.weight.grad.full_tensor()
-    tensor([[1.]])
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}.")
-        self.wire_dtype = dtype
 
 
 def on_stream(

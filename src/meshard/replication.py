@@ -29,7 +29,6 @@ from meshard._engine.build import (
     give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
-from meshard._engine.optimizer_hooks import clear_pending
 from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
@@ -52,6 +51,7 @@ from meshard.api import (
 )
 from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
+from meshard.optim.hooks import clear_pending
 from meshard.policies import MixedPrecisionPolicy, check_bool
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
@@ -142,7 +142,7 @@ class Buckets:
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.replaced, copied.is_looped, copied.buffers_from = ReplacedCount(), False, 0
-        copied._comm_hook = None  # its state belongs to these buckets
+        copied._comm_hook = None  # its state belongs to the original
         copied._params, copied._recorders, copied._is_final = [], [], True
         copied._configure_gradients()
         return copied
@@ -157,13 +157,13 @@ class Buckets:
         innermost_first = list(reversed(self.units))
         parts += [[]] * (len(self.units) - len(parts))
         for unit, part in zip(innermost_first, parts, strict=True):
-            storage = ReplicatedParams(
+            unit_params = ReplicatedParams(
                 [params[position] for position in part],
                 spec=self._spec,
                 param_dtype=self._policy.param_dtype,
                 gradient_hook=gradient_hook_maker(unit),
             )
-            give_params(unit, storage, self._policy)
+            give_params(unit, unit_params, self._policy)
         self._configure_gradients()
 
     def _configure_gradients(self) -> None:
@@ -171,7 +171,7 @@ class Buckets:
         for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
             grads.are_views, grads.replaced = self._are_views, self.replaced
             if self._comm_hook is not None:
-                unit.gradients.average = partial(
+                grads.average = partial(
                     self._comm_hook.average,
                     params=unit.params,
                     later=later,
@@ -192,7 +192,7 @@ class Buckets:
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Prepare a forward with a graph. A pre-hook that runs before those of the units."""
-        # Not a recomputation: its backward has begun with the present buckets.
+        # A recomputation must keep the present buckets: its backward has begun with them.
         is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
@@ -202,7 +202,7 @@ class Buckets:
 
         **Collective:** all ranks of the mesh.
         """
-        # The same on all ranks, also where some have raised.
+        # Read what is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
         # As in DDP, a hook may keep state by bucket from its third window on.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
@@ -218,14 +218,14 @@ class Buckets:
             handle.remove()
         order = self._agreed_order()
         for unit, grads in buckets_in(self.units):
-            assert isinstance(unit.group.storage, ReplicatedParams)
-            grads.give_away()
-            unit.group.storage.unhook()
+            assert isinstance(unit.group.unit_params, ReplicatedParams)
+            grads.take_last_edits()
+            unit.group.unit_params.unhook()
         self._fill(order)
         for unit in self.units:
             unit.group.failure = unit.lifecycle.failure
-            unit.group.storage.label = unit.label
-            unit.group.storage.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
+            unit.group.unit_params.label = unit.label
+            unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
         """Return the first rank's order; parameters without a gradient come last."""
@@ -321,9 +321,9 @@ class ReplicateModule(GradientSetters):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of nn.Module, mixed in
         for unit, grads in buckets_in(units_in(self)):
             unit.group.reshard()
-            unit.group.storage.take_replacements()
-            unit.group.storage.rebuild()
-            grads.leave()  # torch has cast or moved .grad too
+            unit.group.unit_params.take_replacements()
+            unit.group.unit_params.rebuild()
+            grads.forget_bucket()  # torch has cast or moved .grad too
         return result
 
 

@@ -109,10 +109,10 @@ def unsharded_params(
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit: not without shards, nor if that was done; or raise."""
+    """Return whether to summon a unit, or raise. False if it has no shards, or is summoned."""
     if not unit.params:
         return False
-    if isinstance(unit.group.storage, ReplicatedParams):
+    if isinstance(unit.group.unit_params, ReplicatedParams):
         if options.rank0_only:
             raise ValueError(
                 f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits "
@@ -125,8 +125,8 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     unit.lifecycle.check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
     unit.group.adopt_edits()
-    check_not_subclass(unit.group.storage, "meshard.unsharded_params")
-    unit.group.storage.check_materialised()
+    check_not_subclass(unit.group.unit_params, "meshard.unsharded_params")
+    unit.group.unit_params.check_materialised()
     return True
 
 
@@ -145,7 +145,7 @@ class SummonedUnit:
     """A unit whose modules hold unsharded parameters of their own, until ``close``."""
 
     def __init__(self, unit: Unit, options: SummonOptions, unsharded: list[nn.Parameter]) -> None:
-        """``unsharded``: a parameter for each of the unit's; none on ranks that keep shards."""
+        """Install ``unsharded``, one for each parameter; empty on ranks that keep the shards."""
         self.unit = unit
         self.params = sharded_params(unit.group)
         self._options = options
@@ -163,9 +163,9 @@ class SummonedUnit:
             param.install(unsharded_param)
 
     def edited_values(self) -> list[torch.Tensor]:
-        """Return what the modules hold now, to be written back; none if they hold shards.
+        """Return what the modules hold now, to be written back; empty if they hold shards.
 
-        Of parameters that tensor parallelism has placed: this rank's part of them.
+        For a DTensor of tensor parallelism that is this rank's local tensor.
         """
         if self.group.version != self._version:
             raise RuntimeError(
@@ -220,9 +220,9 @@ class SummonedUnit:
 
 
 def _gather(group: ParamGroup, options: SummonOptions) -> list[nn.Parameter]:
-    """Return the unsharded parameters; none on ranks that are not to have them.
+    """Return the unsharded parameters; an empty list on ranks that keep the shards.
 
-    **Collective:** the shard group; with ``rank0_only`` that of the first replica.
+    **Collective:** the shard group; with ``rank0_only`` only the one of the first replica.
     """
     storage, mesh_info = _storage_of(group), group.spec.mesh_info
     group.reshard()
@@ -286,8 +286,8 @@ def _send_to_replicas(group: ParamGroup) -> None:
 
 
 def _storage_of(group: ParamGroup) -> FlatShard:
-    assert isinstance(group.storage, FlatParams)  # see _needs_summon
-    return group.storage.flat_shard
+    assert isinstance(group.unit_params, FlatParams)  # see _needs_summon
+    return group.unit_params.flat_shard
 
 
 def _pairs(
@@ -307,7 +307,7 @@ def _pairs(
 
 
 def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> None:
-    """Add the gradient of an unsharded parameter to the unit's, to be reduced with them."""
+    """Add the gradient of a parameter of a summoned unit to the unit's, to be reduced with it."""
     unit, gradient = unit_ref(), unsharded.grad
     unsharded.grad = None
     if unit is None or gradient is None:

@@ -141,7 +141,7 @@ def raise_then_train():
             method(x)
         assert all(isinstance(param, DTensor) for param in model.parameters())
         whole = [
-            vars(each)["_meshard_unit"].group.storage.unsharded for each in (model, model.unit)
+            vars(each)["_meshard_unit"].group.unit_params.unsharded for each in (model, model.unit)
         ]
         assert [storage.nbytes() for each in whole for storage, _ in each._storages] == [0, 0]
     for each in (model, plain):

@@ -86,6 +86,7 @@ EXCEPT = {
     ("overlap_optimizer", "optimizer"): "",
     ("register_fsdp_forward_method", "module"): "module",
     ("register_reduce_hook", "hook"): "",
+    ("register_reduce_hook", "wire_dtype"): "None",
     ("replicate", "module"): "module",
     ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
@@ -144,10 +145,8 @@ VALID = {
 
 
 NOT_CALLED_BY_USERS = {
-    "AllGather", "Comm", "ReduceScatter", "FSDPModule", "FlatOptimizer",
-    "GradientReductionHandle", "GradientSync",
-    "OffloadPolicy", "Offloaded", "OverlappedOptimizer", "PendingGradients", "ReplicateModule",
-    "UnshardHandle",
+    "FSDPModule", "GradientReductionHandle", "GradientSync", "OffloadPolicy", "OverlappedOptimizer",
+    "ReplicateModule", "UnshardHandle",
 }  # fmt: skip
 NAMES = [name for name in meshard.__all__ if name not in NOT_CALLED_BY_USERS]
 NAMES += [
@@ -189,7 +188,7 @@ def problem(name, argument, junk):
     given = {
         each.name: VALID.get(each.name, lambda: True)()
         for each in parameters
-        if each.default is each.empty and each.name != "module"
+        if (each.default is each.empty or each.name == "hook") and each.name != "module"
     }
     if any(each.name == "module" for each in parameters):
         given.setdefault("module", module_for(name))

@@ -49,7 +49,7 @@ def views_of_one_buffer(model):
     for module in model.modules():
         unit = vars(module).get("_meshard_unit")
         if unit is not None:
-            buffer = unit.group.storage.flat_shard.buffer
+            buffer = unit.group.unit_params.flat_shard.buffer
             first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
             for param in unit.group.params:
                 local = param.sharded._local_tensor

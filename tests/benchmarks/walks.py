@@ -2,8 +2,9 @@
 
     python tests/benchmarks/walks.py
 
-Counts the files of the library, the calls, and how often the walk goes from one file to another. On
-two threads as ranks, so that the reduction runs to its end inside the walk.
+Counts the files of the library, the calls, and how often the walk goes from one file to another.
+The walk of a gradient begins at the hook of the unit's last one and ends when ``.grad`` is set. The
+two ranks are threads.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Walk(NamedTuple):
 class Tracer:
     """Records the library's functions that are called while it is installed."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: str = "") -> None:
+        self._until = until  # the function whose return ends the walk
         self._calls: list[str] = []
 
     def __enter__(self) -> Tracer:
@@ -48,8 +50,12 @@ class Tracer:
 
     def _record(self, frame: FrameType, event: str, _: Any) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and HOME in path.parents:
+        if HOME not in path.parents:
+            return
+        if event == "call":
             self._calls.append(str(path.relative_to(HOME)))
+        elif event == "return" and frame.f_code.co_name == self._until:
+            sys.setprofile(None)
 
     @property
     def walk(self) -> Walk:
@@ -65,17 +71,19 @@ def _walk_of_fully_shard() -> Walk:
 
 
 def _walk_of_last_gradient() -> Walk:
-    """From the hook of the last gradient to the end of the backward, when ``.grad`` is set."""
-    model = nn.Linear(8, 8)
-    meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
-    unit, found = vars(model)["_meshard_unit"], list[Walk]()
+    mesh, found = init_device_mesh("cpu", (2,)), list[Walk]()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    for module in (model[0], model):
+        meshard.fully_shard(module, mesh)
+    unit = vars(model[0])["_meshard_unit"]
 
     def step(trace: bool) -> None:
         loss = model(torch.ones(2, 8)).sum()
         if not trace:
             loss.backward()
             return
-        tracer, arrived = Tracer(), []
+        tracer, arrived = Tracer(until="publish"), list[int]()
 
         def begin(_: Any) -> None:
             arrived.append(1)

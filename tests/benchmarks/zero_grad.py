@@ -19,8 +19,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from meshard._engine.optimizer_hooks import clear_pending
 from meshard._torch.patches import patch_zero_grad, unpatch_zero_grad
+from meshard.optim.hooks import clear_pending
 
 TARGET = 1.05
 Figures = dict[str, dict[str, float]]

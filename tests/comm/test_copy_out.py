@@ -31,7 +31,7 @@ class Told(WorkCommunicator):
         super().__init__()
         self._rows = rows
 
-    def all_gather(self, output, source, *, group, label):
+    def _start_all_gather(self, output, source, group, label):
         output.copy_(torch.cat(self._rows))
         return DONE
 

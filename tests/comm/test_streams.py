@@ -9,7 +9,7 @@ import meshard
 import meshard._engine.build
 from meshard import MixedPrecisionPolicy
 from meshard._comm import streams
-from meshard._comm.communicator import CommStream, Communicator
+from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -48,7 +48,7 @@ def test_unused_and_frozen_parameters_cause_no_race(monkeypatch, mesh_shape, mp_
 def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
     gathered = []
     monkeypatch.setattr(
-        Communicator, "all_gather", lambda self, *_, label, **__: gathered.append(label)
+        StreamCommunicator, "_start_all_gather", lambda *args: gathered.append(args[-1])
     )
     device, _ = run_steps(monkeypatch, (2, 1), mp_policy=MIXED)
     assert gathered == []
@@ -66,8 +66,8 @@ def test_replicated_gradients_are_reduced_in_their_bucket(monkeypatch, mp_policy
         with Recorder(device):
             for _ in range(3):
                 model(torch.ones(2, 5)).sum().backward()
-                buckets = [unit.gradients.bucket for unit in model._meshard_buckets.units]
-                memory = {each._bucket.untyped_storage()._cdata for each in buckets if each}
+                buckets = [unit.gradients.sharded for unit in model._meshard_buckets.units]
+                memory = {each._bucket.untyped_storage()._cdata for each in buckets}
                 for param in model.parameters():
                     assert param.grad.untyped_storage()._cdata in memory
                 model.zero_grad()
@@ -83,13 +83,13 @@ def test_every_way_of_resharding_has_no_race(monkeypatch, reshard_after_forward)
 def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
     """The gather of block 3 waits for nothing that block 2 computes."""
     device, log = FakeDevice(), []
-    start = StreamCommunicator.all_gather
+    start = StreamCommunicator._start_all_gather
 
-    def all_gather(self, output, source, *, group, label):
+    def start_all_gather(self, output, source, group, label):
         log.append(("gather", label, device.current_stream().clock[device.compute.number]))
-        return start(self, output, source, group=group, label=label)
+        return start(self, output, source, group, label)
 
-    monkeypatch.setattr(StreamCommunicator, "all_gather", all_gather)
+    monkeypatch.setattr(StreamCommunicator, "_start_all_gather", start_all_gather)
 
     def watch(model):
         model[2][0].register_forward_pre_hook(
@@ -172,16 +172,14 @@ def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
 
 
 def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
-    from meshard import foreach_reduce
+    start = StreamCommunicator.reduce_scatter
 
-    finish = foreach_reduce.Reduction._start_scatter
+    def drop_early(self, *args, **kwargs):
+        reducing = start(self, *args, **kwargs)
+        reducing.rows.clear()
+        return reducing
 
-    def drop_early(self):
-        pending = finish(self)
-        self._buffer = torch.empty_like(self._buffer[:, :1])
-        return pending
-
-    monkeypatch.setattr(foreach_reduce.Reduction, "_start_scatter", drop_early)
+    monkeypatch.setattr(StreamCommunicator, "reduce_scatter", drop_early)
     monkeypatch.setattr(
         streams.StreamCommunicator,
         "record",

@@ -21,12 +21,12 @@ def unsupported(device):
     group, ranks, comm = dist.group.WORLD, dist.get_world_size(), Issuing(device.streams)
 
     def all_gather(source, rows, output):
-        comm.all_gather(rows.view(-1), source, group=group, label="").wait()
-        return rows.sum(0)
+        return torch.cat(comm.gather(source, group=group, label="").rows()).sum(0)
 
     def reduce_scatter(source, rows, output):
-        comm.reduce_scatter(output, rows, group=group, label="").wait()
-        return output
+        reducing = comm.reduce_scatter([rows], rows.dtype, group=group, label="")
+        reducing.pending.wait()
+        return reducing.sum
 
     def all_reduce(source, rows, output):
         comm.all_reduce(source, group=group, label="").wait()
@@ -69,10 +69,11 @@ def lost_marks(device):
         for used_by in (None, 0, ranks - 1):
             value = 0.0 if used_by == dist.get_rank() else -0.0
             sent = torch.full((ranks, NUMEL), value, dtype=dtype, device=device.kind)
-            scattered, buffer = torch.ones_like(sent[0]), sent[0].clone()
-            comm.reduce_scatter(scattered, sent, group=group, label="").wait()
+            buffer = sent[0].clone()
+            reducing = comm.reduce_scatter([sent], dtype, group=group, label="")
+            reducing.pending.wait()
             comm.all_reduce(buffer, group=group, label="").wait()
-            for name, result in (("reduce_scatter", scattered), ("all_reduce", buffer)):
+            for name, result in (("reduce_scatter", reducing.sum), ("all_reduce", buffer)):
                 if not bool((torch.signbit(result) == (used_by is None)).all()):
                     found.append(f"{name} of {dtype}, used by {used_by}")
     return found
@@ -86,7 +87,7 @@ def told(found):
 class FromGroup(Issuing):
     """Takes memory of the group in groups of one rank too."""
 
-    def allocate(self, numel, comm_stream, *, dtype, device, group):
+    def _allocate(self, numel, dtype, device, group, custom):
         backend = backend_of(group, device)
         return backend.allocate_tensor(numel, dtype=dtype, device=device)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard._engine.build
+from meshard._comm.communicator import Reducing
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import backend_name
 from tests.support.fake_device import FakeDevice
@@ -29,17 +30,16 @@ class NotRehearsed(Exception):
 class Issuing(StreamCommunicator):
     """Issues collectives in groups of one rank too, which otherwise have nothing to send."""
 
-    def gather_views(self, source, *, group, label):
-        return None
+    def gather(self, source, *, group, label, receive=None):
+        return self._start_gather(source, group, label, receive)
 
-    def all_gather(self, output, source, *, group, label):
-        return self._start_all_gather(output, source, group, label)
-
-    def reduce_scatter(self, output, source, *, group, label, keep_signs=True):
-        if not backend_name(group, output.device):  # of ``replicate``, which scatters nothing
-            return super().reduce_scatter(output, source, group=group, label=label)
-        rows = source if isinstance(source, torch.Tensor) else source[0].view(1, -1)
-        return self._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
+    def reduce_scatter(self, rows, sum_dtype, *, group, label, keep_signs=True):
+        device = rows[0].device
+        if not backend_name(group, device):  # of ``replicate``, which scatters nothing
+            return super().reduce_scatter(rows, sum_dtype, group=group, label=label)
+        output = torch.empty(rows[0].size(1), dtype=sum_dtype, device=device)
+        pending = self._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
+        return Reducing(pending, rows, output)
 
     def all_reduce(self, buffer, *, group, label):
         return self._start_all_reduce(buffer, group, label)

@@ -73,7 +73,7 @@ def replicated(device):
         pair.backward(3)
     pair.step(4)
     pair.assert_views()
-    meshard.register_reduce_hook(pair.ours, meshard.WireCompression(torch.bfloat16))
+    meshard.register_reduce_hook(pair.ours, wire_dtype=torch.bfloat16)
     pair.step(5)
 
 

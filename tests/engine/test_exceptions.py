@@ -54,7 +54,9 @@ def storages_in_use(model):
     for module in model.modules():
         unit = vars(module).get("_meshard_unit")
         if unit is not None:
-            total += sum(storage.nbytes() for storage, _ in unit.group.storage.unsharded._storages)
+            total += sum(
+                storage.nbytes() for storage, _ in unit.group.unit_params.unsharded._storages
+            )
             total += sum(p.unsharded.grad is not None for p in unit.group.params)
             assert not unit.gradients.is_pending
     return total

@@ -110,7 +110,7 @@ def test_memory_whose_allocation_or_release_was_interrupted_is_allocated_again()
     with fake_group(1):
         layer = meshard.fully_shard(nn.Linear(3, 3))
         weight = layer.weight.full_tensor().clone()
-        pool = layer._meshard_unit.group.storage.unsharded
+        pool = layer._meshard_unit.group.unit_params.unsharded
         storages = list(pool._storages)
 
         def gather_and_free():

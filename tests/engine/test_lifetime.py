@@ -36,7 +36,7 @@ def train_and_delete(case_name, **kwargs):
             unit = vars(module).get("_meshard_unit")
             if unit is not None:
                 watched += [weakref.ref(unit), weakref.ref(unit.lifecycle)]
-                watched += [weakref.ref(unit.group), weakref.ref(unit.group.storage.flat_shard)]
+                watched += [weakref.ref(unit.group), weakref.ref(unit.group.unit_params.flat_shard)]
                 watched += [weakref.ref(param) for param in unit.group.params]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
@@ -127,7 +127,7 @@ def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
 
 
 def whole_bytes(unit):
-    return sum(storage.nbytes() for storage, _ in unit.group.storage.unsharded._storages)
+    return sum(storage.nbytes() for storage, _ in unit.group.unit_params.unsharded._storages)
 
 
 def watch_residence():

@@ -71,7 +71,7 @@ def shard_attention(model, mesh, mha_too=False, **kwargs):
 
 def whole_bytes(model):
     units = [vars(module).get("_meshard_unit") for module in model.modules()]
-    storages = [u.group.storage.unsharded._storages for u in units if u is not None]
+    storages = [u.group.unit_params.unsharded._storages for u in units if u is not None]
     return sum(storage.nbytes() for each in storages for storage, _ in each)
 
 

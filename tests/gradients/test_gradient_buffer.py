@@ -53,7 +53,7 @@ def test_ranks_that_use_different_parameters_reduce_to_the_right_sums(params, da
     buffers = []
     for rank in range(count):
         buffer = layout.allocate(torch.float32).fill_(float("nan"))
-        layout.pack(buffer, gradients[rank])
+        layout.reduce_scatter_copy_in([buffer], gradients[rank])
         layout.marks_for(used_by[rank]).mark_sent(buffer)
         buffers.append(buffer)
     anyone = frozenset().union(*used_by)
@@ -82,7 +82,7 @@ def test_adding_equals_packing_the_sum(params, data):
         for mask in masks
     ]
     buffer = layout.allocate(torch.float32)
-    layout.pack(buffer, batches[0])
+    layout.reduce_scatter_copy_in([buffer], batches[0])
     for batch in batches[1:]:
         layout.add(buffer, batch)
     sums = []
@@ -90,7 +90,7 @@ def test_adding_equals_packing_the_sum(params, data):
         present = [gradient for gradient in column if gradient is not None]
         sums.append(sum(present) if present else None)
     expected = layout.allocate(torch.float32)
-    layout.pack(expected, sums)
+    layout.reduce_scatter_copy_in([expected], sums)
     assert torch.equal(buffer, expected)
     unused = [i for i, total in enumerate(sums) if total is None]
     for index in unused:
@@ -106,9 +106,9 @@ def test_moving_to_another_layout_keeps_values_under_their_parameter(params, dat
     old, new = GradientLayout(params, before, CPU), GradientLayout(params, after, CPU)
     gradients = [integers(p.shape) if i in before else None for i, p in enumerate(params)]
     buffer = old.allocate(torch.float32)
-    old.pack(buffer, gradients)
+    old.reduce_scatter_copy_in([buffer], gradients)
     expected = new.allocate(torch.float32)
-    new.pack(expected, gradients)
+    new.reduce_scatter_copy_in([expected], gradients)
     moved = old.move(buffer, new, frozenset(before))
     assert torch.equal(moved, expected)
     assert torch.equal(torch.signbit(moved), torch.signbit(expected))
@@ -139,7 +139,7 @@ def test_a_rank_may_own_one_element_of_each(count, dtypes):
     ]
     for dtype in (torch.float32, torch.bfloat16):
         buffer = layout.allocate(dtype).fill_(float("nan"))
-        layout.pack(buffer, list(gradients))
+        layout.reduce_scatter_copy_in([buffer], list(gradients))
         for rank in range(count):
             for index in range(3):
                 assert local_of(layout, buffer[rank], index, rank).item() == 10 * index + rank
@@ -151,5 +151,5 @@ def test_one_element_of_each_parameter_for_every_rank(count, num_params):
     layout = GradientLayout(params, tuple(range(num_params)), CPU)
     gradients = [torch.randn(count) for _ in params]
     buffer = layout.allocate(torch.float32).fill_(float("nan"))
-    layout.pack(buffer, list(gradients))
+    layout.reduce_scatter_copy_in([buffer], list(gradients))
     assert torch.equal(buffer, torch.stack(gradients, dim=1))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import GradientSync, WireCompression
+from meshard import GradientSync
 from tests.support.models import Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.threads import run_threads
@@ -46,13 +46,29 @@ def test_hooks_are_a_chain_around_the_reduction():
 
 def round_on_the_wire():
     model = make((2,))
-    meshard.register_reduce_hook(model, WireCompression(torch.bfloat16))
+    meshard.register_reduce_hook(model, wire_dtype=torch.bfloat16)
     run(model, "F", 1.0009765625, None)
     return values(model)
 
 
 def test_rounding_on_the_wire():
     assert run_threads(round_on_the_wire, 2) == [{"a": 1.0, "b": None}] * 2
+
+
+def hook_and_dtype_together():
+    model, log = make((2,)), []
+    handle = meshard.register_reduce_hook(model, Log("a", log), wire_dtype=torch.bfloat16)
+    run(model, "F", 1.0009765625, None)
+    handle.remove()
+    rounded = values(model)
+    model.zero_grad()
+    run(model, "F", 1.0009765625, None)
+    return rounded, values(model), [name for name, _ in log]
+
+
+def test_a_hook_and_a_wire_dtype_are_registered_and_removed_together():
+    expected = {"a": 1.0, "b": None}, {"a": 1.0009765625, "b": None}, ["a before", "a after"]
+    assert run_threads(hook_and_dtype_together, 2) == [expected] * 2
 
 
 def fsdp2_hook(with_all_reduce):
@@ -74,20 +90,22 @@ def test_the_hook_of_fsdp2_gets_what_is_about_to_be_the_gradient(with_all_reduce
 
 def bad_hooks():
     model = meshard.fully_shard(Ones(), init_device_mesh("cpu", (2,)))
-    with pytest.raises(TypeError, match=r"needs a method arrived, before or after"):
-        meshard.register_reduce_hook(model, lambda tensor: None)
+    for hook in ({}, {"hook": lambda tensor: None}, {"hook": 3, "wire_dtype": torch.bfloat16}):
+        with pytest.raises(TypeError, match=r"needs a method arrived, before or after"):
+            meshard.register_reduce_hook(model, **hook)
     with pytest.raises(TypeError, match="hook must be callable or None, got 3"):
         model.set_all_reduce_hook(3)
-    for part, value, error in (
-        ("wire_dtype", "half", TypeError),
-        ("wire_dtype", torch.int32, ValueError),
-        ("wire_dtype", torch.float8_e4m3fn, ValueError),
-        ("after", 3, TypeError),
+    for dtype, error in (
+        ("half", TypeError),
+        (torch.int32, ValueError),
+        (torch.float8_e4m3fn, ValueError),
     ):
-        with pytest.raises(error, match=part):
-            meshard.register_reduce_hook(model, types.SimpleNamespace(**{part: value}))
+        with pytest.raises(error, match="wire_dtype"):
+            meshard.register_reduce_hook(model, wire_dtype=dtype)
+    with pytest.raises(TypeError, match="after of a reduce hook must be a method, got 3"):
+        meshard.register_reduce_hook(model, types.SimpleNamespace(after=3))
     with pytest.raises(ValueError, match="no unit in this Ones"):
-        meshard.register_reduce_hook(Ones(), WireCompression(torch.bfloat16))
+        meshard.register_reduce_hook(Ones(), wire_dtype=torch.bfloat16)
 
 
 def test_bad_hooks_are_refused():

@@ -9,6 +9,7 @@ from tests.house.sources import SOURCES, Source
 LAYERS = [
     {"_torch", "policies", "_mesh"},
     {"_comm", "_shared_memory"},
+    {"_communicators"},
     {"_params", "foreach_reduce"},
     {"_gradients"},
     {"_engine"},

@@ -1,6 +1,7 @@
 """Public names: what users import exists, is documented, and is all that they can import."""
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -12,6 +13,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 import meshard
 from tests.house.sources import ROOT, SOURCES, Source
+from tests.house.test_links import LINK
 
 # Names of torch.distributed.fsdp (FSDP2), under which meshard has its own.
 FSDP2_NAMES = [
@@ -177,6 +179,38 @@ def test_nothing_private_of_another_file_is_imported():
 def test_documents_and_examples_use_public_names_only():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
     assert private_names_in({page.name: page.read_text() for page in pages}) == []
+
+
+def listed(page):
+    """Return the names, lines and links of all rows of the page of public names."""
+    return re.findall(r"^\| `([\w.]+)` \| (.+) \| (.+) \|$", page, re.MULTILINE)
+
+
+def badly_listed(rows, exported):
+    """Find names that are missing, unknown or listed twice, and rows without sentence or link."""
+    names = [name for name, _, _ in rows]
+    top = [name for name in names if "." not in name and not name.isupper()]
+    found = sorted(set(exported).symmetric_difference(top))
+    found += [name for name in names if names.count(name) > 1]
+    for name in set(names).difference(top):
+        path, _, attribute = name.rpartition(".")
+        if path and not hasattr(importlib.import_module(path), attribute):
+            found.append(name)
+    is_row = re.compile(r"[A-Z`].*\.").fullmatch
+    return found + [n for n, line, link in rows if not is_row(line) or not LINK.fullmatch(link)]
+
+
+def test_the_page_of_public_names_lists_each_with_a_line_and_a_link():
+    rows = listed((ROOT / "docs" / "api.md").read_text())
+    assert badly_listed(rows, meshard.__all__) == []
+
+
+def test_faults_of_the_page_are_found():
+    link = "[a](b.md)"
+    rows = [("a", "Does.", link), ("a", "Does", link), ("b", "Does.", "b")]
+    rows += [("meshard.compat.gone", "Was.", link), ("meshard.compat.patch_torch", "Is.", link)]
+    assert badly_listed(rows, ["a", "c"]) == ["b", "c", "a", "a", "meshard.compat.gone", "a", "b"]
+    assert listed("| `a` | A. | [a](b.md) |\n| name | what | where |\n") == [("a", "A.", link)]
 
 
 def test_every_public_name_has_a_docstring():

@@ -81,8 +81,8 @@ def test_a_gradient_that_is_cut_along_a_data_parallel_axis(world):
     meshard.fully_shard(layer, world, dp_mesh_dims=dims)
     param = vars(layer)["_meshard_unit"].group.params[0]
     with pytest.raises(RuntimeError, match=r"'weight' has placements .* along data-parallel axes"):
-        param.own_part_of(gradient_of([Shard(0), Replicate()], world))
+        param.plain_gradient(gradient_of([Shard(0), Replicate()], world))
     with pytest.raises(RuntimeError, match=r"'weight' is a DTensor over .* came as a Tensor"):
-        param.own_part_of(torch.ones(4, 4))
+        param.plain_gradient(torch.ones(4, 4))
     with pytest.raises(RuntimeError, match=r"'weight' is a DTensor over .* came as a DTensor over"):
-        param.own_part_of(gradient_of([Shard(0)], world["tp"]))
+        param.plain_gradient(gradient_of([Shard(0)], world["tp"]))

@@ -84,7 +84,10 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
         rows.extend(started.rows())
     targets = [torch.full(p.shape, 5).to(dtype) for p, dtype in zip(params, compute, strict=True)]
     plan.bind(targets)
-    for gathered in (torch.stack(rows), rows):
+    forms = [[torch.cat(rows)], rows]
+    if count % 2 == 0:
+        forms.append([torch.cat(half) for half in (rows[: count // 2], rows[count // 2 :])])
+    for gathered in forms:
         for target in targets:
             target.fill_(5)
         plan.copy_out(gathered)

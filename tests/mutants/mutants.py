@@ -13,9 +13,8 @@ import torch
 from meshard._comm import cpu
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._engine.lifecycle import Lifecycle
-from meshard._gradients.accumulator import GradientAccumulator, Window
-from meshard._gradients.reduce_plan import GradientRules
-from meshard._gradients.sharded_grads import ShardedGrads
+from meshard._gradients.accumulator import GradientAccumulator, GradientRules, Window
+from meshard._gradients.published import ShardedGrads
 from meshard._mesh.layout import matching_parts
 from meshard.foreach_reduce import Divisors, Reduced, Reduction
 
@@ -56,8 +55,8 @@ def divided_twice_in_groups_of_one(patch: Patch) -> None:
     def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
         if plan.shard_group.size() == 1:
             total = plan.divide_factor or plan.replicate_count
-            for row in buffer:  # a tensor of rows, or a list of them
-                row.div_(total / plan.replicate_count)
+            for block in buffer:
+                block.div_(total / plan.replicate_count)
         init(self, plan, buffer, *rest)
 
     patch.setattr(Reduction, "__init__", start)

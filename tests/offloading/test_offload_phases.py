@@ -95,7 +95,7 @@ def memory(model, optimizer):
     """Return weak references to all storage of shards, gradients and AdamW's moments, by bytes."""
     found = []
     for unit in meshard_units(model):
-        found += [unit.group.storage.flat_shard.buffer, unit.gradients.sharded._published.flat]
+        found += [unit.group.unit_params.flat_shard.buffer, unit.gradients.sharded._published.flat]
         for param in unit.group.params:
             state = optimizer.state[param.sharded]
             found += [state[name]._local_tensor for name in ("exp_avg", "exp_avg_sq")]

@@ -12,7 +12,7 @@ from torch import nn
 
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
-from meshard.optim.unit_step import UnitStepper
+from meshard.optim.overlap import UnitStepper
 from tests.support.covering import covering
 from tests.support.optimizers import (
     ADAMW,

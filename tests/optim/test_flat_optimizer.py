@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import FlatOptimizer, GradientSync, MixedPrecisionPolicy, flat_optimizer
+from meshard import GradientSync, MixedPrecisionPolicy, flat_optimizer
+from meshard.optim.flat import FlatOptimizer
 from tests.support.flat_models import Net, backward, make, train
 from tests.support.models import seeded
 from tests.support.optimizers import MANY, assert_same_state, groups_of, plain_state

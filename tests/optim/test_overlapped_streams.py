@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 import meshard._engine.build
-import meshard.optim.unit_step
+import meshard.optim.overlap
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
@@ -205,7 +205,7 @@ def check_read(run, wait, read):
 def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
     run = sgd_run
     steps, gathers, in_backward = {}, {}, []
-    step, gather = meshard.optim.unit_step.UnitStepper.step, StreamCommunicator.all_gather
+    step, gather = meshard.optim.overlap.UnitStepper.step, StreamCommunicator.gather
     wait = Stream.wait_event
 
     def log_step(self, *args):
@@ -213,9 +213,9 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
         steps[self.group.label] = run.ticks
         return found
 
-    def log_gather(self, output, source, *, group, label):
+    def log_gather(self, source, *, label, **where):
         gathers.setdefault(label, run.seen_by(run.device.current_stream()))
-        return gather(self, output, source, group=group, label=label)
+        return gather(self, source, label=label, **where)
 
     def log_wait(self, event):
         optimizer = run.comm._streams.get(CommStream.OPTIMIZER)
@@ -223,8 +223,8 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
             in_backward.append(self.number)
         wait(self, event)
 
-    monkeypatch.setattr(meshard.optim.unit_step.UnitStepper, "step", log_step)
-    monkeypatch.setattr(StreamCommunicator, "all_gather", log_gather)
+    monkeypatch.setattr(meshard.optim.overlap.UnitStepper, "step", log_step)
+    monkeypatch.setattr(StreamCommunicator, "gather", log_gather)
     monkeypatch.setattr(Stream, "wait_event", log_wait)
     with run.recorder:
         run.window()

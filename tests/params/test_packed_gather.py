@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshard._comm.all_gather import start_all_gather
 from meshard._comm.cpu import WorkCommunicator
 from meshard._params.subclass_params import Form, PackedGather, agree_on_forms
 from tests.support.threads import run_threads
@@ -26,8 +25,7 @@ def gather(per_rank, forms, times=1):
     for _ in range(times):
         assert all(not out.untyped_storage().nbytes() or not out.numel() for out in packed.outputs)
         source = packed.pack(per_rank[dist.get_rank()])
-        in_flight = start_all_gather(source, comm=WorkCommunicator(), group=group, label="unit")
-        rows = in_flight.rows()
+        rows = WorkCommunicator().gather(source, group=group, label="unit").rows()
         packed.allocate()
         packed.copy_out(rows)
         addresses.append([out.clone() for out in packed.outputs])

@@ -64,17 +64,17 @@ def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
 
 @pytest.mark.full
 def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
-    device, start = FakeDevice(), StreamCommunicator.all_gather
+    device, start = FakeDevice(), StreamCommunicator._start_all_gather
     started = []  # alive: what is dropped orders the stream that queued it
 
     class Never:
         def wait(self):
             pass
 
-    def all_gather(self, *args, **kwargs):
-        started.append(start(self, *args, **kwargs))
+    def start_all_gather(self, *args):
+        started.append(start(self, *args))
         return Never()
 
-    monkeypatch.setattr(StreamCommunicator, "all_gather", all_gather)
+    monkeypatch.setattr(StreamCommunicator, "_start_all_gather", start_all_gather)
     run(monkeypatch, Int8OnWire, (4,), device)
     assert any("split_with_sizes_copy" in race for race in device.races)

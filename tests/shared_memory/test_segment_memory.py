@@ -25,7 +25,7 @@ def held_after(units):
         met.acknowledge(message)
         dist.barrier()
         for everything in units:
-            met.release_cached_memory(keep_for=None if everything else StepPhase.STEP)
+            met.release_cached_memory(StepPhase.STEP, is_tight=everything)
         held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
     return held
 
@@ -35,7 +35,7 @@ def held_in_parts(in_forward, in_backward):
     met, held = open_channel(dist.group.WORLD), []
     for _ in range(3):
         for part, numel in ((StepPhase.FORWARD, in_forward), (StepPhase.BACKWARD, in_backward)):
-            met.release_cached_memory(keep_for=part)
+            met.release_cached_memory(part)
             held.append(os.fstat(met._own.descriptor).st_blocks * 512 >> 20)
             message = met.publish(torch.ones(numel), NAME)
             theirs = met.receive(message, 1 - dist.get_rank(), numel, torch.float32)

@@ -106,36 +106,30 @@ class Both:
 
     def start(self):
         """Return what is on its way, where its result will be (None: in rows), and the result."""
-        op = self.plan.choice([self.gather, self.gather_views, self.scatter, self.sum])
+        op = self.plan.choice([self.gather, self.scatter, self.sum])
         return op(self.plan.choice([0, 1, 300, 70_000]))
 
     def gather(self, numel):
         source = torch.randn(numel, generator=self.generator)
-        ours, theirs = torch.empty(2, dist.get_world_size() * numel)
-        self.sockets.all_gather(theirs, source, **self.where).wait()
-        return self.shared.all_gather(ours, source, **self.where), ours, theirs
-
-    def gather_views(self, numel):
-        source = torch.randn(numel, generator=self.generator)
-        theirs = torch.empty(dist.get_world_size() * numel)
-        self.sockets.all_gather(theirs, source, **self.where).wait()
-        rows = theirs.view(dist.get_world_size(), numel)
-        return self.shared.gather_views(source, **self.where), None, rows
+        (rows,) = self.sockets.gather(source, **self.where).rows()
+        return self.shared.gather(source, **self.where), None, rows
 
     def scatter(self, numel):
         dtype, out = self.plan.choice(
             [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
         )
         source = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
-        kept = source.clone()
-        if self.plan.random() < 0.5:
-            rows = self.shared.allocate_rows(numel, dtype, group=dist.group.WORLD)
-            for row, drawn in zip(rows, source, strict=True):
-                row.copy_(drawn)
-            source = rows
-        ours, theirs = torch.empty(numel, dtype=out), torch.empty(numel, dtype=out)
-        self.sockets.reduce_scatter(theirs, kept, **self.where).wait()
-        return self.shared.reduce_scatter(ours, source, **self.where), ours, theirs
+        as_one = self.plan.random() < 0.5
+        rows = self.shared.send_rows(
+            numel, dtype, device=source.device, group=dist.group.WORLD, as_one=as_one
+        )
+        assert len(rows) == (1 if as_one else len(source))
+        for block, drawn in zip(rows, source.chunk(len(rows)), strict=True):
+            block.copy_(drawn)
+        theirs = self.sockets.reduce_scatter([source], out, **self.where)
+        theirs.pending.wait()
+        ours = self.shared.reduce_scatter(rows, out, **self.where)
+        return ours.pending, ours.sum, theirs.sum
 
     def sum(self, numel):
         ours = torch.randn(numel, generator=self.generator)
@@ -150,7 +144,7 @@ def finish(own, mine, ours, theirs):
     if own.random() < 0.1:
         return
     if ours is None:
-        ours = torch.stack(mine.rows())
+        ours = torch.cat(mine.rows())
         mine.release()
     elif own.random() < 0.5 or not mine.poll():
         mine.wait()
@@ -374,7 +368,7 @@ def acknowledged_late():
     """``rows`` acknowledges nothing: they are read until ``release``."""
     group = dist.group.WORLD
     source = torch.ones(4)
-    gather = SharedMemoryCommunicator().gather_views(source, group=group, label="views")
+    gather = SharedMemoryCommunicator().gather(source, group=group, label="views")
     gather.rows()
     told = []
     gather._channel.acknowledge = told.append

@@ -58,19 +58,18 @@ class _Late:
 class DelayedCommunicator(WorkCommunicator):
     """Every all-gather takes 20 ms longer."""
 
-    def all_gather(self, output, source, *, group, label):
-        return _Late(super().all_gather(output, source, group=group, label=label))
+    def _start_all_gather(self, output, source, group, label):
+        return _Late(super()._start_all_gather(output, source, group, label))
 
 
 class DelayedReductions(WorkCommunicator):
     """Every reduction takes 20 ms longer."""
 
-    def reduce_scatter(self, output, source, *, group, label, keep_signs=True):
-        where = {"group": group, "label": label, "keep_signs": keep_signs}
-        return _Late(super().reduce_scatter(output, source, **where))
+    def _start_reduce_scatter(self, *args, **kwargs):
+        return _Late(super()._start_reduce_scatter(*args, **kwargs))
 
-    def all_reduce(self, buffer, *, group, label):
-        return _Late(super().all_reduce(buffer, group=group, label=label))
+    def _start_all_reduce(self, *args):
+        return _Late(super()._start_all_reduce(*args))
 
 
 def build(communicator, mesh):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard import CommLedger, WireCompression, register_reduce_hook
+from meshard import CommLedger, register_reduce_hook
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state
 
@@ -94,7 +94,7 @@ def compressed(**kwargs: Any) -> None:
     """Take a step with gradients sent in bfloat16, and one without; count the bytes of both."""
     whole = 4 * sum(param.numel() for param in IntegerModel().parameters())
     pair = Pair(**kwargs)
-    handle = register_reduce_hook(pair.ours, WireCompression(torch.bfloat16))
+    handle = register_reduce_hook(pair.ours, wire_dtype=torch.bfloat16)
     pair.steps(range(3))
     with CommLedger(pair.ours) as ledger:
         pair.step(3)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, Gathered, GatherInFlight, Rows
+from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, ReceiveMemory, Rows
 from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
 from meshard._torch.private import foreach_copy_
 
@@ -37,28 +37,6 @@ class _CastRange(NamedTuple):
         """Where a range that may be merged with this one begins."""
         end = self.from_offset + self.numel
         return self.from_segment, end, self.to_segment, self.to_offset + self.numel
-
-
-def start_all_gather(
-    source: torch.Tensor, *, comm: Communicator, group: dist.ProcessGroup, label: str
-) -> Gathered:
-    """Start gathering ``source [n]`` of every rank, on the gather stream, into ``[ranks, n]``."""
-    count, dtype, device = group.size(), source.dtype, source.device
-    flat = comm.allocate(
-        count * source.numel(), CommStream.GATHER, dtype=dtype, device=device, group=group
-    )
-    pending = comm.all_gather(flat, source, group=group, label=label)
-    return Gathered(flat.view(count, -1), pending, source)
-
-
-class _Kept(NamedTuple):
-    """Memory that all gathers of a unit are received in: faster than new tensors in each step."""
-
-    flat: torch.Tensor
-    rows: torch.Tensor  # the same, [ranks, n]
-    segments: Sequence[torch.Tensor] = ()  # of the rows, unless they are the parameter itself
-    allocate: Callable[[], object] | None = None  # None: it always has memory
-    free: Callable[[], None] | None = None
 
 
 class GatherPlan:
@@ -96,13 +74,16 @@ class GatherPlan:
             ]
             for segment in self.on_wire.segments
         ]
-        self._regular_by_rank: list[list[list[torch.Tensor]]] = []
-        self._kept: _Kept | None = None
-        self._copies: _Copies | None = None
+        self._regular_of_blocks: dict[int, list[list[list[torch.Tensor]]]] = {}
+        self._kept: ReceiveMemory | None = None
+        self._kept_segments: list[torch.Tensor] = []  # of its rows
+        self._allocate_kept: Callable[[], object] | None = None  # None: it always has memory
+        self._copies: _Copies | None = None  # out of it
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
             flat = unsharded[0].view(-1)
             rows = flat.view(-1, self.on_wire.segments[0].numel)
-            self._kept, self._copies = _Kept(flat, rows, allocate=allocate), ([], [])
+            self._kept, self._allocate_kept = ReceiveMemory(flat, rows), allocate
+            self._copies = [], []
 
     def start(
         self,
@@ -116,18 +97,7 @@ class GatherPlan:
         """Start gathering the unit; its shard must not be edited until the gather is waited for."""
         with comm.on_stream(CommStream.GATHER):
             source = self._cast(buffer, segments, comm, group) if self._casts else buffer
-            views = comm.gather_views(source, group=group, label=label)
-            if views is not None:
-                return views
-            if not comm.may_keep_buffers:
-                return start_all_gather(source, comm=comm, group=group, label=label)
-            if self._kept is None:
-                self._kept = self._keep(source, group.size())
-            kept = self._kept
-            if kept.allocate is not None:
-                kept.allocate()
-            pending = comm.all_gather(kept.flat, source, group=group, label=label)
-            return Gathered(kept.rows, pending, source, kept.free)
+            return comm.gather(source, group=group, label=label, receive=self._receive)
 
     def _cast(
         self,
@@ -144,17 +114,24 @@ class GatherPlan:
             target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
         return source
 
-    def _keep(self, source: torch.Tensor, count: int) -> _Kept:
+    def _receive(self, source: torch.Tensor, count: int) -> ReceiveMemory:
+        if self._kept is None:
+            self._kept = self._make_kept(source, count)
+        elif self._allocate_kept is not None:
+            self._allocate_kept()
+        return self._kept
+
+    def _make_kept(self, source: torch.Tensor, count: int) -> ReceiveMemory:
         with torch.inference_mode(False):  # a module may run under it first and train later
             flat = source.new_empty(count * source.numel())
             rows = flat.view(count, -1)
-            kept = _Kept(flat, rows, self.on_wire.split(rows))
+            self._kept_segments = self.on_wire.split(rows)
         storage = flat.untyped_storage()
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
-            return kept
-        resize(0)
-        return kept._replace(allocate=partial(resize, num_bytes), free=partial(resize, 0))
+            return ReceiveMemory(flat, rows)
+        self._allocate_kept = partial(resize, num_bytes)  # it has memory for the first gather
+        return ReceiveMemory(flat, rows, free=partial(resize, 0))
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
         """Prepare copies out of ``parts``: one for all adjacent parameters of one size."""
@@ -178,38 +155,39 @@ class GatherPlan:
                     sources.append(taken.transpose(0, 1))
         return targets, sources
 
-    def copy_out(self, gathered: Rows) -> None:
-        """Fill the bound parameters from ``gathered [shard_count, ...]``, skipping padding."""
-        if isinstance(gathered, list):
-            self._copy_rows_out(gathered)
-            return
-        if self._kept is not None and gathered is self._kept.rows:
-            segments = self._kept.segments
-            if self._copies is None:  # not earlier: the parameters have no memory
-                self._copies = self._make_copies(segments)
-            targets, sources = self._copies
-            if len(targets) == 1:  # half the time of the foreach operator
-                targets[0].copy_(sources[0])
-            elif targets:
-                foreach_copy_(targets, sources)
+    def copy_out(self, rows: Rows) -> None:
+        """Fill the bound parameters from what was gathered, skipping padding."""
+        if self._kept is not None and rows[0] is self._kept.rows:
+            blocks = [self._kept_segments]
+            self._copy_kept_out()
         else:
-            segments = self.on_wire.split(gathered)
-            self._take_apart(segments, self._regular)
+            blocks = [self.on_wire.split(block) for block in rows]
+            for segments, targets in zip(blocks, self._targets_of(rows), strict=True):
+                self._take_apart(segments, targets)
         for position, each in self._irregular_ranges:
-            self._fill_irregular(each, segments[position].narrow(1, each.offset, each.numel))
+            parts = [segments[position].narrow(1, each.offset, each.numel) for segments in blocks]
+            self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _copy_rows_out(self, rows: list[torch.Tensor]) -> None:
-        if not self._regular_by_rank:
-            self._regular_by_rank = [
-                [[view[rank] for view in views] for views in self._regular]
-                for rank in range(len(rows))
+    def _copy_kept_out(self) -> None:
+        if self._copies is None:  # not earlier: the parameters have no memory
+            self._copies = self._make_copies(self._kept_segments)
+        targets, sources = self._copies
+        if len(targets) == 1:  # half the time of the foreach operator
+            targets[0].copy_(sources[0])
+        elif targets:
+            foreach_copy_(targets, sources)
+
+    def _targets_of(self, rows: Rows) -> list[list[list[torch.Tensor]]]:
+        """Return the regular parameters, by block of rows and by segment."""
+        count = len(rows)
+        if count == 1:
+            return [self._regular]
+        if count not in self._regular_of_blocks:
+            split = [[view.chunk(count) for view in views] for views in self._regular]
+            self._regular_of_blocks[count] = [
+                [[chunks[block] for chunks in views] for views in split] for block in range(count)
             ]
-        by_rank = [self.on_wire.split(row) for row in rows]
-        for segments, targets in zip(by_rank, self._regular_by_rank, strict=True):
-            self._take_apart(segments, targets)
-        for position, each in self._irregular_ranges:
-            ranges = [rank[position].narrow(0, each.offset, each.numel) for rank in by_rank]
-            self._fill_irregular(each, torch.stack(ranges))
+        return self._regular_of_blocks[count]
 
     def _take_apart(
         self, segments: Sequence[torch.Tensor], targets: list[list[torch.Tensor]]

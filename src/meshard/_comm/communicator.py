@@ -20,14 +20,15 @@ import torch.distributed as dist
 
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
 from meshard._torch.private import backend_of, is_profiling
-from meshard.policies import AllGather, ReduceScatter
+from meshard.policies import AllGather, Comm, ReduceScatter
 
-# One tensor [ranks, n], or a list of tensors [n].
-Rows = torch.Tensor | list[torch.Tensor]
+# One row per rank, in rank order, in blocks [k, n]: one block of all rows, or several with as many
+# rows each, where rows do not lie side by side.
+Rows = list[torch.Tensor]
 
 
 class StepPhase(enum.Enum):
-    """What a communicator may keep memory for."""
+    """A part of a step, which needs other memory than the parts before it."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -71,13 +72,25 @@ class GatherInFlight(Protocol):
     """An all-gather that has been started. It holds what the collective reads and writes."""
 
     def rows(self) -> Rows:
-        """Wait, and return the rows in rank order. They must not be written to."""
+        """Wait, and return what the ranks sent. It must not be written to."""
 
     def release(self) -> None:
         """Release the rows, which must not be read any more. Other ranks may wait for this."""
 
     def abandon(self) -> None:
         """Do what ``release`` does before there are rows, as ``InFlight.abandon``."""
+
+
+class ReceiveMemory(NamedTuple):
+    """Memory in which all gathers of a unit are received: faster than new tensors in each step."""
+
+    flat: torch.Tensor
+    rows: torch.Tensor  # the same, [ranks, n]
+    free: Callable[[], None] | None = None
+
+
+# Called with the source of a gather and the number of ranks.
+Receive = Callable[[torch.Tensor, int], ReceiveMemory]
 
 
 class Gathered(NamedTuple):
@@ -99,6 +112,20 @@ class Gathered(NamedTuple):
     def abandon(self) -> None:
         self.pending.abandon()
         self.release()
+
+
+class Reducing(NamedTuple):
+    """A reduce-scatter that has been started. It holds what the collective reads and writes."""
+
+    pending: InFlight
+    rows: Rows  # that are sent
+    sum: torch.Tensor  # this rank's row of it, [n]; valid once ``pending`` was waited for
+
+    def free_if_sent(self) -> bool:
+        """Free what was sent, if all ranks have received it. Return whether that is done."""
+        if self.rows and self.pending.poll():
+            self.rows.clear()
+        return not self.rows
 
 
 class RecordedWork(InFlight, Protocol):
@@ -217,7 +244,6 @@ class Communicator:
     """
 
     waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
-    may_keep_buffers = False  # callers may keep and resize buffers, because only the host uses them
 
     def __init__(self) -> None:
         self.identity = object()  # of the root, for observers
@@ -234,7 +260,7 @@ class Communicator:
         if custom == CommSettings():
             return self
         variant = copy.copy(self)
-        variant._custom, variant.may_keep_buffers = custom, False
+        variant._custom = custom
         return variant
 
     def shared_with(self, own: Communicator) -> Communicator:
@@ -265,113 +291,101 @@ class Communicator:
 
     # --- memory ----------------------------------------------------------------------------
 
-    def allocate(
-        self,
-        numel: int,
-        comm_stream: CommStream,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised: the output of a gather, or either of a reduction."""
-        if self._custom is None or group.size() == 1:
-            return torch.empty(numel, dtype=dtype, device=device)
-        is_gathered = comm_stream is CommStream.GATHER
-        custom = self._custom.all_gather if is_gathered else self._custom.reduce_scatter
-        if custom is None and self._custom.from_group:
-            backend = backend_of(group, device)
-            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-            return tensor
-        make = torch.empty if custom is None else custom.allocate
-        return make((numel,), dtype=dtype, device=device)
-
     def allocate_source(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
         """Return ``[numel]``, uninitialised, to be the source of one gather, and then dropped."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
-    ) -> list[torch.Tensor] | None:
-        """Return the rows ``[numel]`` to pass to ``reduce_scatter``; None: pass one tensor.
+    def send_rows(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        as_one: bool = False,
+    ) -> Rows:
+        """Return rows ``[numel]``, uninitialised, to pass to one reduce-scatter, and then dropped.
 
-        The other ranks read their rows in place. The row of this rank may be the ``output``.
+        With ``as_one``, they are one block.
         """
-        return None
+        count = group.size()
+        custom = None if self._custom is None else self._custom.reduce_scatter
+        return [self._allocate(count * numel, dtype, device, group, custom).view(count, -1)]
 
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """Free memory that is kept for later collectives, as a phase of the step begins.
+    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
+        """Free memory that was kept for later collectives and that ``phase`` has no use for.
 
-        Except what ``keep_for`` has needed in the last steps.
+        With ``is_tight``, free all that no collective in flight uses.
         """
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
 
-    # --- collectives: on all ranks of ``group``, on the stream of the caller. Tensors must live
-    # until ``wait`` has returned. ----------------------------------------------------------
+    # --- collectives: on all ranks of ``group``, on the stream of the caller. What they return must
+    # live until it was waited for. ---------------------------------------------------------
 
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatherInFlight | None:
-        """Gather every rank's ``source [n]`` without moving it; None: use ``all_gather``.
+    def gather(
+        self,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        receive: Receive | None = None,
+    ) -> GatherInFlight:
+        """Start gathering every rank's ``source [n]``.
 
+        ``receive`` returns memory to receive in that the caller keeps for later gathers. It is
+        called only where waits block the host: elsewhere a stream may still use the memory.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
-        return Gathered([source], self.record(source)) if group.size() == 1 else None
-
-    def all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        """Fill ``output [ranks * n]`` with every rank's ``source [n]``, in rank order."""
         if group.size() == 1:
-            output.copy_(source)
-            return self.record(source)
-        announce("all_gather", output, group, label, comm=self)
+            return Gathered([source.view(1, -1)], self.record(source))
+        announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
             custom = None if self._custom is None else self._custom.all_gather
             if custom is None:
-                return self._start_all_gather(output, source, group, label)
-            work = custom(output, source, group, self.waits_block_host)
-            return self._in_flight(work, source)
+                return self._start_gather(source, group, label, receive)
+            flat = self._allocate_for(source, group, custom)
+            pending = self._in_flight(custom(flat, source, group, self.waits_block_host), source)
+            return Gathered([flat.view(group.size(), -1)], pending, source)
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
-        source: Rows,
+        rows: Rows,
+        sum_dtype: torch.dtype,
         *,
         group: dist.ProcessGroup,
         label: str,
         keep_signs: bool = True,
-    ) -> InFlight:
-        """Sum row ``r`` of every rank's ``source [ranks, n]`` into ``output [n]`` on rank ``r``.
+    ) -> Reducing:
+        """Start adding up row ``r`` of all ranks on rank ``r``. The rows are consumed.
 
-        ``source`` is a tensor, or the rows of ``allocate_rows``. ``output`` may have a wider dtype.
-        With ``keep_signs`` a sum of negative zeros is a negative zero.
+        ``sum_dtype`` is that of the rows, or wider. With ``keep_signs`` a sum of negative zeros is
+        a negative zero.
         """
-        if group.size() == 1:
-            if source[0] is not output:
-                output.copy_(source[0])
-            return self.record(*source)
-        announce("reduce_scatter", source[0], group, label, rows=group.size(), comm=self)
+        size, first = group.size(), rows[0]
+        custom = None if self._custom is None else self._custom.reduce_scatter
+        if len(rows) == size and first.dtype == sum_dtype:
+            # In a block of its own, the row of this rank is not sent: the sum is written there.
+            total = rows[group.rank()].view(-1)
+        else:
+            total = self._allocate(first.size(1), sum_dtype, first.device, group, custom)
+            if size == 1:
+                total.copy_(first.view(-1))
+        if size == 1:
+            return Reducing(self.record(*rows), rows, total)
+        announce("reduce_scatter", first, group, label, rows=len(rows), comm=self)
         with profiled("reduce_scatter", label):
-            custom = None if self._custom is None else self._custom.reduce_scatter
             if custom is None:
-                return self._start_reduce_scatter(
-                    output, source, group, label, keep_signs=keep_signs
+                pending = self._start_reduce_scatter(
+                    total, rows, group, label, keep_signs=keep_signs
                 )
-            assert isinstance(source, torch.Tensor)
-            received, then = output, None
-            if output.dtype != source.dtype:
-                shape, dtype = output.shape, source.dtype
-                received = custom.allocate(shape, dtype=dtype, device=source.device)
-                then = functools.partial(output.copy_, received)
-            op = dist.ReduceOp.SUM
-            work = custom(received, source.view(-1), group, op, self.waits_block_host)
-            return self._in_flight(work, source, received, then=then)
+            else:
+                pending = self._start_custom_reduce_scatter(total, rows, group, custom)
+        return Reducing(pending, rows, total)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
@@ -388,21 +402,64 @@ class Communicator:
 
     # --- for implementations ---------------------------------------------------------------
 
+    def _start_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
+    ) -> GatherInFlight:
+        flat = self._allocate_for(source, group, None)
+        pending = self._start_all_gather(flat, source, group, label)
+        return Gathered([flat.view(group.size(), -1)], pending, source)
+
+    def _allocate_for(
+        self, source: torch.Tensor, group: dist.ProcessGroup, custom: Comm | None
+    ) -> torch.Tensor:
+        numel = group.size() * source.numel()
+        return self._allocate(numel, source.dtype, source.device, group, custom)
+
+    def _allocate(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        custom: Comm | None,
+    ) -> torch.Tensor:
+        """Return ``[numel]``, uninitialised, which ``custom`` or the group may allocate."""
+        if self._custom is None or group.size() == 1:
+            return torch.empty(numel, dtype=dtype, device=device)
+        if custom is None and self._custom.from_group:
+            backend = backend_of(group, device)
+            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+            return tensor
+        make = torch.empty if custom is None else custom.allocate
+        return make((numel,), dtype=dtype, device=device)
+
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
+        """Start filling ``output [ranks * n]`` with every rank's ``source [n]``."""
         raise NotImplementedError
 
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
         keep_signs: bool,
     ) -> InFlight:
         raise NotImplementedError
+
+    def _start_custom_reduce_scatter(
+        self, output: torch.Tensor, rows: Rows, group: dist.ProcessGroup, custom: ReduceScatter
+    ) -> InFlight:
+        (source,) = rows
+        received, then = output, None
+        if output.dtype != source.dtype:
+            received = custom.allocate(output.shape, dtype=source.dtype, device=source.device)
+            then = functools.partial(output.copy_, received)
+        work = custom(received, source.view(-1), group, dist.ReduceOp.SUM, self.waits_block_host)
+        return self._in_flight(work, source, received, then=then)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str

@@ -12,7 +12,10 @@ from meshard._comm.communicator import (
     DONE,
     CommStream,
     Communicator,
+    Gathered,
+    GatherInFlight,
     InFlight,
+    Receive,
     RecordedWork,
     Rows,
 )
@@ -100,7 +103,6 @@ class WorkCommunicator(Communicator):
     """
 
     waits_block_host = True
-    may_keep_buffers = True
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         return _NO_STREAM  # the host thread is the only queue
@@ -108,10 +110,14 @@ class WorkCommunicator(Communicator):
     def record(self, *keep: torch.Tensor) -> RecordedWork:
         return DONE  # the host has done it
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
-    ) -> list[torch.Tensor] | None:
-        return [torch.empty(numel, dtype=dtype, device="cpu")] if group.size() == 1 else None
+    def _start_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
+    ) -> GatherInFlight:
+        if receive is None:
+            return super()._start_gather(source, group, label, receive)
+        memory = receive(source, group.size())
+        pending = self._start_all_gather(memory.flat, source, group, label)
+        return Gathered([memory.rows], pending, source, memory.free)
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
@@ -121,13 +127,13 @@ class WorkCommunicator(Communicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
         keep_signs: bool,
     ) -> InFlight:
-        assert isinstance(source, torch.Tensor)
+        (source,) = rows
         if group.size() == 2:
             return _exchange(output, source, group)
         received = torch.empty_like(source)

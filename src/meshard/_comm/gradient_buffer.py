@@ -116,40 +116,41 @@ class GradientLayout:
         stride = torch.empty(shape, device="meta").stride()
         return _Owned(index, self.ranges[index].offset, tuple(shape), tuple(stride))
 
-    def pack(
+    def reduce_scatter_copy_in(
         self,
-        buffer: Rows,
+        rows: Rows,
         gradients: list[torch.Tensor | None],
         *,
         factor: float = 1.0,
         packed: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Overwrite ``buffer`` with unsharded gradients; ranges without one become ``-0.0``.
+        """Overwrite ``rows`` with unsharded gradients; ranges without one become ``-0.0``.
 
         There is a gradient, or None, for each parameter of the unit. In a large unit they are
         replaced by None once they are copied, so that not all exist twice, and may be multiplied by
-        ``factor`` on the way. Parameters in ``packed`` are left as they are in the buffer.
+        ``factor`` on the way. Parameters in ``packed`` are left as they are in the rows.
         """
         ranges = self._all_ranges
         if self.regular and not self.is_large:
             regular = [g for index in self.regular if (g := gradients[index]) is not None]
             if len(regular) == len(self.regular):
-                self._concatenate(regular, buffer)
+                self._concatenate(regular, rows)
                 ranges = self.irregular
         for each in ranges:
             if each.index not in packed:
-                self._write(buffer, each, gradients[each.index], factor)
+                self._write(rows, each, gradients[each.index], factor)
             if self.is_large:
                 gradients[each.index] = None
 
-    def _concatenate(self, gradients: list[torch.Tensor], buffer: Rows) -> None:
+    def _concatenate(self, gradients: list[torch.Tensor], rows: Rows) -> None:
         """Write the gradients of all regular parameters."""
         count = self.shard_count
-        if isinstance(buffer, list):
-            split = [gradient.reshape(count, -1).unbind() for gradient in gradients]
-            for row, pieces in zip(buffer, zip(*split, strict=True), strict=True):
-                torch.cat(pieces, out=row[: self.regular_numel])
+        if len(rows) > 1:
+            split = [gradient.reshape(count, -1).chunk(len(rows)) for gradient in gradients]
+            for block, pieces in zip(rows, zip(*split, strict=True), strict=True):
+                torch.cat(pieces, dim=1, out=block.narrow(1, 0, self.regular_numel))
             return
+        (buffer,) = rows
         if self.regular_numel < self.shard_numel:
             buffer = buffer.narrow(1, 0, self.regular_numel)
         if len(gradients) == 1:
@@ -165,27 +166,25 @@ class GradientLayout:
             torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
 
     def _write(
-        self, buffer: Rows, each: ParamRange, gradient: torch.Tensor | None, factor: float
+        self, rows: Rows, each: ParamRange, gradient: torch.Tensor | None, factor: float
     ) -> None:
         layout = self.params[each.index]
-        if isinstance(buffer, torch.Tensor):
-            part = buffer.narrow(1, each.offset, each.numel)
-            if gradient is None or not layout.is_regular:
-                part.fill_(-0.0 if gradient is None else 0.0)
-            if gradient is not None:
-                _copy_into(part, gradient, layout, factor)
-            return
-        parts = [row.narrow(0, each.offset, each.numel) for row in buffer]
+        parts = [block.narrow(1, each.offset, each.numel) for block in rows]
         if gradient is None:
             for part in parts:
                 part.fill_(-0.0)
+            return
+        if len(parts) == 1:
+            if not layout.is_regular:
+                parts[0].fill_(0.0)
+            _copy_into(parts[0], gradient, layout, factor)
             return
         if layout.is_regular:
             sources = gradient.reshape(self.shard_count, -1)
         else:
             sources = parts[0].new_zeros(self.shard_count, each.numel)
             _copy_into(sources, gradient, layout, 1.0)
-        for part, source in zip(parts, sources, strict=True):
+        for part, source in zip(parts, sources.chunk(len(parts)), strict=True):
             copy_multiplied(part, source, factor)
 
     def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -202,13 +201,12 @@ class GradientLayout:
     def run_hooks(
         self,
         hooks: Sequence[Callable[[torch.Tensor], object]],
-        buffer: Rows,  # one tensor, if there are hooks
+        buffer: torch.Tensor,
         used: frozenset[int],
     ) -> None:
         """Run the user's hooks on ``buffer``, and mark unused parameters again."""
         if not hooks:
             return
-        assert isinstance(buffer, torch.Tensor)
         for hook in hooks:
             result = hook(buffer)
             if result is not None and result is not buffer:

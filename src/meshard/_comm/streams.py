@@ -109,7 +109,7 @@ class StreamCommunicator(Communicator):
         else:
             event = compute.record_event()
         stream.wait_event(event)
-        self.release_cached_memory(keep_for=None)
+        self._drop_what_is_done()
         with self._device_module.stream(stream):
             if self._after:
                 for pending in self._after.pop(comm_stream, ()):
@@ -136,7 +136,10 @@ class StreamCommunicator(Communicator):
             event = self._device_module.current_stream().record_event()
             self._held_until_done.append((event, tensors))
 
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
+    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
+        self._drop_what_is_done()
+
+    def _drop_what_is_done(self) -> None:
         """Drop the tensors of rule 5 whose work is done."""
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
@@ -155,13 +158,13 @@ class StreamCommunicator(Communicator):
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
         keep_signs: bool,
     ) -> InFlight:
-        assert isinstance(source, torch.Tensor)
+        (source,) = rows
         is_same = output.dtype == source.dtype
         received = output if is_same else torch.empty_like(output, dtype=source.dtype)
         reduce_scatter_single(received, source.view(-1), group=group)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshard._comm.divergence import is_debugging, name_copy, name_root
+from meshard._communicators import make_communicator
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -29,7 +30,7 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.optimizer_hooks import refuse_backward_optimizer
+from meshard._engine.owners import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
@@ -41,8 +42,7 @@ from meshard._engine.unit import (
     units_of,
     with_siblings,
 )
-from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import GradientRules
+from meshard._gradients.accumulator import GradientAccumulator, GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import compose_placement
@@ -56,7 +56,6 @@ from meshard._params.subclass_params import (
     has_own_methods,
 )
 from meshard._params.unit_params import GroupSpec, UnitParams
-from meshard._shared_memory.communicator import make_communicator
 from meshard._torch.dtensor import is_plain, keep_gradient_dtype, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
@@ -334,16 +333,16 @@ def allocate(
     flags = [original.requires_grad for original in originals]
     locals_ = [plain_of(original).detach() for original in originals]
     hook = gradient_hook_maker(unit)
-    storage: UnitParams
+    unit_params: UnitParams
     if unit_plan.is_subclass:
         for param, local, flag in zip(params, locals_, flags, strict=True):
             shard = _own_copy(local, mesh_info)
             shard = shard if shard.is_meta else shard.to(spec.device)
             param.make_sharded(shard, mesh_info, requires_grad=flag)
-        storage = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
+        unit_params = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
     else:
         layouts, rank = [param.layout for param in params], mesh_info.shard_rank
-        storage = FlatParams(
+        unit_params = FlatParams(
             params,
             [layout.own_part(local, rank) for layout, local in zip(layouts, locals_, strict=True)],
             flags,
@@ -354,16 +353,16 @@ def allocate(
         )
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
-    give_params(unit, storage, policy)
+    give_params(unit, unit_params, policy)
     if not is_debugging():  # under MESHARD_DEBUG=1 all values have been compared already
         unit.group.record_first_values(locals_)
     return unit
 
 
-def give_params(unit: Unit, storage: UnitParams, policy: MixedPrecisionPolicy) -> None:
-    """Make ``storage`` the parameters of ``unit``, without gradients."""
-    rules = GradientRules(storage, policy.reduce_dtype, policy.accumulate_dtype)
-    unit.group = ParamGroup(storage, GradientAccumulator(storage, rules))
+def give_params(unit: Unit, unit_params: UnitParams, policy: MixedPrecisionPolicy) -> None:
+    """Make ``unit_params`` the parameters of ``unit``, without gradients."""
+    rules = GradientRules(unit_params, policy.reduce_dtype, policy.accumulate_dtype)
+    unit.group = ParamGroup(unit_params, GradientAccumulator(unit_params, rules))
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:

@@ -92,11 +92,11 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied.parent = None
     copied.step = UnitStep()
     unit.group.adopt_edits()
-    source = unit.group.storage
+    source = unit.group.unit_params
     params = [param.for_copy(memo) for param in source.params]
     with torch.no_grad():
-        storage = source.for_copy(params, gradient_hook_maker(copied))
-    copied.group = ParamGroup(storage, unit.gradients.for_copy(storage))
+        unit_params = source.for_copy(params, gradient_hook_maker(copied))
+    copied.group = ParamGroup(unit_params, unit.gradients.for_copy(unit_params))
     copied.group.keeps_storage = unit.group.keeps_storage
     return copied
 

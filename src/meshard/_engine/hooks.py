@@ -196,7 +196,7 @@ def check_may_pickle(unit: Unit | None) -> None:
         unit.lifecycle.check_between_steps(unit, "pickle")
         group.finish_pending_step()
         group.check_nothing_is_pending()
-        if not group.params or isinstance(group.storage, ReplicatedParams):
+        if not group.params or isinstance(group.unit_params, ReplicatedParams):
             return
         is_first = group.spec.mesh_info.is_first_rank
         if group.is_summoned and (is_first or not group.summoned_by.rank0_only):

@@ -28,8 +28,8 @@ from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
 from meshard._engine.failure import Failure
-from meshard._engine.optimizer_hooks import refuse_backward_optimizer
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
+from meshard._engine.owners import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
@@ -143,7 +143,7 @@ class Lifecycle:
         for number, unit in enumerate(units):
             unit.number, unit.lifecycle = number, self
             unit.reduced_in = -1
-            unit.group.storage.label = unit.label
+            unit.group.unit_params.label = unit.label
             unit.group.failure = self.failure
         self.use(comm)
 
@@ -152,7 +152,7 @@ class Lifecycle:
         self._queue.finish_all()
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
-            unit.group.storage.comm = comm.with_custom(unit.settings.comm)
+            unit.group.unit_params.comm = comm.with_custom(unit.settings.comm)
 
     def units(self) -> list[Unit]:
         return alive(self._units)
@@ -189,7 +189,7 @@ class Lifecycle:
             self.forward = ForwardRun()
             self.retained.begin_forward()
             # Memory that only a backward needs is freed.
-            self.comm.release_cached_memory(keep_for=StepPhase.FORWARD)
+            self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 passes = (ref for ref in self._passes if ref() is not None)
@@ -287,7 +287,7 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                has_graph = torch.is_grad_enabled() and unit.gradients.bucket is None
+                has_graph = torch.is_grad_enabled() and not unit.gradients.is_replicated
                 if unit.reshards_after_forward:
                     # Only some of its modules have run, or the user has called unshard() since.
                     unit.group.reshard(keep_post_forward=True)
@@ -510,10 +510,9 @@ class Lifecycle:
             # it does not contribute to a gradient.
             self._on_last_gradient(run, unit)
             return
-        if unit.gradients.bucket is not None:
-            unit.gradients.pack_arrived(index)
-        if self._queue.has_sent_input:
-            self._queue.free_input_if_sent()
+        if unit.gradients.is_replicated:
+            unit.gradients.receive(index, unit.settings)
+        self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record a gradient from outside of the unit's forward; it is reduced at the very end."""
@@ -608,7 +607,7 @@ class Lifecycle:
         """
         self._has_compared = True
         groups = [group for group in self.groups() if group.params]
-        sharded = [group for group in groups if group.gradients.bucket is None]
+        sharded = [group for group in groups if not group.gradients.is_replicated]
         brought = [(group.spec.mesh_info, group.take_first_values()) for group in sharded]
         without_modes(warn_if_different, brought)
 
@@ -796,7 +795,7 @@ class Lifecycle:
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory, and publish their gradients."""
         for group in self.groups():
-            if group.storage.host_copies is not None:
+            if group.unit_params.host_copies is not None:
                 group.settle()
 
     # --- failures ---------------------------------------------------------------------

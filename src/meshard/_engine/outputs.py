@@ -273,7 +273,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
 
 def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
     """Return which buffers of ``unit`` are in another dtype than its parameters, if any are."""
-    casts = zip(unit.group.storage.compute_dtypes, unit.params, strict=True)
+    casts = zip(unit.group.unit_params.compute_dtypes, unit.params, strict=True)
     dtype = next((to for to, param in casts if to != param.sharded.dtype), unit.input_dtype)
     named = _outermost(module, unit).named_modules()
     prefix = next((fqn for fqn, each in named if each is module), unit.fqn)

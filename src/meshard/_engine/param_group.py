@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from meshard._comm.all_gather import start_all_gather
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
+from meshard._comm.log import log_event
 from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
-from meshard._engine.optimizer_hooks import register_manually_unsharded, watch_optimizers
+from meshard._engine.owners import register_manually_unsharded, register_owner
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
     ShardedParam,
@@ -36,7 +36,7 @@ _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reus
 
 
 class AwaitedStep(Protocol):
-    """What the engine needs of ``optim.unit_step.PendingStep``, which it may not import."""
+    """What the engine needs of ``optim.overlap.UnitStepper``, which it may not import."""
 
     def before_gather(self) -> None: ...
     def finish(self) -> None: ...
@@ -124,10 +124,10 @@ class ParamGroup:
     The lifecycle decides when; here is only how.
     """
 
-    def __init__(self, storage: UnitParams, gradients: GradientAccumulator) -> None:
-        self.storage = storage
-        self.params = storage.params
-        self.spec = storage.spec
+    def __init__(self, unit_params: UnitParams, gradients: GradientAccumulator) -> None:
+        self.unit_params = unit_params
+        self.params = unit_params.params
+        self.spec = unit_params.spec
         self.gradients = gradients
         self.num_trainable = 0
         # Steps of optimizers are counted, as foreach kernels do not raise the version of a DTensor.
@@ -153,11 +153,11 @@ class ParamGroup:
 
     @property
     def comm(self) -> Communicator:
-        return self.storage.comm
+        return self.unit_params.comm
 
     @property
     def label(self) -> str:
-        return self.storage.label
+        return self.unit_params.label
 
     def _move(self, to: ParamState) -> None:
         assert to in _ALLOWED[self.state], f"unit {self.label!r}: {self.state} to {to}"
@@ -196,17 +196,17 @@ class ParamGroup:
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
-        watch_optimizers(self)
+        register_owner(self)
 
     def adopt_edits(self) -> int:
         """Take over what the user replaced since the last use; return the version of the shards."""
-        version = self.storage.version_unless_replaced()
+        version = self.unit_params.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
-        if self.storage.take_replacements():
+        if self.unit_params.take_replacements():
             self.reshard()
-            self.storage.rebuild()
+            self.unit_params.rebuild()
             self.num_rebuilds += 1
             self._begin_watching()
         return self.version
@@ -214,7 +214,7 @@ class ParamGroup:
     @property
     def version(self) -> int:
         """A number that grows with every edit of a shard and every step of an optimizer."""
-        return self.num_steps + self.storage.version
+        return self.num_steps + self.unit_params.version
 
     @property
     def is_stale(self) -> bool:
@@ -257,8 +257,7 @@ class ParamGroup:
                 "some units only; run the whole window again (the next forward drops them, as "
                 "reset_iter_state() does)."
             )
-        bucket = self.gradients.bucket
-        if bucket is not None and bucket.awaits_reduction:
+        if self.gradients.sharded.awaits_reduction:
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "
@@ -279,7 +278,9 @@ class ParamGroup:
 
     def settle(self) -> None:
         """Wait for gradients that are copied to host memory, and put them into ``.grad``."""
-        if self.storage.host_copies is None or self.pending_step is not None:  # which waits for it
+        if (
+            self.unit_params.host_copies is None or self.pending_step is not None
+        ):  # which waits for it
             return
         try:
             self.gradients.settle()
@@ -289,14 +290,15 @@ class ParamGroup:
 
     def finish_copies(self) -> None:
         """Wait for copies between host memory and the device, if shards live in host memory."""
-        if self.storage.host_copies is not None and self.pending_step is None:
-            self.storage.host_copies.wait()
+        if self.unit_params.host_copies is not None and self.pending_step is None:
+            self.unit_params.host_copies.wait()
 
     def finish_pending_step(self) -> None:
         if self.pending_step is not None:
             self.pending_step.finish()
 
     def record_step(self) -> None:
+        log_event("step", self.unit_params.label)
         self.install_sharded()  # unsharded parameters that a forward has left installed are stale
         self.num_steps += 1
         self.was_resharded_between = False
@@ -322,21 +324,22 @@ class ParamGroup:
             self._gather.may_keep_shard &= may_keep_shard
         if self.state is not ParamState.SHARDED:
             return
+        log_event("unshard", self.unit_params.label)
         if self.pending_step is not None:
             self.pending_step.before_gather()
         version = _UNKNOWN if only_for_backward else self.adopt_edits()
-        self.storage.check_materialised()
+        self.unit_params.check_materialised()
         shard = self._post_forward_shard
         if shard is not None:
             with self.comm.on_stream(CommStream.GATHER):
-                in_flight: GatherInFlight = start_all_gather(
-                    shard.rows.view(-1), comm=self.comm, group=shard.group, label=self.label
+                in_flight = self.comm.gather(
+                    shard.rows.view(-1), group=shard.group, label=self.label
                 )
             self._post_forward_shard = None
         else:
             self._unsharded_version = version
             try:
-                in_flight = self.storage.start_gather(self.comm)
+                in_flight = self.unit_params.start_gather(self.comm)
             except RuntimeError as error:
                 refuse_transforms(self.label, error)
                 raise
@@ -356,22 +359,23 @@ class ParamGroup:
         if not gather.may_keep_shard:
             post_forward_group = None
         try:
-            gathered, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+            rows, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
         except RuntimeError as error:
             explain_failure(error, f"all-gather of unit {self.label!r}")
             raise
-        if gather.is_post_forward and isinstance(gathered, torch.Tensor):
-            gathered = gathered.view(shard_count, -1)
+        if gather.is_post_forward:
+            rows = [block.view(shard_count // len(rows), -1) for block in rows]
         # Nothing here requires a gradient, so this needs no torch.no_grad.
-        self.storage.fill_unsharded(gathered)
+        self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
             first = post_forward_group.rank() * count
-            rows = torch.stack([*gathered[first : first + count]])
-            self._post_forward_shard = PostForwardShard(rows, post_forward_group)
+            own = [row for block in rows for row in block][first : first + count]
+            self._post_forward_shard = PostForwardShard(torch.stack(own), post_forward_group)
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
         self._gather = None
+        log_event("unsharded", self.unit_params.label)
         gather.in_flight.release()  # nothing reads the gathered rows after this
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
@@ -396,14 +400,15 @@ class ParamGroup:
         else:
             self._post_forward_shard = None
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
+            log_event("reshard", self.unit_params.label)
             self._move(ParamState.SHARDED)
             if not self.keeps_storage:
-                self.storage.free_unsharded()
+                self.unit_params.free_unsharded()
 
     def keep_storage(self, keep: bool) -> None:
         self.keeps_storage = keep
         if not keep and self.state in (ParamState.SHARDED, ParamState.SUMMONED):
-            self.storage.free_unsharded()
+            self.unit_params.free_unsharded()
 
     # --- what modules hold ------------------------------------------------------------
 

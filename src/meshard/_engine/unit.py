@@ -23,8 +23,8 @@ from meshard._comm.communicator import CommSettings
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.reduce_plan import ReduceSettings
 from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._gradients.settings import ReduceSettings
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
 from meshard._params.subclass_params import SubclassParams
@@ -242,8 +242,9 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
-        if unit.gradients.bucket is not None:
-            yield unit, unit.gradients.bucket
+        grads = unit.gradients.sharded if unit.gradients.is_replicated else None
+        if isinstance(grads, ReplicatedGrads):
+            yield unit, grads
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
@@ -280,7 +281,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 def link_siblings(units: list[Unit]) -> Unit:
     """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
     for unit in units[1:]:
-        is_subclass = isinstance(unit.group.storage, SubclassParams)
+        is_subclass = isinstance(unit.group.unit_params, SubclassParams)
         suffix = " (tensor subclasses)" if is_subclass else ""
         unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix
     return nest(units)

@@ -22,27 +22,91 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommStream, InFlight, Rows
+from meshard._comm.communicator import InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
-from meshard._gradients.host_grads import HostGrads
-from meshard._gradients.reduce_plan import GradientRules, ReduceSettings, TensorHook
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
+from meshard._gradients.published import HostGrads, PublishedGrads, ShardedGrads
 from meshard._gradients.replicated_grads import ReplicatedGrads
-from meshard._gradients.sharded_grads import ShardedGrads, unrecorded
+from meshard._gradients.settings import ReduceSettings, TensorHook
+from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import hold_pending, release_pending
 from meshard.foreach_reduce import ReducePlan, Reduction, early_divisor, is_narrowed_late
+
+_MAX_LAYOUTS = 64
+
+
+class GradientRules:
+    """Layouts and dtypes of the gradients of one unit."""
+
+    def __init__(
+        self,
+        unit_params: UnitParams,
+        reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
+        accumulate_dtype: torch.dtype | None,  # None: the wider of float32 and the parameters'
+    ) -> None:
+        self._unit_params = unit_params
+        self.reduce_dtype = reduce_dtype
+        self.chosen_dtype = accumulate_dtype
+        self._layouts: dict[tuple[int, ...], GradientLayout] = {}
+        self._all = tuple(range(len(unit_params.params)))
+        self.everything = frozenset(self._all)
+        self._widest_of: FlatLayout | None = None
+        self._widest = torch.float32
+
+    def layout_for(
+        self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
+    ) -> GradientLayout:
+        """Return the layout of all parameters that may have a gradient on some rank.
+
+        ``used`` are those of this rank; ``accumulated``, those of earlier backwards of the window.
+        """
+        indices = self._all
+        if used is not self.everything:
+            present = used.union(*(grads.layout.indices for grads in accumulated if grads))
+            indices = tuple(
+                index
+                for index, param in enumerate(self._unit_params.params)
+                if param.sharded.requires_grad
+                or param.unsharded.requires_grad  # it was frozen since the last forward
+                or index in present
+            )
+        if indices not in self._layouts:
+            if len(self._layouts) >= _MAX_LAYOUTS:  # the user freezes parameters at random
+                self._layouts.clear()
+            layouts = [param.layout for param in self._unit_params.params]
+            self._layouts[indices] = GradientLayout(layouts, indices, self._unit_params.spec.device)
+        return self._layouts[indices]
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        if self.chosen_dtype is not None:
+            return self.chosen_dtype
+        # Of the parameters as they are now: Module.double may have been called since.
+        layout = self._unit_params.layout
+        if layout is not self._widest_of:
+            dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
+            self._widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+            self._widest_of = layout
+        return self._widest
+
+    def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        dtypes = self._unit_params.compute_dtypes
+        if self._unit_params.is_one_dtype:
+            return dtypes[0]
+        return functools.reduce(torch.promote_types, (dtypes[index] for index in layout.indices))
 
 
 @dataclass(slots=True)
@@ -70,42 +134,11 @@ class Window:
         self.is_open = self._has_divided = False
 
 
-@dataclass(slots=True, eq=False)
-class _EarlyPacking:
-    """The bucket, to which large gradients are moved as they arrive in a backward."""
-
-    layout: GradientLayout
-    flat: torch.Tensor
-    parts: dict[int, torch.Tensor]  # views of the bucket, in the shapes of the parameters
-    divisor: int  # by which they are divided on the way
-    arrived: set[int] = field(default_factory=set)
-
-
 class _Arrived(NamedTuple):
     """The unsharded gradients of one backward."""
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
     used: frozenset[int]  # the indices of those that are not None
-    early: _EarlyPacking | None = None  # where some of them lie already
-
-    def before_packing(self, rows: Rows, divisor: int) -> AbstractSet[int]:
-        """Return the parameters whose gradients are in ``rows`` already, and need not be packed.
-
-        They are divided by ``divisor`` here, if they were not when they arrived. Gradients that
-        arrived in other memory than ``rows`` are put into ``gradients``, undivided.
-        """
-        early = self.early
-        if early is None or not early.arrived:
-            return frozenset()
-        is_in_place = rows[0].data_ptr() == early.flat.data_ptr()
-        factor = early.divisor / (divisor if is_in_place else 1)
-        for index in early.arrived if factor != 1 else ():
-            early.parts[index].mul_(factor)
-        if is_in_place:
-            return early.arrived
-        for index in early.arrived:
-            self.gradients[index] = early.layout.part_of(early.flat, index)
-        return frozenset()
 
 
 class ReductionInFlight(NamedTuple):
@@ -119,29 +152,28 @@ class ReductionInFlight(NamedTuple):
 class GradientAccumulator:
     """The accumulators of one unit, and the moves between them."""
 
-    def __init__(self, storage: UnitParams, rules: GradientRules) -> None:
-        self.storage = storage
+    def __init__(self, unit_params: UnitParams, rules: GradientRules) -> None:
+        self.unit_params = unit_params
         self.rules = rules
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
-        self.sharded = _grads_of(storage)  # A
-        self.bucket = self.sharded if isinstance(self.sharded, ReplicatedGrads) else None
-        self._early: _EarlyPacking | None = None  # in a backward
-        self._adds_early = False  # likewise, to what is not reduced
+        self.sharded = _grads_of(unit_params)  # A
+        self.is_replicated = isinstance(unit_params, ReplicatedParams)
         self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
-        self._converted = [i for i, param in enumerate(storage.params) if param.needs_conversion]
+        self._converted = [
+            i for i, param in enumerate(unit_params.params) if param.needs_conversion
+        ]
         self.num_in_flight = 0
-        self.has_reduced = False  # ever; the same on all ranks
-        self._dropped: frozenset[int] = frozenset()  # cleared while they were in flight
-        self._cleared: frozenset[int] = frozenset()  # since something was last accumulated
-        # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
-        self.average: Callable[[GradientLayout, torch.Tensor], None] | None = None
+        self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
+        # Parameters that were cleared: while a reduction was in flight; since something was added.
+        self._dropped: frozenset[int] = frozenset()
+        self._cleared: frozenset[int] = frozenset()
         self.window = Window()
 
-    def for_copy(self, storage: UnitParams) -> GradientAccumulator:
+    def for_copy(self, unit_params: UnitParams) -> GradientAccumulator:
         """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
-        rules = GradientRules(storage, self.rules.reduce_dtype, self.rules.chosen_dtype)
-        copied = GradientAccumulator(storage, rules)
+        rules = GradientRules(unit_params, self.rules.reduce_dtype, self.rules.chosen_dtype)
+        copied = GradientAccumulator(unit_params, rules)
         copied.window = dataclasses.replace(self.window)
         return copied
 
@@ -170,10 +202,10 @@ class GradientAccumulator:
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return the partial of each parameter that has one; None for unreduced gradients."""
-        mesh_info, found = self.storage.spec.mesh_info, dict[int, DTensor | None]()
+        mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
-                found[index] = self.storage.params[index].partial_of(local, mesh_info)
+                found[index] = self.unit_params.params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
         return found
@@ -185,21 +217,18 @@ class GradientAccumulator:
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
-        if self._early is not None:
-            self._early.arrived -= gone
         if self._unreduced is not None:
             self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
-        if self._has_arrivals:
-            for index in gone:  # set by hand, after unshard()
-                self.storage.params[index].unsharded.grad = None
+        if self.sharded.has_arrivals:
+            for index in gone:  # the user may have set them, after unshard()
+                self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending:
             self.window.close()
-        if isinstance(self.sharded, HostGrads):
-            self.sharded.drop_arriving(gone)
+        self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
@@ -218,12 +247,11 @@ class GradientAccumulator:
 
     def abandon(self, *, is_void: bool) -> None:
         """Forget what arrived and what is in flight; if void, drop ``.grad`` and all else."""
-        if self._has_arrivals:
-            for param in self.storage.params:
+        if self.sharded.has_arrivals:
+            for param in self.unit_params.params:
                 param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
-        self._early, self._adds_early = None, False
         if is_void:
             self.clear(self.rules.everything)
             self.sharded.clear()
@@ -231,64 +259,39 @@ class GradientAccumulator:
 
     # --- arrived gradients ------------------------------------------------------------
 
-    @property
-    def _has_arrivals(self) -> bool:
-        # Outside of a backward, .grad of replicated parameters are those that were published.
-        return self.bucket is None or self.bucket.is_hidden
-
     def begin_backward(self, settings: ReduceSettings) -> None:
-        """Choose where large gradients of a bucket go as they arrive, lest all exist twice.
+        """Let ``receive`` put large gradients where they are sent from, lest all exist twice.
 
-        To the sum of the window, or to the bucket, unless a dtype or a hook wants other memory.
+        Not where they are sent in another dtype than they are accumulated in.
         """
-        self._early, self._adds_early = None, False
-        if self._unreduced is not None:
-            self._adds_early = not any(hook.arrived for hook in settings.reduce_hooks)
-        elif self.storage.params:
-            layout, dtype = self.rules.layout_for(frozenset(), ()), self.rules.accumulate_dtype
-            if layout.packed_early and dtype == self._wire_dtype(layout, settings):
-                flat = self._free_bucket(layout, dtype)
-                if flat is not None and self.bucket is not None:
-                    divisor = self._usual_divisor(layout, settings)
-                    self._early = _EarlyPacking(layout, flat, self.bucket.parts, divisor)
-
-    def pack_arrived(self, index: int) -> None:
-        """Pack a gradient that has just arrived, if it is large. Another part may follow it."""
-        early, unreduced = self._early, self._unreduced if self._adds_early else None
-        into = early or unreduced
-        param = self.storage.params[index]
-        gradient = param.unsharded.grad
-        if into is None or index not in into.layout.packed_early or gradient is None:
+        if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
-        param.unsharded.grad = None
-        with unrecorded():
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if unreduced is not None:
-                part = into.layout.part_of(into.flat, index)
-                part.add_(param.own_part_of(gradient))
-                self._unreduced = unreduced._replace(used=unreduced.used | {index})
-            elif early is not None and index in early.arrived:
-                early.parts[index].add_(gradient, alpha=1 / early.divisor)
-            elif early is not None:
-                copy_multiplied(early.parts[index], gradient, 1 / early.divisor)
-                early.arrived.add(index)
+        layout = self.rules.layout_for(frozenset(), ())
+        if not layout.packed_early:
+            return
+        plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
+        # A factor of the user is not known yet: it is read when a reduction starts.
+        divisor = plan.divided_by if settings.divide_factor is None else 1
+        if plan.wire_dtype == plan.accumulate_dtype:
+            self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
+
+    def receive(self, index: int, settings: ReduceSettings) -> None:
+        """Move a gradient that has just arrived to ``U``, or where it is sent from, if it is large.
+
+        A further part of it may follow. Where hooks see what has arrived, ``U`` waits for them.
+        """
+        if self._unreduced is None or not any(hook.arrived for hook in settings.reduce_hooks):
+            self._unreduced = self.sharded.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
         """Take the gradients that have arrived; those for ``U`` may lack sums over other axes."""
-        for index in self._early.arrived if self._early is not None else ():
-            self.pack_arrived(index)  # the last part, with which the gradients were complete
-        early, self._early, self._adds_early = self._early, None, False
-        params = self.storage.params
-        if not self._has_arrivals:
+        params = self.unit_params.params
+        if not self.sharded.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
         gradients: list[torch.Tensor | None] = []
-        missing = []
-        for index, param in enumerate(params):
+        for param in params:
             gradient = param.unsharded.grad
-            if gradient is None:
-                missing.append(index)
-            else:
+            if gradient is not None:
                 param.unsharded.grad = None
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
@@ -296,36 +299,32 @@ class GradientAccumulator:
         for index in self._converted:
             gradient = gradients[index]
             if gradient is not None:
-                if may_lack_sums:
-                    gradients[index] = self._part_for_sum(index, gradient)
-                else:
-                    self._add_up_before(index)
-                    gradients[index] = params[index].own_part_of(gradient)
-        if early is not None:
-            missing = [index for index in missing if index not in early.arrived]
+                gradients[index] = self._as_plain(index, gradient, may_lack_sum=may_lack_sums)
+        self.sharded.end_receiving(gradients)
+        unused = [index for index, gradient in enumerate(gradients) if gradient is None]
         used = self.rules.everything
-        return _Arrived(gradients, used.difference(missing) if missing else used, early)
+        return _Arrived(gradients, used.difference(unused) if unused else used)
 
     # --- sums over other axes ---------------------------------------------------------
 
-    def _part_for_sum(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what is added to ``U`` of a gradient: this rank's part, if all lack one sum."""
-        param = self.storage.params[index]
-        missing = param.missing_sum_of(gradient)
-        is_first = self._unreduced is None or index not in self._unreduced.used
+    def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
+        """Return a gradient as the plain tensor to be reduced.
+
+        If it ``may_lack_sum``, that is this rank's part where all in ``U`` lack the same sum.
+        """
+        param, unreduced = self.unit_params.params[index], self._unreduced
+        missing = param.missing_sum_of(gradient) if may_lack_sum else None
+        is_first = unreduced is None or index not in unreduced.used
         if missing is not None and (is_first or missing == self._missing_sums.get(index)):
             assert isinstance(gradient, DTensor)
             self._missing_sums[index] = missing
             return gradient.to_local()
-        self._add_up_before(index)
-        return param.own_part_of(gradient)
-
-    def _add_up_before(self, index: int) -> None:
-        """Take the sum that ``U`` lacks of a parameter: another gradient does not lack it."""
-        if index in self._missing_sums and self._unreduced is not None:
-            self._add_up(self._unreduced.layout, self._unreduced.flat, index)
+        if index in self._missing_sums and unreduced is not None:
+            self._add_up(unreduced.layout, unreduced.flat, index)  # this gradient does not lack it
+        return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
+        """Take the sum that a parameter lacks in ``flat``, an accumulator."""
         part = layout.range_of(flat, index)
         part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
 
@@ -342,16 +341,13 @@ class GradientAccumulator:
             self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
             return
         dtype = self.rules.accumulate_dtype
-        flat = self._free_bucket(layout, dtype)
+        flat = None if self.num_in_flight else self.sharded.free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
-        layout.pack(flat, arrived.gradients, packed=arrived.before_packing(flat, 1))
+        layout.reduce_scatter_copy_in(
+            [flat], arrived.gradients, packed=self.sharded.place_received([flat], 1)
+        )
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
-
-    def _free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        if self.bucket is None or self.num_in_flight or self.is_pending:
-            return None
-        return self.bucket.free_bucket(layout, dtype)
 
     @staticmethod
     def _add_to(
@@ -363,7 +359,7 @@ class GradientAccumulator:
         flat = unreduced.laid_out(layout)
         if hooks:
             new = layout.allocate(flat.dtype)
-            layout.pack(new, arrived.gradients)
+            layout.reduce_scatter_copy_in([new], arrived.gradients)
             layout.run_hooks(hooks, new, arrived.used)
             flat.add_(new)
         else:
@@ -379,31 +375,28 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        is_window = self._unreduced is not None
         has_hooks = any(hook.arrived for hook in settings.reduce_hooks)  # which see sums
-        arrived = self._take(may_lack_sums=is_window and not has_hooks)
+        arrived = self._take(may_lack_sums=self._unreduced is not None and not has_hooks)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self.window.divide(divide_factor, self.storage.label)
+        self.window.divide(divide_factor, self.unit_params.label)
         self._open_window()
         if over_replicas:
             self.window.close()
-        mesh_info = self.storage.spec.mesh_info
+        mesh_info = self.unit_params.spec.mesh_info
+        publishes = over_replicas or mesh_info.replicate_group is None
         plan = self._plan(
             layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
         )
-        if layout.is_large:  # a small unit is packed by one kernel, which divides nothing
-            plan = plan._replace(divided_by=self._early_divisor(plan, settings))
-        if self.storage.comm.is_checked:
-            _check_agreement(plan, mesh_info)
+        if self.unit_params.comm.is_checked:
+            _check_agreement(plan, mesh_info, over_replicas=publishes)
         rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
-        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.storage.comm)
+        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
         self.num_in_flight += 1
         self.has_reduced = True
-        publishes = over_replicas or mesh_info.replicate_group is None
         return ReductionInFlight(reduction, layout, publishes)
 
     def _plan(
@@ -414,37 +407,24 @@ class GradientAccumulator:
         over_replicas: bool,
         divide_factor: float | None,
     ) -> ReducePlan:
-        mesh_info = self.storage.spec.mesh_info
-        return ReducePlan(
+        mesh_info, average = self.unit_params.spec.mesh_info, self.sharded.average
+        plan = ReducePlan(
             wire_dtype=self._wire_dtype(layout, settings),
             accumulate_dtype=self.rules.accumulate_dtype,
             shard_group=settings.scatter_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
-            label=self.storage.label,
-            average=self.average and functools.partial(self.average, layout),
+            label=self.unit_params.label,
+            average=average and functools.partial(average, layout),
         )
-
-    @staticmethod
-    def _early_divisor(plan: ReducePlan, settings: ReduceSettings) -> int:
-        """Return by what gradients are divided while they are packed; 1 if others see them then.
-
-        This is the same on all ranks: it reads settings and groups, never what this rank holds.
-        """
-        if settings.reduce_hooks or plan.average is not None:
-            return 1
-        shard_count = plan.shard_group.size()
-        if shard_count == 1 and plan.replicate_group is None:
-            return 1
-        return early_divisor(plan.divisors, shard_count)
-
-    def _usual_divisor(self, layout: GradientLayout, settings: ReduceSettings) -> int:
-        """Return by what gradients are divided early, unless the user's factor says otherwise."""
-        if settings.divide_factor is not None:  # it is resolved when a reduction starts
-            return 1
-        plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-        return self._early_divisor(plan, settings)
+        # A small unit is packed by one kernel, which divides nothing; hooks see no quotients.
+        # All ranks decide alike: this reads settings and groups, never what one rank holds.
+        if layout.is_large and not settings.reduce_hooks and average is None:
+            shard_count = plan.shard_group.size()
+            if shard_count > 1 or plan.replicate_group is not None:
+                return plan._replace(divided_by=early_divisor(plan.divisors, shard_count))
+        return plan
 
     def _wire_dtype(self, layout: GradientLayout, settings: ReduceSettings) -> torch.dtype:
         chosen = next((hook.wire_dtype for hook in settings.reduce_hooks if hook.wire_dtype), None)
@@ -456,40 +436,38 @@ class GradientAccumulator:
         """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
         on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
-        rows: Rows
         if self._unreduced is not None:
-            _, rows, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
+            _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
-                self._add_up(layout, rows, index)
+                self._add_up(layout, flat, index)
             if plan.divided_by != 1:  # ranks without an accumulator divide while they pack
-                rows.mul_(1 / plan.divided_by)
+                flat.mul_(1 / plan.divided_by)
+            rows = [flat]
         else:
             used = arrived.used
             if is_narrowed_late(arrived.gradients, plan.wire_dtype):
-                rows = layout.allocate(plan.accumulate_dtype)
+                rows = [layout.allocate(plan.accumulate_dtype)]
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            packed = arrived.before_packing(rows, plan.divided_by)
-            layout.pack(rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed)
-            layout.run_hooks(on_arrived, rows, used)
+            packed = self.sharded.place_received(rows, plan.divided_by)
+            layout.reduce_scatter_copy_in(
+                rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed
+            )
+            layout.run_hooks(on_arrived, rows[0], used)
         if settings.zero_unused:
             used = frozenset(layout.indices)
-        layout.run_hooks(before, rows, used)
+        layout.run_hooks(before, rows[0], used)
         return rows, used
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
-        """Return uninitialised memory to send from; in one tensor if hooks are to see it."""
-        comm, wire, group = self.storage.comm, plan.wire_dtype, plan.shard_group
-        bucket = self._free_bucket(layout, wire)
-        if bucket is not None:
-            return bucket
-        rows = None if as_one else comm.allocate_rows(layout.shard_numel, wire, group=group)
-        if rows is not None:
-            return rows
-        flat = comm.allocate(
-            layout.numel, CommStream.SCATTER, dtype=wire, device=layout.device, group=group
+        """Return uninitialised memory to send from; in one block if hooks are to see it."""
+        comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
+        free = self.sharded.free_memory(layout, wire)  # nothing else of the unit is in flight
+        if free is not None:
+            return [free]
+        return comm.send_rows(
+            layout.shard_numel, wire, device=layout.device, group=group, as_one=as_one
         )
-        return flat.view(layout.shard_count, -1)
 
     def finish_reduce(
         self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
@@ -499,45 +477,48 @@ class GradientAccumulator:
         Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.publishes and self.storage.host_copies is None:  # else not in .grad yet
+        if in_flight.publishes and self.unit_params.host_copies is None:  # otherwise settle does it
             self._release_if_settled()
-        try:
-            reduced = in_flight.reduction.finish()
-        except RuntimeError as error:
-            explain_failure(error, f"reduction of unit {self.storage.label!r}")
-            raise
-        result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
-        if self.average is not None:
-            in_flight.layout.mark_unused(result.flat, result.used)  # it has written there too
-        if self._dropped:
-            dropped, self._dropped = self._dropped, frozenset()
-            kept = result.without(dropped)
-            if kept is None:
-                if not self.is_pending:
-                    self.window.close()
-                self._release_if_settled()
-                return None
-            result = kept
+        result = self._result_of(in_flight)
+        if result is None:
+            if not self.is_pending:
+                self.window.close()
+            self._release_if_settled()
+            return None
         if not in_flight.publishes:
-            # Also when no rank of this shard group had a gradient: another replica may have one.
+            # It counts even if no rank of this shard group had a gradient: another replica may.
             self._partial = result
             return None
-        # Also without a gradient: the hook may communicate.
+        # Hooks run even if no rank has a gradient, because they may communicate.
         in_flight.layout.run_hooks(after, result.flat, result.used)
         return self.sharded.publish(result) if result.used else None
 
+    def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
+        """Return a result without what was cleared on the way; None if that was everything."""
+        try:
+            reduced = in_flight.reduction.finish()
+        except RuntimeError as error:
+            explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
+            raise
+        result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
+        if self.sharded.average is not None:
+            in_flight.layout.mark_unused(result.flat, result.used)  # the hook wrote to all ranges
+        if not self._dropped:
+            return result
+        dropped, self._dropped = self._dropped, frozenset()
+        return result.without(dropped)
 
-def _grads_of(storage: UnitParams) -> ShardedGrads | HostGrads | ReplicatedGrads:
-    if storage.host_copies is not None:
-        return HostGrads(storage)
-    if isinstance(storage, ReplicatedParams):
-        return ReplicatedGrads(storage)
-    return ShardedGrads(storage)
+
+def _grads_of(unit_params: UnitParams) -> PublishedGrads:
+    if unit_params.host_copies is not None:
+        return HostGrads(unit_params)
+    if isinstance(unit_params, ReplicatedParams):
+        return ReplicatedGrads(unit_params)
+    return ShardedGrads(unit_params)
 
 
-def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo) -> None:
+def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool) -> None:
     """Raise unless all ranks reduce a unit alike: a wrong divisor shows in no collective."""
-    over_replicas = plan.replicate_group is not None or mesh_info.replicate_group is None
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how = f", divided by {factor}"

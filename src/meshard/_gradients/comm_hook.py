@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshard._comm.gradient_buffer import GradientLayout
-from meshard._gradients.sharded_grads import unrecorded
+from meshard._gradients.published import unrecorded
 from meshard._params.sharded_param import UnitParam
 
 

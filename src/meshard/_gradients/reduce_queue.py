@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
+from meshard._comm.log import log_event
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
-from meshard._gradients.reduce_plan import ReduceSettings, TensorHook, check_divide_factor
-from meshard._gradients.sharded_grads import unrecorded
+from meshard._gradients.published import unrecorded
+from meshard._gradients.settings import ReduceSettings, TensorHook, check_divide_factor
 
 
 class _Queued(NamedTuple):
@@ -33,17 +34,17 @@ class ReduceQueue:
         self._queue: deque[_Queued] = deque()
         # By the id of what was set, which is held so that no other object gets that id.
         self._factors: dict[int, tuple[object, float]] = {}
-        self.has_sent_input = False  # memory that was sent may be freed before the next start
+        self._may_free = False  # memory of large reductions may be freed before the next start
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
-        """Release cached memory that only a forward needs; resolve divide factors anew."""
+        """Resolve divide factors anew; free communication memory that only a forward needs."""
         self._factors.clear()
-        self._comm.release_cached_memory(keep_for=StepPhase.BACKWARD)
+        self._comm.begin_phase(StepPhase.BACKWARD)
 
-    def _divide_factor(self, settings: ReduceSettings) -> float | None:
-        """Return the user's factor; one that has to be read, once per backward."""
-        chosen = settings.divide_factor
+    def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
+        """Return the user's factor, or the usual one. What has to be read is, once per backward."""
+        chosen = usual if settings.divide_factor is None else settings.divide_factor
         if chosen is None or isinstance(chosen, float):
             return chosen
         if id(chosen) not in self._factors:
@@ -69,16 +70,15 @@ class ReduceQueue:
 
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
         """
-        if not over_replicas and gradients.bucket is not None:
+        if not over_replicas and gradients.is_replicated:
             # There is one shard and nothing to send: adding up in the bucket takes no memory.
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # its result is added to the new one
+            self.finish_of(gradients)  # the new reduction adds its result
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
-        divide_factor = self._divide_factor(settings)
-        divide_factor = usual_factor if divide_factor is None else divide_factor
+        divide_factor = self._divide_factor(settings, usual_factor)
         after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
@@ -90,19 +90,18 @@ class ReduceQueue:
             )
         if in_flight is None:
             return
+        log_event("reduce", gradients.unit_params.label)
         self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
         # Skipped for small units: polling at every gradient costs more than the memory is worth.
-        self.has_sent_input |= self._comm.waits_block_host and in_flight.layout.is_large
+        self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
 
-    def free_input_if_sent(self) -> None:
-        """Free memory that was sent: the next gradients need it."""
-        for queued in self._queue:
-            if not queued.in_flight.reduction.free_input_if_sent():
-                return
-        self.has_sent_input = False
+    def progress(self) -> None:
+        """Free memory that was sent, because the next gradients need it. Never blocks."""
+        if self._may_free and all(each.in_flight.reduction.free_if_sent() for each in self._queue):
+            self._may_free = False
 
     def _advance(self) -> None:
         """Advance all reductions by one stage, and finish those that are through."""
@@ -116,6 +115,7 @@ class ReduceQueue:
         gradients, in_flight, after, on_reduced = self._queue.popleft()
         with unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
+        log_event("reduced", gradients.unit_params.label)
         self._leaving.wait()  # it keeps the device's memory until compute has waited
         self._leaving = leaving or DONE
         if on_reduced is not None:

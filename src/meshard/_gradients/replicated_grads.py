@@ -9,12 +9,23 @@ view of the bucket again.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
 
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.sharded_grads import Mark, in_one_layout, is_clear, mark, mark_of, take_edit
+from meshard._comm.communicator import Rows
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
+from meshard._gradients.published import (
+    Mark,
+    PublishedGrads,
+    in_one_layout,
+    is_clear,
+    mark,
+    mark_of,
+    take_edit,
+    unrecorded,
+)
 from meshard._params.replicated_params import ReplicatedParams
 
 
@@ -25,14 +36,12 @@ class ReplacedCount:
     count: int = 0
 
 
-class ReplicatedGrads:
+class ReplicatedGrads(PublishedGrads):
     """The ``.grad`` of the parameters of one bucket."""
 
-    are_shown = False  # some may wait for ``settle``
-
-    def __init__(self, storage: ReplicatedParams) -> None:
-        self._params = storage.params
-        self._storage = storage
+    def __init__(self, unit_params: ReplicatedParams) -> None:
+        super().__init__(unit_params)
+        self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
         self._mark = Mark()
@@ -40,17 +49,20 @@ class ReplicatedGrads:
         self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
-        # Views of the bucket, in the shapes of the parameters: where large gradients are packed.
-        self.parts: dict[int, torch.Tensor] = {}
+        # The range of each large parameter in the bucket, in the parameter's shape.
+        self._parts: dict[int, torch.Tensor] = {}
+        # Large gradients of a backward, in the bucket as they arrive. None: it is not free.
+        self._received: FlatGradients | None = None
+        self._divisor = 1  # by which those are divided
         self.is_hidden = False  # .grad are new gradients of autograd, or None
-        self._is_settled = False  # visible again for the rest of the present backward
+        self._is_settled = False  # .grad is shown although the backward goes on
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
-        self._restored: frozenset[int] = frozenset()  # those put back by the last backward
-        self._replaced_ours: frozenset[int] = frozenset()  # set by users in the place of ours
+        self._restored: frozenset[int] = frozenset()  # of those, what the last backward put back
+        self._replaced_ours: frozenset[int] = frozenset()  # users set another in place of ours
 
     # --- the bucket -------------------------------------------------------------------
 
-    def free_bucket(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+    def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket ``[1, n]``, the same memory each step; None if ``.grad`` shows it."""
         is_visible = not self.is_hidden or self._is_settled
         if self._published is not None and not (is_visible and is_clear(self._params)):
@@ -60,19 +72,19 @@ class ReplicatedGrads:
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
-            self.parts = {
+            self._parts = {
                 index: self._params[index].shaped(layout.part_of(bucket, index))
                 for index in layout.packed_early
             }
         return bucket
 
-    def leave(self) -> None:
-        """Treat everything in ``.grad`` as set by the user."""
+    def forget_bucket(self) -> None:
+        """Forget the bucket: everything in ``.grad`` counts as set by the user."""
         self._published = self._bucket = None
-        self.parts = {}
+        self._parts = {}
 
-    def give_away(self) -> None:
-        """Leave copies of the gradients in ``.grad``: the bucket is about to be replaced."""
+    def take_last_edits(self) -> None:
+        """Apply and count what users did to ``.grad``: another bucket takes over."""
         self.hide()  # finds what users replaced, as at the beginning of a backward
         self._record_taken(frozenset(self._foreign))
         self.show()
@@ -80,8 +92,11 @@ class ReplicatedGrads:
     # --- during a backward ------------------------------------------------------------
 
     @property
+    def has_arrivals(self) -> bool:
+        return self.is_hidden  # outside of a backward, .grad are those that were published
+
+    @property
     def awaits_reduction(self) -> bool:
-        """Whether ``.grad`` is hidden by a backward that runs."""
         return self.is_hidden and not self._is_settled
 
     def hide(self, arrived: int | None = None) -> None:
@@ -100,9 +115,9 @@ class ReplicatedGrads:
             if index == arrived:
                 if is_ours:
                     raise RuntimeError(
-                        f"parameter {param.fqn!r} of {self._storage.label!r} got a gradient from "
-                        "outside the forward of the replicated module before the backward of the "
-                        "module had begun, and holds a gradient that is reduced already; drop "
+                        f"parameter {param.fqn!r} of {self._unit_params.label!r} got a gradient "
+                        "from outside the forward of the replicated module before the backward of "
+                        "the module had begun, and holds a gradient that is reduced already; drop "
                         "that first (zero_grad()), or compute this part of the loss inside the "
                         "module's forward."
                     )
@@ -134,8 +149,9 @@ class ReplicatedGrads:
         if not self.is_hidden:
             return
         self.is_hidden = False
+        self._received = None
         if self._is_settled:
-            self._is_settled = False  # visible already, unless an optimizer cleared them since
+            self._is_settled = False  # .grad is shown already, or an optimizer has cleared it
             return
         foreign, self._foreign = self._foreign, {}
         self._restored = frozenset(foreign)
@@ -146,10 +162,65 @@ class ReplicatedGrads:
             if param.grad is None:
                 param.grad = gradient
 
+    # --- gradients that arrive --------------------------------------------------------
+
+    def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
+        bucket = self.free_memory(layout, dtype)
+        if bucket is not None:
+            self._received, self._divisor = FlatGradients(layout, bucket, frozenset()), divisor
+
+    def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
+        into, divisor = (self._received, self._divisor) if unreduced is None else (unreduced, 1)
+        param = self._params[index]
+        gradient = param.unsharded.grad
+        if into is None or index not in into.layout.packed_early or gradient is None:
+            return unreduced
+        param.unsharded.grad = None
+        with unrecorded():
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            if unreduced is None:
+                part, own = self._parts[index], gradient
+            else:
+                part = into.layout.part_of(into.flat, index)
+                own = param.plain_gradient(gradient)
+            if index in into.used:
+                part.add_(own, alpha=1 / divisor)
+            else:
+                copy_multiplied(part, own, 1 / divisor)
+        into = into._replace(used=into.used | {index})
+        if unreduced is not None:
+            return into
+        self._received = into
+        return None
+
+    def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
+        received = self._received
+        if received is None:
+            return
+        for index in received.used:
+            part, last = received.layout.part_of(received.flat, index), gradients[index]
+            if last is not None:
+                part.add_(last, alpha=1 / self._divisor)
+            gradients[index] = part
+
+    def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
+        received, self._received = self._received, None
+        if received is None:
+            return frozenset()
+        is_in_place = rows[0].data_ptr() == received.flat.data_ptr()
+        factor = self._divisor / (divisor if is_in_place else 1)
+        for index in received.used if factor != 1 else ():
+            received.layout.part_of(received.flat, index).mul_(factor)
+        return received.used if is_in_place else frozenset()
+
+    def drop_arriving(self, indices: frozenset[int]) -> None:
+        if self._received is not None:
+            self._received = self._received._replace(used=self._received.used - indices)
+
     # --- publication ------------------------------------------------------------------
 
     def publish(self, new: FlatGradients) -> None:
-        """Add reduced gradients. ``new`` may be kept, and written to later."""
         if self._is_settled:
             self.show()
         was_hidden = self.is_hidden
@@ -163,7 +234,7 @@ class ReplicatedGrads:
             total = old._replace(used=old.used | new.used)
         for index in taken:
             part = total.layout.part_of(total.flat, index)
-            part.add_(self._params[index].own_part_of(self._foreign.pop(index)))
+            part.add_(self._params[index].plain_gradient(self._foreign.pop(index)))
         self._record_taken(taken)
         self._published = total
         if not was_hidden:
@@ -178,8 +249,8 @@ class ReplicatedGrads:
         if not self.replaced.count:
             names = ", ".join(repr(self._params[i].fqn) for i in sorted(replaced))
             warnings.warn(
-                f".grad of {names} in {self._storage.label!r} was replaced by another tensor; it "
-                "is taken over by value, which costs a copy. Change gradients in place "
+                f".grad of {names} in {self._unit_params.label!r} was replaced by another tensor; "
+                "it is taken over by value, which costs a copy. Change gradients in place "
                 "(grad.mul_(...), grad.copy_(...)) to keep them views of their bucket. This is "
                 "said once; num_replaced_gradients counts.",
                 stacklevel=2,
@@ -202,6 +273,10 @@ class ReplicatedGrads:
 
     # --- gradients that are in .grad --------------------------------------------------
 
+    @property
+    def are_shown(self) -> bool:
+        return False  # some may wait for ``settle``
+
     def settle(self) -> None:
         """Put everything that was added into ``.grad``, in the middle of a backward too."""
         if self.is_hidden and not self._is_settled:
@@ -209,10 +284,8 @@ class ReplicatedGrads:
             self.is_hidden = self._is_settled = True  # autograd has no more gradients for these
 
     def clear(self) -> None:
-        """Clear every ``.grad``."""
-        for param in self._params:
-            param.sharded.grad = None
-        self._published = None
+        super().clear()
+        self._published = self._received = None
         self.is_hidden = self._is_settled = False
         self._foreign.clear()
 
@@ -235,7 +308,7 @@ class ReplicatedGrads:
         """Apply the user's edits of a gradient that is a copy to the sum."""
         own = self._range_of(index)
         if own is not None and not (self.are_views and gradient.dtype == own.dtype):
-            take_edit(self._params[index].own_part_of(gradient), own)
+            take_edit(self._params[index].plain_gradient(gradient), own)
 
     def _range_of(self, index: int) -> torch.Tensor | None:
         """Return the range of a published gradient in the bucket."""

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
-    """Shape of one parameter, and its chunks along one dim, of ``rows`` rows."""
+    """The shape of one parameter, and how its shard dim is cut into chunks of rows."""
 
     shape: torch.Size
     shard_dim: int
@@ -94,7 +94,7 @@ def matching_parts(
     """
     parts = []
     chunk, full = layout.chunk_rows, layout.full_chunks
-    # A view: unsharded parameters, which are written to, are contiguous.
+    # A view of what is written to: unsharded parameters are contiguous.
     rows = unsharded.reshape(layout.prefix, layout.rows, layout.suffix)
     if full and layout.range_numel:
         ours = ranges[:full].view(full, layout.prefix, chunk, layout.suffix)
@@ -167,7 +167,8 @@ class FlatLayout:
         """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
         Inside a segment, regular parameters precede the others, and larger ranges smaller ones, so
-        that ranges of one size are adjacent. Otherwise, and in one shard, the order is that given.
+        that ranges of one size are adjacent. Equal ones, and all in a single shard, keep the order
+        in which they were given.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -195,7 +196,7 @@ class FlatLayout:
 
     @property
     def is_one_dtype(self) -> bool:
-        """Whether a buffer of this layout is typed; otherwise it is raw bytes."""
+        """Whether all parameters have one dtype, in which a buffer is; otherwise it is bytes."""
         return len(self.segments) == 1
 
     @property
@@ -221,7 +222,7 @@ class FlatLayout:
         if self.is_one_dtype:
             return [buffer]
         return [
-            # An empty range has strides that no wider dtype accepts.
+            # torch refuses to view an empty range in a wider dtype, because of its strides.
             buffer.narrow(-1, segment.byte_offset, segment.num_bytes).view(segment.dtype)
             if segment.num_bytes
             else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)

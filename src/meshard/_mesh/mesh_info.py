@@ -21,7 +21,8 @@ class FullMesh:
 
     mesh: DeviceMesh  # all axes, as users have placed parameters on it
     flattened: DeviceMesh  # the same with the shard axes flattened into one
-    origins: tuple[int | None, ...]  # of its axes: the axis of mesh; None: the shard axis
+    # The axis of ``mesh`` that each axis of ``flattened`` is; None for the shard axis.
+    origins: tuple[int | None, ...]
     data_axes: frozenset[int]  # the data-parallel axes of mesh
 
 
@@ -40,7 +41,7 @@ class MeshInfo:
     shard_rank: int
     replicate_group: dist.ProcessGroup | None  # None on a 1D mesh
     replicate_count: int  # 1 on a 1D mesh
-    full: FullMesh | None = None  # what the axes were chosen from, if by name
+    full: FullMesh | None = None  # the mesh from which the axes were chosen by name, if they were
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshInfo:
@@ -135,7 +136,7 @@ def pg_of_one() -> dist.ProcessGroup:
 
 
 _GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
-# By shard group. Not on the mesh: that is pickled with every DTensor.
+# By the shard group that they belong to. A mesh cannot keep them: it is pickled with DTensors.
 _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -184,9 +185,10 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
     """Return one mesh with the axes of all ``parts``, in this order, and their process groups."""
     try:
         joined = concatenate_meshes(parts)
-    except (AssertionError, RuntimeError, TypeError):  # TypeError: no names
+    except (AssertionError, RuntimeError, TypeError):  # a TypeError if axes have no names
         joined = None
-    # torch requires no common root, and confuses ranks where two roots number them differently.
+    # torch does not require that the parts come from one mesh, and confuses ranks if they come from
+    # two that number them differently.
     if joined is None or not _holds(joined, parts):
         raise ValueError(
             f"the meshes {parts} cannot be joined; make one mesh with named axes "
@@ -220,7 +222,7 @@ def mesh_info_of_named_axes(
     """
     known = _check_names(mesh, shard, replicate)
     data_axes = frozenset(known.index(name) for name in {*shard, *replicate})
-    parts: list[DeviceMesh] = []  # with the shard axes as one
+    parts: list[DeviceMesh] = []  # one for each axis, and one for all shard axes together
     origins: list[int | None] = []
     for axis, name in enumerate(known):
         if name not in shard or name == shard[0]:
@@ -252,7 +254,7 @@ def mesh_info_of_named_axes(
 def _check_names(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the names of all axes; a ValueError if others are chosen, or in another order."""
+    """Return the names of all axes; raise if chosen names are others, or in another order."""
     known = mesh.mesh_dim_names
     if known is None:
         raise ValueError(

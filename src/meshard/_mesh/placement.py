@@ -49,10 +49,12 @@ class MissingSum:
 class DTensorPlacement:
     """The placements of a DTensor parameter, sharded and unsharded."""
 
-    in_use: GlobalPlacement  # the unsharded parameter, as users placed it
+    in_use: GlobalPlacement  # of the unsharded parameter, as users placed it
     mesh: DeviceMesh  # of the sharded parameter
-    data_positions: tuple[int | None, ...]  # of each axis of mesh among the data-parallel ones
-    others: tuple[Placement, ...]  # on each axis of mesh: Replicate along data-parallel ones
+    # For each axis of ``mesh`` its position among the data-parallel axes; None: it is none of them.
+    data_positions: tuple[int | None, ...]
+    # For each axis of ``mesh`` the placement that users chose; Replicate on data-parallel axes.
+    others: tuple[Placement, ...]
     # The data-parallel axes of in_use.mesh: along them a gradient may be a partial sum.
     data_axes: frozenset[int]
 
@@ -99,16 +101,16 @@ class DTensorPlacement:
         )
 
     def missing_sum(self, arrived: Sequence[Placement]) -> MissingSum | None:
-        """Return what lacks a gradient with the placements ``arrived``, if that is only a sum.
+        """Return the sum that a gradient with the placements ``arrived`` still lacks.
 
-        None: nothing is missing, or more than a sum.
+        None: it lacks nothing, or needs more than a sum.
         """
         target = self.of_gradient(arrived)
         if target is None or target == tuple(arrived):
             return None
         missing = []
         for came, wanted in zip(arrived, target, strict=True):
-            # Not isinstance: masked partials and those of norms are not added up by themselves.
+            # Not isinstance: its subclasses, for masks and norms, are not reduced by a plain sum.
             is_sum = type(came) is Partial and came.reduce_op in ("sum", "avg")
             if came != wanted and not (is_sum and wanted == Replicate()):
                 return None
@@ -120,7 +122,7 @@ def _check_composable(placed: GlobalPlacement, mesh_info: MeshInfo) -> None:
     """Raise a ValueError if a DTensor parameter cannot be sharded again."""
     mesh, full = placed.mesh, mesh_info.full
     for axis, placement in enumerate(placed.placements):
-        # Not isinstance: special shards do not mean what Shard means.
+        # Not isinstance: subclasses of Shard place elements in another way.
         if type(placement) not in (Shard, Replicate):
             raise ValueError(
                 f"it has placement {placement} on axis {axis} of {mesh}; only Shard and Replicate "

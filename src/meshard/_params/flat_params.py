@@ -57,7 +57,7 @@ class FlatParams(ShardedUnitParams):
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
-        if self.is_partly_meta:  # values have memory of their own until all shards have some
+        if self.is_partly_meta:  # shards with values have memory of their own until all have some
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
                 for own, shard in zip(self.locals, shards, strict=True)
@@ -76,7 +76,7 @@ class FlatParams(ShardedUnitParams):
             )
         else:
             self._make_pool()
-        # Last: methods that were refused are refused again at the next use.
+        # Written last: if the methods were refused above, the next use refuses them again.
         self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
         self._read_dtypes()
 
@@ -112,13 +112,13 @@ class FlatParams(ShardedUnitParams):
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
-    def fill_unsharded(self, gathered: Rows) -> None:
+    def all_gather_copy_out(self, rows: Rows) -> None:
         if self._custom is not None:
-            self._custom.fill_unsharded(gathered)
+            self._custom.all_gather_copy_out(rows)
             self._read_dtypes()
             return
         self.unsharded.allocate()
-        self.plan.copy_out(gathered)
+        self.plan.copy_out(rows)
 
     def free_unsharded(self) -> None:
         if self._custom is not None:

@@ -49,7 +49,7 @@ class ReplicatedParam(UnitParam):
         super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.sharded = self.unsharded = param
 
-    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient as ``[numel]``, in the order in which the parameter lies in memory."""
         param = self.sharded
         if gradient.is_sparse:
@@ -128,15 +128,15 @@ class ReplicatedParams(UnitParams):
         params: list[ReplicatedParam],  # in the order in which their gradients lie in the bucket
         *,
         spec: GroupSpec,
-        param_dtype: torch.dtype | None,  # in which they compute; None: as they are
+        param_dtype: torch.dtype | None,  # in which modules compute; None: that of each parameter
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params: list[ReplicatedParam] = params
         self.spec = spec
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
-        # Hooks of the nodes, not of the parameters: those of users run before them, and see
-        # `.grad`. A parameter does not keep its node alive.
+        # The hooks are on autograd's nodes and not on the parameters, so that hooks of users run
+        # before them, and see `.grad`. The nodes are kept here: a parameter does not keep its own.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
         self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # a copy, and its parameter
         self._copies: UnshardedMemoryPool | None = None
@@ -196,10 +196,10 @@ class ReplicatedParams(UnitParams):
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return Gathered(_NO_TENSOR, DONE)
+        return Gathered([], DONE)
 
     @torch.no_grad()
-    def fill_unsharded(self, gathered: Rows) -> None:
+    def all_gather_copy_out(self, rows: Rows) -> None:
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:

@@ -36,7 +36,8 @@ class TensorTag(enum.Enum):
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and its dotted name from the unit's module."""
-    # By name: torch.save writes attributes too, for readers that may not have meshard.
+    # The tag is written by name: torch.save writes attributes too, and whoever loads the tensor may
+    # not have meshard.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
@@ -53,9 +54,9 @@ ParamDict = dict[str, "nn.Parameter | None"]  # what a module keeps its paramete
 class UnitParam(abc.ABC):
     """A parameter of a unit, with every ``(module, attribute)`` that holds it."""
 
-    sharded: nn.Parameter  # outside of the unit's own forward and backward
-    unsharded: nn.Parameter  # inside of them
-    needs_conversion: bool  # its gradient must go through ``own_part_of``
+    sharded: nn.Parameter  # what modules hold outside of the unit's own forward and backward
+    unsharded: nn.Parameter  # what they hold inside of these
+    needs_conversion: bool  # its gradient must go through ``plain_gradient``
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class UnitParam(abc.ABC):
         self.layout = layout
         self.keeps_dtype = keeps_dtype  # it computes in its own dtype, and not in param_dtype
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        self.owner_dicts: list[tuple[ParamDict, str]] = []  # theirs; read often in each step
+        # The dicts in which the owners keep their parameters: each step reads them often.
+        self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
 
@@ -80,12 +82,12 @@ class UnitParam(abc.ABC):
         return param_dtype
 
     @abc.abstractmethod
-    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the unsharded parameter as the plain tensor to be reduced."""
 
     @abc.abstractmethod
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum that is all ``own_part_of`` would communicate; None: there is none."""
+        """Return the sum that is all ``plain_gradient`` would communicate; None: there is none."""
 
     @abc.abstractmethod
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
@@ -219,7 +221,7 @@ class ShardedParam(UnitParam):
         dtensor = make_dtensor(unsharded.data, used.mesh, used.placements, used.shape)
         return nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
 
-    def own_part_of(self, gradient: torch.Tensor) -> torch.Tensor:
+    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds of the gradient of a DTensor.
 
         **Collective:** if the gradient has other placements than the parameter (a partial sum under
@@ -252,11 +254,12 @@ class ShardedParam(UnitParam):
         if placement is None or not isinstance(gradient, DTensor):
             return None
         if gradient.device_mesh != placement.in_use.mesh:
-            return None  # own_part_of raises
+            return None  # plain_gradient raises
         return placement.missing_sum(gradient.placements)
 
 
-# A step does the following to all parameters of a unit, several times: one loop, no calls inside.
+# A step calls these several times for all parameters of a unit. For speed, each is one loop without
+# calls inside.
 
 
 def take_flags(params: Sequence[UnitParam]) -> int:

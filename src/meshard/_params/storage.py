@@ -22,7 +22,7 @@ from meshard._mesh.layout import FlatLayout
 class MemoryLocation:
     """A kind of memory."""
 
-    device: torch.device  # of the mesh, or the CPU; may be meta
+    device: torch.device  # that of the mesh, or the CPU; it may be meta
     is_pinned: bool = False  # page-locked host memory, which a device copies asynchronously
 
     @classmethod
@@ -131,11 +131,11 @@ class UnshardedMemoryPool:
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
-            self._has_memory = True  # last, and False first: an interrupt may come in between
+            self._has_memory = True  # after all are resized: an interrupt may come in between
 
     def free(self) -> None:
         if self._has_memory:
-            self._has_memory = False
+            self._has_memory = False  # before any is resized, for the same reason
             for storage, _ in self._storages:
                 # Resize, do not replace: autograd may have saved views of this storage.
                 storage.resize_(0)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshard._comm.all_gather import start_all_gather
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout
@@ -218,8 +217,8 @@ class CustomParam:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # Padding is behind the rows of the last rank that owns any. Not narrow: torch's
-            # fully_shard requires as_strided of tensor subclasses.
+            # The rows of padding come last. as_strided, and not narrow, because torch's fully_shard
+            # requires it of tensor subclasses.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if hasattr(self._methods, RELEASE):
             self.may_free_outputs = getattr(self._methods, RELEASE)()
@@ -255,7 +254,7 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
 
 
 class Form(NamedTuple):
-    """dtype and shape of what every rank sends of one tensor."""
+    """The dtype and shape of one tensor that every rank sends."""
 
     dtype: torch.dtype
     rows: int
@@ -326,13 +325,15 @@ class PackedGather:
             target[part.numel() :].zero_()
         return source
 
-    def copy_out(self, gathered: torch.Tensor) -> None:
-        """Fill the outputs, which have memory, from ``gathered [ranks, bytes]``."""
-        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._bytes)
+    def copy_out(self, rows: Rows) -> None:
+        """Fill the outputs, which have memory, from the bytes of all ranks."""
+        split = [flat.chunk(len(rows)) for flat in self._bytes]
+        for block, targets in zip(rows, zip(*split, strict=True), strict=True):
+            torch.split_with_sizes_copy(block, self._sizes, dim=1, out=list(targets))
 
     def allocate(self) -> None:
         for flat in self._bytes:
-            if flat.untyped_storage().nbytes() != flat.numel():  # resizing moves it in any case
+            if flat.untyped_storage().nbytes() != flat.numel():  # resize_ always copies
                 flat.untyped_storage().resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:
@@ -377,7 +378,7 @@ class SubclassParams(ShardedUnitParams):
             for index, (param, local) in enumerate(zip(self.params, self.locals, strict=True))
         ]
         self._gather: PackedGather | None = None  # made by the first gather
-        self._own_forms: list[Form] = []  # of what this rank sends, where it owns fewer rows
+        self._own_forms: list[Form] = []  # what this rank sends, perhaps in fewer rows than others
         self._read_dtypes()
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
@@ -389,7 +390,7 @@ class SubclassParams(ShardedUnitParams):
             inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
             source = self._plan([Form.of(each) for each in inputs]).pack(inputs)
             group = self.spec.mesh_info.shard_group
-            return start_all_gather(source, comm=comm, group=group, label=self.label)
+            return comm.gather(source, group=group, label=self.label)
 
     def _plan(self, forms: list[Form]) -> PackedGather:
         if self._gather is not None:
@@ -407,11 +408,11 @@ class SubclassParams(ShardedUnitParams):
         self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
-    def fill_unsharded(self, gathered: Rows) -> None:
-        assert self._gather is not None and isinstance(gathered, torch.Tensor)
+    def all_gather_copy_out(self, rows: Rows) -> None:
+        assert self._gather is not None
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
-            self._gather.copy_out(gathered)
+            self._gather.copy_out(rows)
             try:
                 self._fill_each(self._gather)
             except BaseException:

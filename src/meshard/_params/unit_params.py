@@ -57,7 +57,7 @@ class UnitParams(abc.ABC):
     comm: Communicator  # shared by all units of a root; known once that is sharded
     layout: FlatLayout  # how the shards lie, or would lie, in one buffer
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
-    is_one_dtype: bool  # compute_dtypes are all the same
+    is_one_dtype: bool  # whether compute_dtypes are all the same
     host_copies: HostCopies | None = None  # None unless shards live in host memory
     is_partly_meta: bool = False  # some shards have memory, others are on the meta device
     is_offloaded: bool = False  # meshard.offload has moved the shards away
@@ -76,8 +76,8 @@ class UnitParams(abc.ABC):
         """
 
     @abc.abstractmethod
-    def fill_unsharded(self, gathered: Rows) -> None:
-        """Allocate the unsharded parameters and fill them from ``gathered [shard_count, ...]``."""
+    def all_gather_copy_out(self, rows: Rows) -> None:
+        """Allocate the unsharded parameters and fill them from what was gathered."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:
@@ -131,7 +131,7 @@ class ShardedUnitParams(UnitParams):
     """Parameters that are DTensors while sharded: what the two kinds of them share."""
 
     params: list[ShardedParam]
-    locals: list[torch.Tensor]  # that each sharded parameter was made over
+    locals: list[torch.Tensor]  # the local tensor over which each sharded parameter was made
     _gradient_hook: GradientHookMaker
 
     @property
@@ -140,7 +140,7 @@ class ShardedUnitParams(UnitParams):
         return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
-        # Before each gather: one loop, no calls inside.
+        # This runs before each gather, so it is one loop without calls inside.
         version = 0
         with without_torch_function():
             for param, own in zip(self.params, self.locals, strict=True):
@@ -225,7 +225,7 @@ class ShardedUnitParams(UnitParams):
         return copied
 
     def _check_not_meta(self, device: torch.device) -> None:
-        # On the root it would replace the values that others have.
+        # If some parameters have values, to_empty on the root would drop these.
         which = "the module that holds it" if self.is_partly_meta else "the root module"
         for param in self.params:
             if local_of(param.sharded).is_meta:

@@ -96,8 +96,8 @@ class Channel:
         self._released_at = 0  # its value when cached memory was last released
         self._is_bare = False  # everything was released then
         self._reach = 0  # end of the highest range used in this phase of the step
-        self._phase: StepPhase | None = StepPhase.FORWARD
-        self._reached: dict[StepPhase | None, deque[int]] = {
+        self._phase = StepPhase.FORWARD
+        self._reached: dict[StepPhase, deque[int]] = {
             phase: deque(maxlen=_STEPS_TO_REMEMBER)
             for phase in (StepPhase.FORWARD, StepPhase.BACKWARD)
         }
@@ -137,10 +137,11 @@ class Channel:
         allocations[address] = allocation
         return tensor
 
-    def allocate_rows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return a row ``[numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
-        rows = list(self.allocate(len(self.others) * numel, dtype).view(len(self.others), numel))
-        rows.insert(self.rank, torch.empty(numel, dtype=dtype, device="cpu"))
+    def allocate_rows(self, numel: int, dtype: torch.dtype) -> Rows:
+        """Return a block ``[1, numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
+        count = len(self.others)
+        rows = list(self.allocate(count * numel, dtype).view(count, 1, numel))
+        rows.insert(self.rank, torch.empty(1, numel, dtype=dtype, device="cpu"))
         return rows
 
     def _wait_for_memory(self, num_bytes: int) -> None:
@@ -150,28 +151,28 @@ class Channel:
             time.sleep(_NAPS[0])
             self._reclaim()
 
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
-        """Return the memory of free ranges to the OS, as a phase of the step begins.
+    def release_cached_memory(self, phase: StepPhase, *, is_tight: bool = False) -> None:
+        """Return the memory of free ranges to the OS, as ``phase`` begins.
 
         Memory below the highest address that recent steps used stays, because the next step needs
         it again: for a backward, which has the peak, that of recent backwards; for another phase,
-        that of all phases. None: keep nothing.
+        that of all phases. With ``is_tight``, nothing stays.
         """
         is_new = self._released_at != self._next
         if is_new:
             self._released_at = self._next
             self._reached[self._phase].append(self._reach)
             self._reach = 0
-        if keep_for in self._reached:
-            self._phase = keep_for
-        elif not is_new and keep_for is StepPhase.STEP:
+        if phase in self._reached:
+            self._phase = phase
+        elif not is_new and not is_tight:
             return  # every unit of a root calls this before the optimizer steps
-        phases = (keep_for,) if keep_for is StepPhase.BACKWARD else self._reached
-        known = [reach for phase in phases for reach in self._reached[phase]]
+        phases = (phase,) if phase is StepPhase.BACKWARD else self._reached
+        known = [reach for each in phases for reach in self._reached[each]]
         if (self._is_bare and not is_new) or not known:
             return
-        keep = 0 if keep_for is None else max(known)
-        self._is_bare = keep_for is None
+        keep = 0 if is_tight else max(known)
+        self._is_bare = is_tight
         self._reclaim()
         for begin, end in self._free.ranges:
             self._own.release_pages(max(begin, keep), min(end, self._free.reached))
@@ -198,12 +199,11 @@ class Channel:
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
-    def publish_rows(self, rows: Rows, name: Name) -> int:
+    def publish_rows(self, rows: list[torch.Tensor], name: Name) -> int:
         """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
-        others = [rows[other] for other in self.others]
-        return self._publish(others, name, copy=isinstance(rows, torch.Tensor))
+        return self._publish([rows[other] for other in self.others], name)
 
-    def _publish(self, parts: list[torch.Tensor], name: Name, *, copy: bool) -> int:
+    def _publish(self, parts: list[torch.Tensor], name: Name, *, copy: bool = False) -> int:
         numel, dtype = parts[0].numel(), parts[0].dtype
         allocation = None if copy else self._allocations.get(parts[0].data_ptr())
         if allocation is None and numel:

@@ -9,7 +9,6 @@ gloo adds in an order of its own.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
 
@@ -18,28 +17,18 @@ import torch.distributed as dist
 
 from meshard._comm import cpu
 from meshard._comm.communicator import (
-    Communicator,
     GatherInFlight,
     InFlight,
+    Receive,
     Rows,
     StepPhase,
-    announce,
-    profiled,
 )
 from meshard._comm.cpu import WorkCommunicator
-from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.channel import Channel, Name, open_channel
 from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from meshard._torch.private import backend_name
 
 _VARIABLE = "MESHARD_SHARED_MEMORY"
-
-
-def make_communicator(device: torch.device) -> Communicator:
-    """Return a communicator for tensors on ``device``."""
-    if device.type != "cpu":
-        return StreamCommunicator(torch.get_device_module(device))
-    return SharedMemoryCommunicator()
 
 
 class _Receiving:
@@ -82,7 +71,7 @@ class _Views(_Receiving):
     """An all-gather whose rows are read where the other ranks keep them, until ``release``."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
-        self.rows = functools.partial(channel.receive_all, message, source)
+        self.rows = lambda: [row.view(1, -1) for row in channel.receive_all(message, source)]
         super().__init__(channel, message, self.rows)
 
 
@@ -151,48 +140,38 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super().allocate_source(numel, dtype, device=device, group=group)
         return channel.allocate(numel, dtype)
 
-    def allocate_rows(
-        self, numel: int, dtype: torch.dtype, *, group: dist.ProcessGroup
-    ) -> list[torch.Tensor] | None:
-        channel = self._channel_before(group)
+    def send_rows(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        as_one: bool = False,
+    ) -> Rows:
+        channel = None if as_one else self._channel_before(group)
         if channel is None:
-            return super().allocate_rows(numel, dtype, group=group)
+            return super().send_rows(numel, dtype, device=device, group=group, as_one=as_one)
         return channel.allocate_rows(numel, dtype)
 
-    def release_cached_memory(self, *, keep_for: StepPhase | None) -> None:
+    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
         for channel in self._channels.values():
             if channel is not None:
-                channel.release_cached_memory(keep_for=keep_for)
+                channel.release_cached_memory(phase, is_tight=is_tight)
 
-    def gather_views(
-        self, source: torch.Tensor, *, group: dist.ProcessGroup, label: str
-    ) -> GatherInFlight | None:
-        channel = self._channel_before(group)
-        if channel is None:
-            return super().gather_views(source, group=group, label=label)
-        announce("all_gather", source, group, label, rows=group.size(), comm=self)
-        with profiled("all_gather", label):
-            name = self._name("all_gather", label, group)
-            return _Views(channel, channel.publish(source, name), source)
-
-    def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
+    def _start_gather(
+        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
+    ) -> GatherInFlight:
         channel = self._channel(group)
         if channel is None:
-            return super()._start_all_gather(output, source, group, label)
+            return super()._start_gather(source, group, label, receive)
         name = self._name("all_gather", label, group)
-        message = channel.publish(source, name)
-
-        def copy() -> None:
-            torch.cat(channel.receive_all(message, source), out=output)
-
-        return _Receiving(channel, message, copy)
+        return _Views(channel, channel.publish(source, name), source)
 
     def _start_reduce_scatter(
         self,
         output: torch.Tensor,
-        source: Rows,
+        rows: Rows,
         group: dist.ProcessGroup,
         label: str,
         *,
@@ -200,18 +179,17 @@ class SharedMemoryCommunicator(WorkCommunicator):
     ) -> InFlight:
         channel = self._channel(group)
         if channel is None:
-            return super()._start_reduce_scatter(
-                output, source, group, label, keep_signs=keep_signs
-            )
+            return super()._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
         name = self._name("reduce_scatter", label, group)
+        source = [row for block in rows for row in block.unbind()]
         message, own = channel.publish_rows(source, name), source[channel.rank]
 
         def add_up() -> None:
-            rows = channel.receive_all(message, own, is_row=True)
-            if len(rows) == 2:
-                cpu.sum_two(output, rows[1 - channel.rank], own)
+            received = channel.receive_all(message, own, is_row=True)
+            if len(received) == 2:
+                cpu.sum_two(output, received[1 - channel.rank], own)
             else:
-                cpu.sum_rows(output, torch.stack(rows), keep_signs=keep_signs)
+                cpu.sum_rows(output, torch.stack(received), keep_signs=keep_signs)
 
         return _Receiving(channel, message, add_up)
 

@@ -43,15 +43,15 @@ def make_dtensor(
     return _made_over(local, spec)
 
 
-# Of DTensors that are alive. A spec holds its mesh, so no other mesh gets that id meanwhile; equal
-# meshes do not share one, because their process groups may differ.
+# The specs of DTensors that are alive. A spec keeps its mesh alive, so no other mesh can get its id
+# meanwhile. Equal meshes do not share a spec, because their process groups may differ.
 _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def as_parameter(made: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """Make a parameter of a new DTensor; ``nn.Parameter(made)`` dispatches a copy of it."""
     made.requires_grad_(requires_grad)
-    made._is_param = True  # what makes isinstance say so
+    made._is_param = True  # isinstance(made, nn.Parameter) is true from now on
     return cast("nn.Parameter", made)
 
 
@@ -97,7 +97,8 @@ def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
-    # No offset: see wrap_like. A tensor subclass may not implement new_empty.
+    # Made over a tensor without a storage offset: see wrap_like. Otherwise over ``local`` itself,
+    # because a tensor subclass may not implement new_empty.
     over = local.new_empty(0) if local.storage_offset() else local
     made = DTensor(over, spec, requires_grad=False)
     made._local_tensor = local
@@ -138,7 +139,7 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
 
 
 def gradient_dtype(param: torch.Tensor) -> torch.dtype:
-    """Return the dtype of ``.grad``: what the user has set as ``grad_dtype``, or that of values."""
+    """Return the dtype of ``.grad``: the user's ``grad_dtype``, or else that of the parameter."""
     return param.grad_dtype or param.dtype
 
 
@@ -175,22 +176,23 @@ class ScalarReads(threading.local):
     looks whether the step that was begun is still on the stack.
     """
 
-    _depth = 0  # how many steps were running, one inside another, once the outermost of ours began
+    # How many nested steps were running when the outermost one of meshard began; 0: none has.
+    _depth = 0
     _num_inside = 0
 
     def begin_step(self) -> None:
-        """Read what all ranks have, until the present step of an optimizer ends in any way."""
+        """Make reads collective until the present step of an optimizer ends, in whatever way."""
         _register_read()
         self._depth = self._depth or num_running_steps()
 
     def end_step(self) -> None:
-        """End what a ``begin_step`` at this depth, or deeper, has begun."""
+        """End a ``begin_step`` at this depth, or deeper."""
         if self._depth and self._depth >= num_running_steps():
             self._depth = 0
 
     @contextlib.contextmanager
     def inside_step(self) -> Iterator[None]:
-        """Read what all ranks have, inside."""
+        """Make reads collective inside the block."""
         _register_read()
         self._num_inside += 1
         try:
@@ -200,7 +202,7 @@ class ScalarReads(threading.local):
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Read as torch does, inside."""
+        """Read as torch does inside the block."""
         before = self._depth, self._num_inside
         self._depth = self._num_inside = 0
         try:

@@ -33,7 +33,7 @@ def patch_zero_grad(clear: Callable[[list[torch.Tensor]], None]) -> None:
 
 
 def unpatch_zero_grad() -> None:
-    """Put the methods back, unless somebody has replaced them since."""
+    """Put the methods back, unless they were replaced again since."""
     for owner, (own, ours) in _replaced.items():
         if vars(owner).get("zero_grad") is ours:
             setattr(owner, "zero_grad", own)  # noqa: B010  # mypy refuses the assignment
@@ -61,7 +61,7 @@ def patch_new_optimizers() -> None:
     Called at the beginning of each backward, after which gradients may be pending.
     """
     if not _replaced:
-        return  # unpatched
+        return  # unpatch_zero_grad was called
     classes = [Optimizer]
     for each in classes:
         classes += each.__subclasses__()

@@ -82,7 +82,7 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     return function
 
 
-# Likewise, but what the function calls may be compiled.
+# Like ``skip_dynamo``, but what the function calls may be compiled.
 skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
 
 
@@ -166,7 +166,8 @@ class BackwardCall:
         found = _innermost_backward(sys._getframe())
         self._frames = {} if found is None else {threading.get_ident(): found}
         if found is None:
-            # Autograd's own thread, which works for a call in another one. All are taken.
+            # A thread of autograd works for a call in another thread. Which one is not known, so
+            # the calls of all threads are taken.
             for thread, frame in _other_threads().items():
                 if (found := _innermost_backward(frame)) is not None:
                     self._frames[thread] = found
@@ -181,7 +182,10 @@ class BackwardCall:
 
 
 def _other_threads() -> dict[int, FrameType]:
-    """Return the innermost frames of the other threads. One's own in a variable makes a cycle."""
+    """Return the innermost frames of the other threads.
+
+    A frame that has itself in a variable would be a cycle, so the own one is left out.
+    """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
     return frames
@@ -216,7 +220,7 @@ def number_of(tensor: torch.Tensor) -> int:
 HooksOf = Callable[[torch.Tensor], Mapping[int, Callable[..., Any]] | None]
 # The hooks of ``tensor.register_hook``; None or empty if there are none.
 gradient_hooks_of: HooksOf = attrgetter("_backward_hooks")
-# Those of ``tensor.register_post_accumulate_grad_hook``, likewise.
+# The hooks of ``tensor.register_post_accumulate_grad_hook``; None or empty if there are none.
 accumulation_hooks_of: HooksOf = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -269,12 +273,12 @@ _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambd
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
 _suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-# Transforms whose backward, if there is one, is that of the loss: after the forward, outside of it.
+# Transforms inside of which no backward runs: if there is one, it is that of the loss, later.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
 _suspend_modes = _or_error("torch.utils._python_dispatch._disable_current_modes")
-_SELECTIVE = tuple(  # the modes of a forward and of its recomputation, as far as torch has them
+_SELECTIVE = tuple(  # those modes of selective checkpoints, forward and recomputing, that torch has
     mode
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if (mode := _find(f"torch.utils.checkpoint.{name}")) is not None
@@ -321,7 +325,7 @@ def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [dual.tangent for dual in duals if dual.tangent is not None]
 
 
-# Grows with every edit of a tensor in place.
+# The version of a tensor, which grows with every edit in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # The tensor that a tensor is a view of, to autograd; None if it is no view.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
@@ -343,7 +347,7 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = (
 )
 # One kernel for lists of tensors: ``target.copy_(source)`` for each.
 foreach_copy_ = _or_error("torch._foreach_copy_")
-# Likewise ``tensor.mul_(factor)``: a fifth of the time of one by one.
+# ``tensor.mul_(factor)`` for each, in a fifth of the time that single calls take.
 foreach_mul_ = _or_error("torch._foreach_mul_")
 # ``[num_chunks, -1]`` of each tensor, all side by side. Sizes of dim 0 are multiples of num_chunks.
 chunk_cat = _or_error("torch._chunk_cat")
@@ -367,7 +371,7 @@ def num_running_steps() -> int:
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
 # The code of a module's call around its forward, which has the module as ``self``.
 module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
-# Nested containers that are registered with torch, and back.
+# Flatten nested containers that are registered with torch's pytree, and build them again.
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 
@@ -379,10 +383,10 @@ _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
 
 
-# torch's own, whatever is patched later. Its pipeline stages call ``fully_shard.state(module)``.
+# torch's own function, also after ``patch_torch``. Pipeline stages call its ``state(module)``.
 _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
-# The key in a module's ``__dict__`` under which that looks.
+# The key in a module's ``__dict__`` under which ``state_of`` looks.
 _STATES = getattr(_contract, "STATE_KEY", "")
 # The keys in a module's ``__dict__`` that ``register_as_sharded`` writes.
 composable_keys = {key for key in (_registry, _STATES) if key}
@@ -404,7 +408,7 @@ def register_as_sharded(module: nn.Module, state: object) -> None:
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._concatenate"
 )
-# A mesh with all axes of a mesh as one, and a process group that it remembers.
+# A mesh with all axes of a mesh as one; torch remembers it and its process group.
 flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._flatten"
 )
@@ -419,12 +423,12 @@ strided_shard: Callable[..., Placement] = _or_error(
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return what carries the collectives of ``group`` on ``device``."""
+    """Return the backend that runs the collectives of ``group`` on ``device``."""
     return group._get_backend(device)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of that; empty if ``group`` has nothing for ``device``."""
+    """Return the name of that backend; empty if ``group`` has none for ``device``."""
     try:
         return str(backend_of(group, device).name())
     except RuntimeError:
@@ -434,7 +438,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """Return how long the collectives of ``group`` on ``device`` wait for a rank."""
     options = None
-    with contextlib.suppress(RuntimeError):  # a group in Python has no such backend
+    with contextlib.suppress(RuntimeError):  # a process group written in Python has no backend
         options = getattr(backend_of(group, device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
@@ -452,7 +456,7 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
-# Since torch 2.12; an instance of () does not exist.
+# Since torch 2.12. Before it is (), for isinstance a type without instances.
 TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 

@@ -3,16 +3,19 @@
 An ordinary optimizer on sharded parameters dispatches every operation of every parameter through
 DTensor, which takes longer than the arithmetic where shards are small. Pointwise optimizers do the
 same to an element whatever lies around it, so they step slices of a unit's flat shard as one tensor
-each. The optimizer that users hold has the ordinary ``param_groups`` and ``state``; an inner one of
-the same class steps the slices, and ``FlatStepper`` keeps the two alike.
+each. The optimizer that users hold has the ordinary ``param_groups`` and ``state``. An inner one of
+the same class steps the slices and has their state; that of single parameters is made when a user
+reads ``state``.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -21,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.optimizer_hooks import owner_of
+from meshard._engine.owners import owners_of
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
-from meshard._torch.dtensor import plain_of, scalar_reads
-from meshard.optim.flat_slices import FlatSlice, Member, OptimGroups, Snapshot, State
+from meshard._torch.dtensor import local_of, plain_of, scalar_reads
+from meshard.optim.flat_slices import FlatSlice, Member, State, States, history_of
 from meshard.policies import list_of
 
 POINTWISE: tuple[type[Optimizer], ...] = (
@@ -47,44 +50,40 @@ POINTWISE: tuple[type[Optimizer], ...] = (
 _PORTION = 2**20
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-States = MutableMapping[torch.Tensor, State]
+OptimGroups = Sequence[dict[str, Any]]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 _steppers: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
 
 
-def forget_slices() -> None:
-    """Make every optimizer drop its slices of flat shards, whose memory is about to move."""
+def release_slices() -> None:
+    """Make every optimizer let go of the memory of flat shards, which is about to move."""
     for stepper in tuple(_steppers):
-        stepper.forget_slices()
+        stepper.release()
 
 
 class FlatStepper:
     """An inner optimizer that steps parameters as slices where it can, one by one where not.
 
     Parameters in no unit, tensor subclasses, and all parameters of an optimizer that is not
-    pointwise are *loose*: stepped one by one. ``group`` is the unit whose step may be pending.
+    pointwise are *loose*: stepped one by one, with the state that users see. Members of slices have
+    theirs in the slice, until it is *exposed*: then users' is what counts, and the next step finds
+    slices anew. ``group`` is the unit whose step may be pending.
     """
 
     def __init__(self, make: MakeOptimizer, group: ParamGroup | None = None) -> None:
         self._make = make  # from param groups that have all hyperparameters
         self._is_pointwise = make in POINTWISE
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        self._optim_groups: OptimGroups = []  # as they were when gradients were taken
-        self._state: States = {}
-        self.forget_slices()
-        _steppers.add(self)
-
-    def forget_slices(self) -> None:
-        """Drop all slices; the next step finds them anew."""
-        group = self._group()
-        if group is not None:
-            group.finish_pending_step()
+        self._apart: set[int] = set()  # ids of parameters that are slices of their own, for good
         self._inner: Optimizer | None = None
-        self.slices: list[FlatSlice] = []
-        self._loose: list[tuple[int, torch.Tensor]] = []
         self._numbers: list[int] = []  # for each group of the inner optimizer, the index of ours
-        self._left: Snapshot | None = None  # what the last step has left
+        self.slices: list[FlatSlice] = []
+        self._loose: list[torch.Tensor] = []
+        self._state: States = {}  # that of the optimizer that users hold
+        self._exposed: dict[tuple[int, int], torch.Tensor] = {}  # see ExposedMemory
+        self._planned: list[object] = []  # the objects that the inner optimizer was made for
+        _steppers.add(self)
 
     @property
     def is_flat(self) -> bool:
@@ -94,41 +93,58 @@ class FlatStepper:
     def take(self, optim_groups: OptimGroups, state: States) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
 
-        ``state`` is that of the optimizer that users hold, and ``run`` writes to it.
+        ``state`` is that of the optimizer that users hold, and ``expose`` writes to it.
         """
-        self._optim_groups, self._state = optim_groups, state
-        if self._left is None or not self._left.holds(optim_groups, state):
-            self.forget_slices()
-            self._find_slices()
-        # All of them, and not only up to the first that lacks some.
-        if sum([each.take_gradient() for each in self.slices]) < len(self.slices):
-            # Never joined again: what is stepped less often has another history.
-            self.slices = [part for each in self.slices for part in each.split_by_gradient()]
-            self._inner = None
-        inner = self._inner or self._make_inner()
+        self._state = state
+        if self._inner is None or not self._is_planned(optim_groups):
+            self._plan(optim_groups)
+        lacking = [param for each in self.slices for param in each.take_gradient()]
+        if lacking:
+            self._apart.update(map(id, lacking))
+            self._plan(optim_groups)
+            for flat_slice in self.slices:
+                flat_slice.take_gradient()
+        inner = self._inner
+        assert inner is not None
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
             group = optim_groups[number]
             own.update((key, value) for key, value in group.items() if key != "params")
-
-    def gradients(self, taken: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the plain tensors by which ``run`` steps; ``taken`` has those of parameters."""
-        loose = {id(param) for _, param in self._loose}
-        found = [plain_of(grad) for param, grad in taken if id(param) in loose]
-        # Views of what was taken, or copies of it.
-        return found + [each.flat.grad for each in self.slices if each.flat.grad is not None]
+        for param in self._loose:
+            inner.state.pop(param, None)
+            known = state.get(param)
+            if known:
+                inner.state[param] = known
 
     def run(self) -> None:
         """Step what was taken. The gradients of loose parameters must still be there."""
-        inner, left = self._inner, self._left
+        inner = self._inner
         assert inner is not None
-        self._left = None  # if the step raises, the next one looks at everything anew
         (self._step_loose if self._loose else self._step)(inner)
         for flat_slice in self.slices:
             flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
-        if left is None or not left.follow():
-            self._show(inner)
-            left = Snapshot(self._optim_groups, self._state, self.slices, inner.state)
-        self._left = left
+        for param in self._loose:
+            if param in inner.state:
+                self._state[param] = inner.state[param]
+
+    def expose(self) -> None:
+        """Write the state of slices to that which users see; the next step takes it from there."""
+        group = self._group()
+        if group is not None:
+            group.finish_pending_step()
+        inner = self._inner
+        if inner is None or not self.slices:
+            return
+        for flat_slice in self.slices:
+            own = inner.state.get(flat_slice.flat, {})
+            flat_slice.expose(own, self._state)
+            tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
+            self._exposed.update({(each.data_ptr(), each.numel()): each for each in tensors})
+        self._inner, self.slices = None, []
+
+    def release(self) -> None:
+        """Expose, and let go of the memory of slices and of their state."""
+        self.expose()
+        self._exposed = {}
 
     def _step_loose(self, inner: Optimizer) -> None:
         """Step tensors that may be DTensors, by an optimizer that may do anything with them."""
@@ -145,45 +161,73 @@ class FlatStepper:
                     "unit has been stepped."
                 )
 
-    def _show(self, inner: Optimizer) -> None:
-        """Put the state of the inner optimizer into that of the parameters."""
+    # --- what is stepped as one -------------------------------------------------------------
+
+    def _is_planned(self, optim_groups: OptimGroups) -> bool:
+        """Whether the inner optimizer was made for what there is now, object by object."""
+        found = self._objects_in(optim_groups)
+        return len(found) == len(self._planned) and all(map(is_, found, self._planned))
+
+    def _objects_in(self, optim_groups: OptimGroups) -> list[object]:
+        found: list[object] = []
+        for group in optim_groups:
+            found += group["params"]
+            found.append(None)  # a parameter may move from one group to the next
         for flat_slice in self.slices:
-            own = inner.state.get(flat_slice.flat)
+            found += map(local_of, flat_slice.params)
+        return found
+
+    def _plan(self, optim_groups: OptimGroups) -> None:
+        """Find slices anew, and make the optimizer that steps them."""
+        self.expose()
+        self._inner = None
+        self._find_slices(optim_groups)
+        inner = self._make_inner(optim_groups)
+        self._hold_states(optim_groups)
+        for flat_slice in self.slices:
+            own = flat_slice.take_state(self._state, self._exposed)
             if own:
-                flat_slice.show(own, self._state)
-        for _, param in self._loose:
-            if param in inner.state:
-                self._state[param] = inner.state[param]
+                inner.state[flat_slice.flat] = own
+        self._exposed = {}
+        self._planned = self._objects_in(optim_groups)
+        self._inner = inner  # last: until then, the state that users see is what counts
 
-    def _find_slices(self) -> None:
-        found: dict[FlatParams, dict[int, int]] = {}  # the optim group of each sharded parameter
-        for number, group in enumerate(self._optim_groups):
-            for param in group["params"]:
-                owner = owner_of(param) if self._is_pointwise else None
-                storage = None if owner is None else owner.storage
-                if owner is None or not isinstance(storage, FlatParams):
-                    self._loose.append((number, param))
-                    continue
-                if storage not in found:
-                    owner.adopt_edits()
-                    found[storage] = {}
-                index = owner.index_of(param)
-                if index is None:  # it was replaced, and is no shard any more
-                    self._loose.append((number, param))
-                else:
-                    found[storage][index] = number
-        for storage, numbers in found.items():
-            self.slices += _slices_of(storage, numbers)
+    def _find_slices(self, optim_groups: OptimGroups) -> None:
+        numbers: dict[int, int] = {}  # by id: the index of the param group
+        for number, group in enumerate(optim_groups):
+            numbers.update(dict.fromkeys(map(id, group["params"]), number))
+        params = [param for group in optim_groups for param in group["params"]]
+        self.slices = []
+        for owner in owners_of(params) if self._is_pointwise else ():
+            owner.adopt_edits()
+            if isinstance(owner.unit_params, FlatParams):
+                self.slices += self._slices_of(owner.unit_params, numbers)
+        in_slices = {id(param) for each in self.slices for param in each.params}
+        self._loose = [param for param in params if id(param) not in in_slices]
 
-    def _make_inner(self) -> Optimizer:
-        self.slices = [
-            part for each in self.slices for part in each.split_by_history(self._states_of(each))
-        ]
-        self._left = None
+    def _slices_of(self, unit_params: FlatParams, numbers: dict[int, int]) -> Iterator[FlatSlice]:
+        """Iterate over the longest ranges of a unit that can be stepped as one."""
+        shard = unit_params.flat_shard
+        for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
+            keyed = []
+            for each in segment.ranges:
+                param, numel = (
+                    unit_params.params[each.index].sharded,
+                    shard.locals[each.index].numel(),
+                )
+                apart = id(param) if id(param) in self._apart else None
+                key = numbers.get(id(param)), apart, history_of(self._state.get(param, {}))
+                keyed.append((key, Member(param, each.offset, numel)))
+            for (number, *_), members in groupby(keyed, itemgetter(0)):
+                if number is not None:
+                    yield FlatSlice(flat, [member for _, member in members], number)
+
+    def _make_inner(self, optim_groups: OptimGroups) -> Optimizer:
         made: list[dict[str, Any]] = []
         self._numbers = []
-        for number, group in enumerate(self._optim_groups):
-            loose = [param for other, param in self._loose if other == number]
+        loose_ids = set(map(id, self._loose))
+        for number, group in enumerate(optim_groups):
+            loose = [param for param in group["params"] if id(param) in loose_ids]
             flat: list[torch.Tensor] = [each.flat for each in self.slices if each.number == number]
             flat += [param for param in loose if not isinstance(param, DTensor)]
             # torch's foreach kernels do not take the two kinds together.
@@ -199,31 +243,21 @@ class FlatStepper:
                 "was to be made for; make it from the param groups that are passed, and not from "
                 "module.parameters()."
             )
-        self._inner = inner
         step: Any = type(inner).step
         # Without the hooks of optimizers, which the user's own step runs; of torch's optimizers
         # also without the decorators for a differentiable step.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
-        owner = self._group()
-        for flat_slice in self.slices:
-            states = self._states_of(flat_slice)
-            if owner is not None:  # states are copied on the stream of the step
-                values = [value for each in states for value in each.values()]
-                tensors = [plain_of(each) for each in values if isinstance(each, torch.Tensor)]
-                owner.comm.hold_until_done(tensors)
-            own = flat_slice.pull(states)
-            if own:
-                inner.state[flat_slice.flat] = own
-            flat_slice.take_gradient()
-        for _, param in self._loose:
-            known = self._state.get(param)
-            if known:
-                inner.state[param] = known
         return inner
 
-    def _states_of(self, flat_slice: FlatSlice) -> list[State]:
-        return [self._state.get(member.param, {}) for member in flat_slice.members]
+    def _hold_states(self, optim_groups: OptimGroups) -> None:
+        """Keep the states that users see until they are copied, on the stream of the step."""
+        owner = self._group()
+        if owner is not None:
+            params = [param for group in optim_groups for param in group["params"]]
+            values = [value for each in params for value in self._state.get(each, {}).values()]
+            tensors = [plain_of(each) for each in values if isinstance(each, torch.Tensor)]
+            owner.comm.hold_until_done(tensors)
 
     def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Iterate over neighbours that are stepped at once: see ``_PORTION``."""
@@ -239,22 +273,6 @@ class FlatStepper:
             room -= num_bytes
         if portion:
             yield portion
-
-
-def _slices_of(storage: FlatParams, numbers: dict[int, int]) -> Iterator[FlatSlice]:
-    """Iterate over the longest slices of a unit whose members are in one optim group each.
-
-    ``numbers`` has the optim group of each parameter that is in one, by its index in the unit.
-    """
-    shard = storage.flat_shard
-    for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
-        for number, ranges in groupby(segment.ranges, lambda each: numbers.get(each.index)):
-            if number is not None:
-                members = [
-                    Member(storage.params[r.index].sharded, r.offset, shard.locals[r.index].numel())
-                    for r in ranges
-                ]
-                yield FlatSlice(flat, members, number)
 
 
 def flat_optimizer(
@@ -322,17 +340,52 @@ def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
     return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)
 
 
-class FlatOptimizer(Optimizer):
+class StateOnRead(Optimizer):
+    """An optimizer whose steppers write the state of single parameters when ``state`` is read."""
+
+    def __init__(self, template: Optimizer) -> None:
+        """Take over the param groups and the state of ``template``."""
+        self._flat_steppers: list[FlatStepper] = []
+        super().__init__(template.param_groups, template.defaults)
+        self._state.update(template.state)
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, State]:
+        """The state of each parameter, after all steps that have been begun: waits for them.
+
+        What you change there counts in the next step, unless a step came in between: read it anew.
+        """
+        for stepper in self._flat_steppers:
+            stepper.expose()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, State]) -> None:
+        for stepper in self._flat_steppers:
+            stepper.release()
+        self._state = value
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = dict(state)
+        self.state = given.pop("state")
+        for each in self._state.values():
+            if isinstance(each.get("step"), (int, float)):  # as torch before 1.12 has saved it
+                each["step"] = torch.tensor(float(each["step"]))
+        super().__setstate__(given)
+
+
+class FlatOptimizer(StateOnRead):
     """An optimizer on slices of flat shards: see ``flat_optimizer``.
 
     Parameters in no unit and tensor subclasses are stepped one by one.
     """
 
     def __init__(self, template: Optimizer) -> None:
-        self._class: Callable[..., Optimizer] = type(template)
+        super().__init__(template)
+        self._class: MakeOptimizer = type(template)
         self._stepper = FlatStepper(self._class)
-        super().__init__(template.param_groups, template.defaults)
-        self.state.update(template.state)
+        self._flat_steppers = [self._stepper]
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -340,9 +393,10 @@ class FlatOptimizer(Optimizer):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_class" in state:  # this is a copy
+            self._stepper = FlatStepper(state["_class"])
+            self._flat_steppers = [self._stepper]
         super().__setstate__(state)
-        count_in_tensors(self.state)
-        self._stepper = FlatStepper(self._class)
 
     @override
     @torch.no_grad()
@@ -355,7 +409,7 @@ class FlatOptimizer(Optimizer):
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
         """
         loss = loss_of(closure)
-        self._stepper.take(self.param_groups, self.state)
+        self._stepper.take(self.param_groups, self._state)
         self._stepper.run()
         return loss
 
@@ -366,10 +420,3 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def count_in_tensors(states: Mapping[torch.Tensor, State]) -> None:
-    """Make tensors of the counts of steps that torch before 1.12 has saved as numbers."""
-    for each in states.values():
-        if isinstance(each.get("step"), (int, float)):
-            each["step"] = torch.tensor(float(each["step"]))

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from operator import is_
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.optimizer_hooks import (
-    find_overlapped,
-    overlapped_optimizers,
-    owner_of,
-)
+from meshard._comm.communicator import CommStream, Pending, profiled
+from meshard._comm.host_copies import HostCopies
+from meshard._engine.owners import owner_of
+from meshard._engine.param_group import ParamGroup, ParamState
 from meshard._engine.unit import Unit, require_units, units_in
+from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in
-from meshard.clipping import check_limit, clip_coefficient, get_total_norm, unit_clip
+from meshard._torch.private import without_torch_function
+from meshard.clipping import (
+    check_limit,
+    clip_coefficient,
+    get_total_norm,
+    scale_gradients,
+    unit_clip,
+)
 from meshard.grad_scaler import is_backward_scaled
 from meshard.optim.flat import (
     POINTWISE,
+    FlatStepper,
     MakeOptimizer,
+    OptimGroups,
     Params,
+    StateOnRead,
     check_is_no_instance,
-    count_in_tensors,
     list_params,
     loss_of,
 )
-from meshard.optim.flat_slices import State
-from meshard.optim.unit_step import ChangeGradients, UnitStepper
+from meshard.optim.flat_slices import States
+from meshard.optim.hooks import find_overlapped, overlapped_optimizers
 from meshard.optim.unsharded_step import UnshardedStep
 
+ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
+_GRADIENT = attrgetter("grad")
 _NOT_SCALED = (
     "Compute in bfloat16, which needs no loss scaling "
     "(MixedPrecisionPolicy(param_dtype=torch.bfloat16)), pass enabled=False to the scaler, or step "
@@ -49,7 +62,7 @@ _REFUSED: dict[type[Optimizer], str] = {
 }
 
 
-class OverlappedOptimizer(Optimizer):
+class OverlappedOptimizer(StateOnRead):
     """An optimizer that steps each unit in backward: see ``overlap_optimizer``.
 
     ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
@@ -78,8 +91,7 @@ class OverlappedOptimizer(Optimizer):
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
         ``step`` found, before clipping; zero if there was none."""
-        super().__init__(template.param_groups, template.defaults)
-        self._state.update(template.state)
+        super().__init__(template)
         self._plan()
         if max_norm is None:
             for unit in self._units:
@@ -87,24 +99,6 @@ class OverlappedOptimizer(Optimizer):
         overlapped_optimizers[self] = max_norm is None
 
     # --- for users -------------------------------------------------------------------------
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, State]:
-        """The state of each parameter, after all steps that have been begun: waits for them."""
-        self.wait()
-        return self._state
-
-    @state.setter
-    def state(self, value: defaultdict[torch.Tensor, State]) -> None:
-        self._state = value
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.wait()
-        if "state" in state:
-            self._state = state.pop("state")
-            count_in_tensors(self._state)
-        super().__setstate__(state)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -133,7 +127,7 @@ class OverlappedOptimizer(Optimizer):
         else:
             for stepper in self._fresh_steppers():
                 # Gradients on their way from the device are not in .grad yet.
-                if stepper.has_gradients() or stepper.group.storage.host_copies is not None:
+                if stepper.has_gradients() or stepper.host_copies is not None:
                     self._step(stepper)
         if self._waits_in_step:
             self.wait()
@@ -148,8 +142,8 @@ class OverlappedOptimizer(Optimizer):
         self.total_norm = get_total_norm(grads)
         coefficient = clip_coefficient(self.total_norm, max_norm)
         for stepper in steppers:
-            if stepper.take(self.param_groups, self._state):
-                (stepper.step if self._waits_in_step else stepper.defer)(coefficient)
+            if stepper.take(self.param_groups, self._state, coefficient):
+                (stepper.step if self._waits_in_step else stepper.defer)()
 
     def wait(self) -> None:
         """Order what you do next after all steps that have been begun; deferred ones are taken.
@@ -281,11 +275,195 @@ class OverlappedOptimizer(Optimizer):
                     )
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
         self.wait()
+        for stepper in self._flat_steppers:
+            stepper.expose()
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
             unit.group.overlapped.add(self)
+        self._flat_steppers = [stepper.flat for stepper in self._steppers.values()]
         self._planned = params_in(self)
+
+
+class UnitStepper:
+    """The step of those parameters of one unit that an optimizer holds.
+
+    On a device it is queued on the optimizer stream, beside the backward of other units. Units in
+    host memory are stepped by a worker thread, as soon as their gradients have arrived there. While
+    a step is pending, the unit has it as its ``pending_step``: until the next gather waits for it.
+    A deferred step begins only then. The unit is held weakly.
+    """
+
+    def __init__(
+        self,
+        group: ParamGroup,
+        members: Mapping[int, list[torch.Tensor]],  # by the index of their param group
+        *,
+        make: MakeOptimizer,
+        worker: Executor,  # for a unit whose shards live in host memory
+        change: ChangeGradients | None,
+    ) -> None:
+        self._group = weakref.ref(group)
+        self._members = members
+        self._worker = worker
+        self._change = change
+        self._work: Pending | None = None  # the end of the pending step; None: it is deferred
+        self.host_copies = group.unit_params.host_copies
+        self.flat = FlatStepper(make, group)
+        self.params = [param for params in members.values() for param in params]
+        # A gather comes before each use; plain tensors (replicate) are read without.
+        self._is_gathered = isinstance(self.params[0], DTensor)
+        is_on_device = self.host_copies is None and not group.comm.waits_block_host
+        self._has_stream = is_on_device and self._is_gathered
+        # Of each parameter to be stepped: itself and its gradient.
+        self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def group(self) -> ParamGroup:
+        """The parameters of the unit."""
+        group = self._group()
+        assert group is not None
+        return group
+
+    def is_of(self, unit: Unit) -> bool:
+        """Whether it still steps the parameters of ``unit``."""
+        return self._group() is unit.group
+
+    def has_gradients(self) -> bool:
+        """Whether any ``.grad`` is set; gradients on their way to host memory are not yet."""
+        with without_torch_function():
+            return sum(map(is_, map(_GRADIENT, self.params), repeat(None))) < len(self.params)
+
+    def take(
+        self, groups: OptimGroups, state: States, coefficient: torch.Tensor | None = None
+    ) -> bool:
+        """Take gradients out of ``.grad``, and hyperparameters, for ``step`` or ``defer``.
+
+        ``groups`` are all of the optimizer; gradients are scaled by ``coefficient``. Return whether
+        any parameter has a gradient.
+        """
+        group = self.group
+        # The worker waits for copies from the device by itself; clipping reads the values here.
+        if self._change is not None or not group.gradients.sharded.are_shown:
+            group.gradients.settle()
+        if not self.has_gradients():
+            return False
+        if group.state is ParamState.GATHERING:
+            group.reshard()  # a prefetch that was not used has old weights
+        group.finish_pending_step()  # that of another optimizer
+        with without_torch_function():
+            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
+            self.taken = [(param, grad) for param, grad in pairs if grad is not None]
+        with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
+            if self._change is not None:
+                self._change([grad for _, grad in self.taken])
+            if coefficient is not None:
+                scale_gradients([grad for _, grad in self.taken], coefficient)
+                group.comm.hold_until_done([coefficient])
+            members = self._members.items()
+            self.flat.take([_taken(groups[number], own) for number, own in members], state)
+        with without_torch_function():
+            for param in self.params:
+                param.grad = None
+        group.record_step()
+        return True
+
+    def step(self) -> None:
+        """Step by what was taken."""
+        if self.host_copies is not None and self.flat.is_flat:
+            self.taken = []
+            self._work = WorkerStep(self._worker.submit(self._step_in_worker, self.host_copies))
+            self.group.pending_step = self
+            return
+        if self.host_copies is not None:
+            self.host_copies.wait()
+        self._work = self.run()
+        if self._has_stream:
+            self.group.pending_step = self
+
+    def defer(self) -> None:
+        """Step by what was taken before the next gather of the unit."""
+        if self._is_gathered:
+            self._work = None
+            self.group.pending_step = self
+        else:
+            self.step()
+
+    def run(self) -> Pending:
+        """Step by what was taken; return the end of the step.
+
+        **Stream:** the optimizer stream.
+        """
+        group, grads, self.taken = self.group, self.taken, []
+        loose = [] if self.flat.is_flat else grads
+        with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
+            for param, grad in loose:
+                param.grad = grad
+            self.flat.run()
+            for param, _ in loose:
+                param.grad = None
+            group.comm.hold_until_done([plain_of(grad) for _, grad in grads])
+            return group.comm.record()
+
+    def _step_in_worker(self, host_copies: HostCopies) -> None:
+        host_copies.wait()
+        with torch.no_grad():
+            self.flat.run()
+
+    # --- the pending step, for the engine --------------------------------------------------
+
+    def before_gather(self) -> None:
+        """Order the next gather of the unit after the step, which is taken now if it was deferred.
+
+        **Stream:** the gather stream waits; the host for a step in host memory.
+        """
+        if self.host_copies is not None:
+            self.finish()
+        else:
+            self.group.comm.enter_after(CommStream.GATHER, self._begun())
+
+    def finish(self) -> None:
+        """Order what the caller does next after the step, which is taken now if it was deferred.
+
+        **Stream:** the current one waits.
+        """
+        work = self._begun()
+        try:
+            work.wait()
+        finally:
+            # On a device the next gather has still to wait, from whatever stream it is started.
+            if work.poll():
+                self.group.pending_step = None
+
+    def _begun(self) -> Pending:
+        if self._work is None:
+            device = self.params[0].device.type
+            # The next forward may run under other modes than step() did.
+            with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
+                self._work = self.run()
+        return self._work
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        if self._has_stream:
+            return self.group.comm.on_stream(CommStream.OPTIMIZER)
+        return contextlib.nullcontext()
+
+
+class WorkerStep:
+    """A step that a worker thread takes, as a ``Pending``."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.wait: Callable[[], None] = future.result  # raises what the optimizer has raised
+        self.poll: Callable[[], bool] = future.done
+
+
+def _taken(group: dict[str, Any], params: list[torch.Tensor]) -> dict[str, Any]:
+    """Return a param group as it is now: a scheduler writes to tensors in it."""
+    present = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+    }
+    return {**present, "params": params}
 
 
 def overlap_optimizer(

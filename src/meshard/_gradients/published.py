@@ -1,4 +1,4 @@
-"""The ``.grad`` of sharded parameters.
+"""What ``.grad`` of sharded parameters shows: on the device, or in host memory.
 
 A reduction yields one flat tensor per unit in the accumulate dtype. Gradients of that dtype are
 views of it, so that the next reduction is added by one kernel. Gradients of narrower dtypes (those
@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
+from meshard._comm.communicator import RecordedWork, Rows
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._params.sharded_param import UnitParam
 from meshard._params.storage import MemoryLocation
@@ -100,13 +102,82 @@ def _nothing() -> None:
     return None
 
 
-class ShardedGrads:
+class PublishedGrads:
+    """The ``.grad`` of the parameters of one unit: what it shows, and what waits to be shown.
+
+    The defaults are those of shards on the device. The last methods are for gradients that have
+    memory which is the same in every step: there they can be accumulated, and sent from.
+    """
+
+    # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
+    average: Callable[[GradientLayout, torch.Tensor], None] | None = None
+
+    def __init__(self, unit_params: UnitParams) -> None:
+        self._unit_params = unit_params
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether nothing that was published waits for ``settle``."""
+        return True
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether ``.grad`` of unsharded parameters has arrived in a backward, or is None."""
+        return True
+
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether every ``.grad`` is hidden by a backward that runs."""
+        return False
+
+    def publish(self, new: FlatGradients) -> RecordedWork | None:
+        """Add reduced gradients to ``.grad``. ``new`` may be kept, and written to later.
+
+        Return the copy to host memory, if there is one. The caller waits for it.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Put everything that was published into ``.grad``."""
+
+    def drop_arriving(self, indices: frozenset[int]) -> None:
+        """Drop gradients of some parameters that are on their way to ``.grad``."""
+
+    def clear(self) -> None:
+        """Clear every ``.grad``, and drop what is on its way there."""
+        for param in self._unit_params.params:
+            param.sharded.grad = None
+
+    def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory ``[1, numel]`` of ``.grad``, if there is any and no gradient is in it."""
+        return None
+
+    def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
+        """Let ``receive`` put gradients into free memory, divided by ``divisor``."""
+
+    def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
+        """Take a large gradient that has arrived, or a part of it, and add it to ``unreduced``.
+
+        Return ``unreduced`` with it. If that is None, put the gradient into free memory instead.
+        """
+        return unreduced
+
+    def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
+        """Put what was received into free memory into ``gradients``, which hold its last parts."""
+
+    def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
+        """Return the parameters whose gradients are in ``rows`` already, divided by ``divisor``.
+
+        Those that were received into other memory than ``rows`` are not divided any more.
+        """
+        return frozenset()
+
+
+class ShardedGrads(PublishedGrads):
     """The ``.grad`` of the sharded parameters of one unit."""
 
-    are_shown = True  # nothing waits for ``settle``
-
-    def __init__(self, storage: UnitParams) -> None:
-        self._storage = storage
+    def __init__(self, unit_params: UnitParams) -> None:
+        super().__init__(unit_params)
         # Weak: the sums are freed as soon as the user clears the last .grad.
         self._shown: Callable[[], Published | None] = _nothing
 
@@ -118,11 +189,10 @@ class ShardedGrads:
     # --- publication ------------------------------------------------------------------
 
     def publish(self, new: FlatGradients) -> None:
-        """Add reduced gradients to ``.grad``. ``new`` may be kept, and written to later."""
         hooked, has_none = self._inspect(new)
         if hooked:
             self._run_tensor_hooks(new, hooked)
-            has_none = is_clear(self._storage.params)
+            has_none = is_clear(self._unit_params.params)
         shown = self._shown()
         if has_none:
             self._set_all(new)
@@ -135,7 +205,7 @@ class ShardedGrads:
         else:
             self._set_all(self._sum_with_foreign(new))
         for index in hooked:
-            sharded = self._storage.params[index].sharded
+            sharded = self._unit_params.params[index].sharded
             for hook in tuple((accumulation_hooks_of(sharded) or {}).values()):
                 hook(sharded)
 
@@ -174,7 +244,7 @@ class ShardedGrads:
         for index, local in self._locals(shown.grads):
             if index not in used:
                 continue
-            sharded = self._storage.params[index].sharded
+            sharded = self._unit_params.params[index].sharded
             dtype = gradient_dtype(sharded)
             if local.dtype != dtype:
                 local = local.to(dtype)
@@ -183,13 +253,6 @@ class ShardedGrads:
             shown.addresses[index] = local.data_ptr()
 
     # --- gradients that are in .grad --------------------------------------------------
-
-    def settle(self) -> None:
-        """Do nothing: everything that was added is in ``.grad``."""
-
-    def clear(self) -> None:
-        for param in self._storage.params:
-            param.sharded.grad = None
 
     def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``location``. The ``.grad`` objects stay the same.
@@ -204,7 +267,7 @@ class ShardedGrads:
             sources.append(shown.grads.flat)
             moved = Published(shown.grads._replace(flat=flat))
             views = dict(self._locals(moved.grads))
-        for index, param in enumerate(self._storage.params):
+        for index, param in enumerate(self._unit_params.params):
             gradient, local = param.sharded.grad, self._grad(index)
             if gradient is None or local is None:
                 continue
@@ -223,11 +286,11 @@ class ShardedGrads:
         return sources
 
     def _grad(self, index: int) -> torch.Tensor | None:
-        gradient = self._storage.params[index].sharded.grad
+        gradient = self._unit_params.params[index].sharded.grad
         return None if gradient is None else local_of(gradient)
 
     def _is_ours(self, index: int) -> bool:
-        gradient, shown = self._storage.params[index].sharded.grad, self._shown()
+        gradient, shown = self._unit_params.params[index].sharded.grad, self._shown()
         return (
             shown is not None
             and gradient is not None
@@ -236,7 +299,7 @@ class ShardedGrads:
         )
 
     def _locals(self, grads: FlatGradients) -> list[tuple[int, torch.Tensor]]:
-        return grads.shards(self._storage.spec.mesh_info.shard_rank)
+        return grads.shards(self._unit_params.spec.mesh_info.shard_rank)
 
     def _addresses_of(self, grads: FlatGradients) -> dict[int, int]:
         locals_ = ((index, self._grad(index)) for index in grads.used)
@@ -270,7 +333,7 @@ class ShardedGrads:
         """Return which parameters in ``new`` have hooks, and whether no ``.grad`` is set."""
         hooked, has_none = [], True
         with without_torch_function():
-            for index, param in enumerate(self._storage.params):
+            for index, param in enumerate(self._unit_params.params):
                 sharded = param.sharded
                 if sharded.grad is not None:
                     has_none = False
@@ -280,7 +343,7 @@ class ShardedGrads:
 
     def _run_tensor_hooks(self, new: FlatGradients, hooked: list[int]) -> None:
         for index, local in self._locals(new):
-            sharded = self._storage.params[index].sharded
+            sharded = self._unit_params.params[index].sharded
             hooks = gradient_hooks_of(sharded) if index in hooked else None
             if hooks:
                 # A copy: a hook may keep it.
@@ -292,12 +355,12 @@ class ShardedGrads:
                     grad = grad if changed is None else changed
                 take_edit(local_of(grad), local)
 
-    # --- gradients whose values are still on their way: see host_grads ----------------
+    # --- gradients whose values are still on their way: see HostGrads -----------------
 
     def publish_unread(self, new: FlatGradients) -> bool:
         """Do what ``publish`` does if that reads no values; return whether it did."""
         hooked, has_none = self._inspect(new)
-        dtypes = {gradient_dtype(self._storage.params[index].sharded) for index in new.used}
+        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in new.used}
         if hooked or not has_none or dtypes != {new.flat.dtype}:
             return False
         self._set_all(new)
@@ -313,8 +376,68 @@ class ShardedGrads:
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
             return None
         used = shown.grads.used | new.used
-        dtypes = {gradient_dtype(self._storage.params[index].sharded) for index in used}
+        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in used}
         if not dtypes == {shown.grads.flat.dtype} == {new.flat.dtype}:
             return None
         self._set_more(shown, new.used)
         return shown.grads.flat
+
+
+class HostGrads(PublishedGrads):
+    """The ``.grad`` of the sharded parameters of one unit, in host memory.
+
+    A reduced gradient is copied to a host buffer while backward goes on. ``.grad`` shows the buffer
+    at once where that reads no values; they are there after ``settle``, which waits for the copies.
+    """
+
+    def __init__(self, unit_params: UnitParams) -> None:
+        super().__init__(unit_params)
+        assert unit_params.host_copies is not None
+        self._host_copies = unit_params.host_copies
+        self._in_host_memory = ShardedGrads(unit_params)
+        self._arriving: FlatGradients | None = None  # copied to a buffer that no .grad shows yet
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether ``.grad`` hold everything, once ``HostCopies.wait`` has returned."""
+        return self._arriving is None
+
+    def publish(self, new: FlatGradients) -> RecordedWork:
+        """Add reduced gradients to ``.grad``; their values are there after ``settle``.
+
+        **Stream:** as ``HostCopies.store``. **Lifetime:** the result keeps ``new`` alive.
+        """
+        comm = self._unit_params.comm
+        if self._arriving is not None:
+            # Otherwise the sum of both would be added to .grad, which rounds in another order.
+            self.settle()
+        sums = self._in_host_memory.extend(new)
+        if sums is not None:
+            return self._host_copies.store(sums, new.flat, comm, add=True)
+        # New memory each time: the user may still hold the last gradient. torch caches pinned
+        # memory, so this costs no call of the driver in later steps.
+        host = self._unit_params.spec.location.empty_like(new.flat)
+        copying = self._host_copies.store(host, new.flat, comm)
+        arriving = new._replace(flat=host)
+        if not self._in_host_memory.publish_unread(arriving):
+            self._arriving = arriving
+        return copying
+
+    def settle(self) -> None:
+        """Wait for all copies and put the gradients into ``.grad``. Blocks the host."""
+        self._host_copies.wait()
+        if self._arriving is not None:
+            arrived, self._arriving = self._arriving, None
+            with unrecorded():  # an evaluation settles too, maybe under inference_mode
+                self._in_host_memory.publish(arrived)
+
+    def drop_arriving(self, indices: frozenset[int]) -> None:
+        """Wait for copies in flight, and drop those of some parameters."""
+        self._host_copies.wait()
+        if self._arriving is not None:
+            self._arriving = self._arriving.without(indices)
+
+    def clear(self) -> None:
+        self._host_copies.wait()
+        self._arriving = None
+        super().clear()

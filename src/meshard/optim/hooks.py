@@ -13,7 +13,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,24 +24,25 @@ from torch.optim.optimizer import (
 )
 
 from meshard._comm.communicator import StepPhase
+from meshard._engine.owners import (
+    all_owners,
+    has_been_sharded,
+    on_registered,
+    owner_of,
+    owners_of,
+    sharded_params_of,
+)
+from meshard._engine.param_group import ParamGroup
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
-from meshard._torch.patches import hold_pending, params_in
+from meshard._torch.patches import params_in
 from meshard._torch.private import (
     accumulation_hooks_of,
     before_compiling,
-    has_backward_optimizer,
     skip_dynamo,
 )
 
-if TYPE_CHECKING:
-    from meshard._engine.param_group import ParamGroup
-
-# Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
-# it. Another tensor may get the id later, so what is found is checked.
-_owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 # Of each optimizer: the ids of its parameters, by group, and the units that it steps.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
@@ -71,61 +72,19 @@ def find_overlapped(
     return None
 
 
-def refuse_backward_optimizer(
-    name: str, param: torch.Tensor, error: Callable[[str], Exception]
-) -> None:
-    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps ``param``."""
-    if has_backward_optimizer(param):
-        raise error(
-            f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
-            "steps it before its gradient is reduced, or never. Build the model again without "
-            "them, and call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or "
-            "replicate, which steps in backward too."
-        )
-
-
-def watch_optimizers(owner: ParamGroup) -> None:
-    """Check and record from now on every step of an optimizer with parameters of ``owner``."""
-    _register_hooks()
-    for index, param in enumerate(owner.params):
-        _owners[id(param.sharded)] = owner
-        owner.indices[id(param.sharded)] = index
-    _stepped_by.clear()
-
-
 @functools.cache
 def _register_hooks() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
-def register_manually_unsharded(owner: ParamGroup) -> None:
-    """Note that ``module.parameters()`` yields unsharded parameters of ``owner`` at present."""
-    for param in owner.params:
-        _manually_unsharded[id(param.unsharded)] = owner
-    hold_pending(owner)  # zero_grad sees the unsharded parameters, and .grad is on the shards
+def _on_registered() -> None:
+    """Watch all optimizers from now on, and look up anew which units each of them steps."""
+    _register_hooks()
+    _stepped_by.clear()
 
 
-def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``params`` with the sharded parameter in the place of every unsharded one."""
-    if not _manually_unsharded:
-        return list(params)
-    given = list(params)
-    owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
-    # By what is unsharded now: the id may have been that of another tensor.
-    sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
-    return [sharded.get(id(param), param) for param in given]
-
-
-def owner_of(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group whose sharded parameter this very tensor is."""
-    owner = _owners.get(id(param))
-    return None if owner is None or owner.index_of(param) is None else owner
-
-
-def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
-    """Return the groups that have one of ``params`` as a sharded parameter, each once."""
-    return list(dict.fromkeys(owner for each in params if (owner := owner_of(each)) is not None))
+on_registered.append(_on_registered)
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
@@ -169,7 +128,7 @@ def warn_about_strays(
         for param in params
         if not isinstance(param, DTensor)
         and param.grad is not None
-        and id(param) not in _owners
+        and not has_been_sharded(param)
         and tag_of(param)[0] is None
         and not accumulation_hooks_of(param)  # which may reduce it
         and param.grad.any()  # torch makes the state of an optimizer by a step of zeros
@@ -239,7 +198,7 @@ def _before_compiling(_: Any) -> None:
     It remakes a DTensor from its local tensor, and refuses one whose own storage offset is another.
     Ours have none, and are views of the unit's flat gradient: see ``wrap_like``.
     """
-    for owner in set(_owners.values()):
+    for owner in all_owners():
         for param in owner.params:
             gradient = param.sharded.grad
             if isinstance(gradient, DTensor) and local_of(gradient).storage_offset():
@@ -258,8 +217,8 @@ def _before_step(
     _check_may_step(owners)
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
-        keep_for = None if owner.was_resharded_between else StepPhase.STEP
-        owner.comm.release_cached_memory(keep_for=keep_for)  # the optimizer may need it
+        # A unit that was resharded after its forward leaves all memory to the optimizer.
+        owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
     # torch passes the optimizer itself as the first argument.
@@ -276,7 +235,7 @@ def _check_may_step(owners: Iterable[ParamGroup]) -> None:
 
 
 def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
-    return any(owner.gradients.bucket is None for owner in owners)
+    return any(not owner.gradients.is_replicated for owner in owners)
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:

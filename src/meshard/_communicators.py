@@ -1,0 +1,20 @@
+"""Which communicator serves a device."""
+
+from __future__ import annotations
+
+import torch
+
+from meshard._comm.communicator import Communicator
+from meshard._comm.cpu import WorkCommunicator
+from meshard._comm.streams import StreamCommunicator
+from meshard._shared_memory.communicator import SharedMemoryCommunicator
+
+
+def make_communicator(device: torch.device, *, share_memory: bool = True) -> Communicator:
+    """Return a communicator for tensors on ``device``.
+
+    Without ``share_memory``, process groups do not find out whether their ranks share a host.
+    """
+    if device.type != "cpu":
+        return StreamCommunicator(torch.get_device_module(device))
+    return SharedMemoryCommunicator() if share_memory else WorkCommunicator()

@@ -1,0 +1,50 @@
+"""What users set about the reduction of a unit's gradients."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+TensorHook = Callable[[torch.Tensor], None]
+DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
+
+
+def check_divide_factor(factor: object) -> float:
+    """Return a divide factor as a number. Reads a 0-d tensor, and waits for its device."""
+    if isinstance(factor, torch.Tensor) and factor.dim() == 0:
+        factor = factor.item()
+    if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
+        raise TypeError(
+            f"factor must be a number, a callable or a 0-d tensor, got {type(factor).__name__}."
+        )
+    value = float(factor)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"factor must be positive and finite, got {factor}.")
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReduceHook:
+    """One registration of a hook on gradients: ``meshard.register_reduce_hook``."""
+
+    arrived: TensorHook | None = None  # sees the unsharded gradients of one backward
+    before: TensorHook | None = None  # sees the unsharded gradients that are about to be reduced
+    after: TensorHook | None = None  # sees the shard that is about to be added to .grad
+    wire_dtype: torch.dtype | None = None  # None: as the policy says
+    is_all_reduce: bool = False  # set by set_all_reduce_hook, which replaces it
+
+
+@dataclass(slots=True)
+class ReduceSettings:
+    """The settings of a unit that its reductions read. They may change between steps."""
+
+    divide_factor: DivideFactor | None = None  # None: the number of ranks
+    zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
+    max_input_buffers: int = 3  # units whose unsharded gradients may be in flight, the new one too
+    scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
+    reduce_hooks: list[ReduceHook] = field(default_factory=list)
