@@ -86,9 +86,9 @@ def partial_keyed_by_position(patch: Patch) -> None:
 
     def only_used(self: Any, used: frozenset[int], _: Any) -> GradientLayout:
         return GradientLayout(
-            [param.layout for param in self._storage.params],
+            [param.layout for param in self._unit_params.params],
             tuple(sorted(used)),
-            self._storage.spec.device,
+            self._unit_params.spec.device,
         )
 
     patch.setattr(GradientLayout, "move", move)
@@ -120,7 +120,7 @@ def factor_applied_again_to_grad(patch: Patch) -> None:
 
     def divide_old(self: Any, new: Any) -> None:
         if self._published is not None:
-            self._published.flat.div_(self._storage.spec.mesh_info.shard_count)
+            self._published.flat.div_(self._unit_params.spec.mesh_info.shard_count)
         add(self, new)
 
     patch.setattr(ShardedGrads, "publish", divide_old)
@@ -141,9 +141,9 @@ def all_reduce_of_grad_and_new(patch: Patch) -> None:
 def scaling_dropped_when_dtypes_differ(patch: Patch) -> None:
     init = Reduction.__init__
 
-    def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
-        init(self, plan, buffer, *rest)
-        if buffer.dtype != plan.accumulate_dtype:
+    def start(self: Any, plan: Any, rows: Any, *rest: Any) -> None:
+        init(self, plan, rows, *rest)
+        if rows[0].dtype != plan.accumulate_dtype:
             self._divisors = Divisors(ONE, ONE, ONE, ONE)
 
     patch.setattr(Reduction, "__init__", start)
@@ -161,20 +161,23 @@ def padding_not_zeroed(patch: Patch) -> None:
 
     A slot that is used is first put back to what memory held.
     """
-    pack = GradientLayout.pack
+    copy_in = GradientLayout.reduce_scatter_copy_in
 
-    def pack_without_padding(self: Any, buffer: torch.Tensor, gradients: Any, **how: Any) -> None:
-        before = buffer.clone()
-        pack(self, buffer, gradients, **how)
+    def copy_without_padding(self: Any, rows: Any, gradients: Any, **how: Any) -> None:
+        given, before = list(gradients), torch.cat(rows)
+        copy_in(self, rows, gradients, **how)
+        whole = torch.cat(rows)
         for slot in self.irregular:
-            gradient = gradients[slot.index]
+            gradient = given[slot.index]
             if gradient is not None:
-                part = buffer.narrow(1, slot.offset, slot.numel)
+                part = whole.narrow(1, slot.offset, slot.numel)
                 part.copy_(before.narrow(1, slot.offset, slot.numel))
                 for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
                     ours.copy_(theirs)
+        for block, filled in zip(rows, whole.chunk(len(rows)), strict=True):
+            block.copy_(filled)
 
-    patch.setattr(GradientLayout, "pack", pack_without_padding)
+    patch.setattr(GradientLayout, "reduce_scatter_copy_in", copy_without_padding)
 
 
 def zero_grad_forgets_what_is_on_its_way(patch: Patch) -> None:
@@ -204,11 +207,11 @@ def no_flush_at_the_end_of_backward(patch: Patch) -> None:
 def mode_of_the_root_for_every_unit(patch: Patch) -> None:
     begin = Lifecycle._begin_backward
 
-    def begin_as_the_root(self: Any, *early: Any) -> None:
+    def begin_as_the_root(self: Any, *early: Any) -> Any:
         root, *others = self.units()
         for unit in others:
             unit.settings.sync = root.settings.sync
-        begin(self, *early)
+        return begin(self, *early)
 
     patch.setattr(Lifecycle, "_begin_backward", begin_as_the_root)
 
@@ -233,8 +236,8 @@ def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:
 def narrowed_before_it_is_divided(patch: Patch) -> None:
     init = Reduction.__init__
 
-    def start(self: Any, plan: Any, buffer: Any, *rest: Any) -> None:
-        init(self, plan, buffer.to(plan.wire_dtype), *rest)
+    def start(self: Any, plan: Any, rows: Any, *rest: Any) -> None:
+        init(self, plan, [block.to(plan.wire_dtype) for block in rows], *rest)
 
     patch.setattr(Reduction, "__init__", start)
 
@@ -245,17 +248,17 @@ def accumulate_dtype_always_float32(patch: Patch) -> None:
 
 def wire_dtype_of_the_first_parameter(patch: Patch) -> None:
     def first(self: Any, layout: GradientLayout) -> torch.dtype:
-        return self.reduce_dtype or self._storage.compute_dtypes[layout.indices[0]]
+        return self.reduce_dtype or self._unit_params.compute_dtypes[layout.indices[0]]
 
     patch.setattr(GradientRules, "wire_dtype", first)
 
 
 def frozen_in_a_window_is_lost(patch: Patch) -> None:
     def only_trainable(self: Any, used: Any, accumulated: Any) -> GradientLayout:
-        params = self._storage.params
+        params = self._unit_params.params
         indices = tuple(i for i, param in enumerate(params) if param.sharded.requires_grad)
         return GradientLayout(
-            [param.layout for param in params], indices, self._storage.spec.device
+            [param.layout for param in params], indices, self._unit_params.spec.device
         )
 
     move = GradientLayout.move
