@@ -476,6 +476,18 @@ def test_a_copy_has_the_mode(model):
     model.finalize_backward()
 
 
+def test_the_mode_stays_while_a_finalization_is_not_waited_for(model):
+    model.set_gradient_sync(GradientSync.NONE)
+    backward(model)
+    model.finalize_backward()
+    model.set_gradient_sync(GradientSync.FULL)
+    handle = model.finalize_backward(async_op=True)
+    with pytest.raises(RuntimeError, match="cannot change the mode"):
+        model.set_manual_backward_finalization(False)
+    handle.wait()
+    model.set_manual_backward_finalization(False)
+
+
 @on_threads(2)
 def test_a_unit_around_the_root_keeps_the_mode():
     mesh = init_device_mesh("cpu", (2,))

@@ -194,10 +194,10 @@ def zero_grad_forgets_what_is_on_its_way(patch: Patch) -> None:
 def no_flush_at_the_end_of_backward(patch: Patch) -> None:
     finish = Lifecycle.finish_backward
 
-    def finish_without(self: Any) -> None:
+    def finish_without(self: Any, *run: Any) -> None:
         self._flush = lambda unit, **_: None
         try:
-            finish(self)
+            finish(self, *run)
         finally:
             del self._flush
 

@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
+from tests.support.ranks import on_fake_ranks
 from tests.support.threads import run_threads
 
 
@@ -253,3 +255,20 @@ def test_wrong_arguments_are_refused(alone):
         meshard.offload(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="optimizer must be an Optimizer or None, got generator"):
         meshard.offload(model, model.parameters())
+
+
+@pytest.mark.parametrize("how", ["flat", "overlapped"])
+@on_fake_ranks(2)
+def test_optimizers_let_go_of_the_memory_of_shards_that_move(how):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+    if how == "flat":
+        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW)
+    else:
+        optimizer = meshard.overlap_optimizer(model, torch.optim.AdamW)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    memory = StorageWeakRef(model[0].weight.to_local().untyped_storage())
+    meshard.offload(model)
+    assert memory.expired()

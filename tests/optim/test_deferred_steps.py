@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
@@ -36,6 +37,7 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state, own_state
+from tests.support.ranks import on_fake_ranks
 
 
 def compare(shape, name, dtype, schedule, wait, grouped=False):
@@ -382,3 +384,32 @@ def dropped():
 
 def test_a_deleted_model_is_gone(run_ranks):
     run_ranks(dropped, 2)
+
+
+class FailsOnce(torch.optim.SGD):
+    """Raises in its first step, when it has stepped."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        FailsOnce.num_steps += 1
+        if FailsOnce.num_steps == 1:
+            raise RuntimeError("on purpose")
+
+
+@on_fake_ranks(2)
+def test_a_step_that_raises_is_not_taken_again():
+    FailsOnce.num_steps = 0
+    model = nn.Linear(4, 4)
+    meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+    late = overlap_optimizer(model, FailsOnce, wait="gather", clip="deferred", max_norm=1.0, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    late.step()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(torch.ones(2, 4))
+        stepped = model.weight.to_local().clone()
+        model(torch.ones(2, 4))
+    assert FailsOnce.num_steps == 1
+    assert torch.equal(model.weight.to_local(), stepped)

@@ -248,7 +248,8 @@ class Communicator:
     def __init__(self) -> None:
         self.identity = object()  # of the root, for observers
         self.is_checked = is_debugging()
-        self.root_names: RootNames = {}  # in each group, the same on all of its ranks
+        # By group: a name of this root on which all ranks of the group agree.
+        self.root_names: RootNames = {}
         self._custom: CommSettings | None = None  # what the user brings
 
     # --- variants that share streams and memory --------------------------------------------

@@ -63,7 +63,7 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
         for group in mesh_info.groups:
             rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
         if any(row[1] != which for row in rows):
-            continue  # ranks brought values for different parts, or have loaded such since
+            continue  # ranks have samples of different parameters, which cannot be compared
         ranks = ranks_of(mesh_info)
         others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
         if others:

@@ -44,7 +44,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     Gradients are copied, unsharded parameters are not. Nothing is communicated.
     """
-    if id(unit_of(module)) in memo:  # a module inside the outermost one
+    if id(unit_of(module)) in memo:  # an outer call copies the units
         return _copy_module(module, memo)
     units = _reached_from(module)
     for unit in units:

@@ -488,7 +488,8 @@ class Lifecycle:
                 return False
             if first.has_graph:
                 return True
-            # It ran in a reentrant checkpoint, perhaps the one that is recomputed now.
+            # It made no graph, as in a reentrant checkpoint, so node numbers say nothing of it.
+            # It is over once the backward has come to this very call.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -500,11 +501,11 @@ class Lifecycle:
         run = self.backward
         if run is None or self.failure.marks or self._is_cut_off():
             run = self._begin_backward(unit, index)
+        self._check_nested(run)  # before anything changes: it may refuse another thread
         run.accumulates = True
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
-        self._check_nested(run)
         if step.has_all(unit.group.num_trainable):
             # The unit stays unsharded: a node that is still to run may have saved a weight, even if
             # it does not contribute to a gradient.
@@ -724,8 +725,8 @@ class Lifecycle:
         self.abort_if_failed()
         if enabled is (self.finalization is not None):
             return
-        is_due = self.finalization is not None and self.finalization.is_due
-        if is_due or graph_task_id() >= 0 or self.before_reduction is not None:
+        is_unfinished = self.finalization is not None and self.finalization.is_unfinished
+        if is_unfinished or graph_task_id() >= 0 or self.before_reduction is not None:
             raise RuntimeError(
                 "set_manual_backward_finalization cannot change the mode during a backward, "
                 "between a backward and its finalize_backward() (or reset_iter_state()), or in a "

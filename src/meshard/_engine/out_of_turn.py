@@ -202,7 +202,8 @@ class RetainedUnits:
         self._units.clear()
         self._graphs.clear()
         self._num_hidden = 0
-        self._is_in_backward = False
+        self._hidden_in = self._making = None
+        self._is_in_backward = self._frees = False
 
 
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()

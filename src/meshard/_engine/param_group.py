@@ -55,7 +55,7 @@ class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    # UNSHARDED to itself, after an interrupt between the move and the end of finish_unshard.
+    # UNSHARDED to itself: finish_unshard runs again if it was interrupted after its move.
     ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),

@@ -60,6 +60,11 @@ class ManualFinalization:
         # The units whose windows end with the wait() of a handle that was not called yet.
         self.started: list[weakref.ref[Unit]] | None = None
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a backward is still to be finalized, or a finalization to be waited for."""
+        return self.is_due or self.started is not None
+
     def record_backward(self, run: BackwardRun) -> None:
         self.is_due = True
         self.is_split |= run.keeps_graph

@@ -23,7 +23,7 @@ class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
     after: list[TensorHook]  # those registered when the reduction started
-    on_reduced: Callable[[], None] | None  # called when the gradient of the window is published
+    on_reduced: Callable[[], None] | None  # called once published; None: the window goes on
 
 
 class ReduceQueue:
@@ -92,7 +92,7 @@ class ReduceQueue:
             return
         log_event("reduce", gradients.unit_params.label)
         self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
-        # Skipped for small units: polling at every gradient costs more than the memory is worth.
+        # Only large units: for small ones polling at every gradient costs more than it frees.
         self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
@@ -115,6 +115,7 @@ class ReduceQueue:
         gradients, in_flight, after, on_reduced = self._queue.popleft()
         with unrecorded():
             leaving = gradients.finish_reduce(in_flight, after)
+        del in_flight  # its memory is free before an optimizer steps the unit
         log_event("reduced", gradients.unit_params.label)
         self._leaving.wait()  # it keeps the device's memory until compute has waited
         self._leaving = leaving or DONE
@@ -134,8 +135,12 @@ class ReduceQueue:
     def finish_all(self) -> None:
         while self._queue:
             self._finish_oldest()
+        self._leaving.wait()
+        self._leaving = DONE
 
     def abandon(self) -> None:
         """Give up all reductions. Starts nothing: ranks may differ."""
         while self._queue:
             self._queue.popleft().in_flight.reduction.abandon()
+        self._leaving.abandon()
+        self._leaving = DONE

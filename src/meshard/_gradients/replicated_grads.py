@@ -151,7 +151,7 @@ class ReplicatedGrads(PublishedGrads):
         self.is_hidden = False
         self._received = None
         if self._is_settled:
-            self._is_settled = False  # .grad is shown already, or an optimizer has cleared it
+            self._is_settled = False  # settle() has set .grad, which may have been cleared since
             return
         foreign, self._foreign = self._foreign, {}
         self._restored = frozenset(foreign)
@@ -229,7 +229,7 @@ class ReplicatedGrads(PublishedGrads):
         if self._published is not None:
             old, new = in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
-                old, new = new, old  # parameters were cast to more bits since
+                old, new = new, old  # parameters were cast to a wider dtype since
             old.flat.add_(new.flat)  # the range of a missing gradient is negative zero
             total = old._replace(used=old.used | new.used)
         for index in taken:

@@ -119,9 +119,11 @@ class FlatStepper:
         """Step what was taken. The gradients of loose parameters must still be there."""
         inner = self._inner
         assert inner is not None
-        (self._step_loose if self._loose else self._step)(inner)
-        for flat_slice in self.slices:
-            flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
+        try:
+            (self._step_loose if self._loose else self._step)(inner)
+        finally:
+            for flat_slice in self.slices:
+                flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
         for param in self._loose:
             if param in inner.state:
                 self._state[param] = inner.state[param]
@@ -144,7 +146,7 @@ class FlatStepper:
     def release(self) -> None:
         """Expose, and let go of the memory of slices and of their state."""
         self.expose()
-        self._exposed = {}
+        self._exposed, self._planned = {}, []
 
     def _step_loose(self, inner: Optimizer) -> None:
         """Step tensors that may be DTensors, by an optimizer that may do anything with them."""

@@ -399,9 +399,11 @@ class UnitStepper:
         with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
             for param, grad in loose:
                 param.grad = grad
-            self.flat.run()
-            for param, _ in loose:
-                param.grad = None
+            try:
+                self.flat.run()
+            finally:
+                for param, _ in loose:
+                    param.grad = None
             group.comm.hold_until_done([plain_of(grad) for _, grad in grads])
             return group.comm.record()
 
@@ -440,7 +442,11 @@ class UnitStepper:
             device = self.params[0].device.type
             # The next forward may run under other modes than step() did.
             with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
-                self._work = self.run()
+                try:
+                    self._work = self.run()
+                except BaseException:
+                    self.group.pending_step = None  # once: a part may have been stepped
+                    raise
         return self._work
 
     def _on_stream(self) -> contextlib.AbstractContextManager[None]:
