@@ -53,6 +53,7 @@ class ReplicatedGrads(PublishedGrads):
         self._parts: dict[int, torch.Tensor] = {}
         # Large gradients of a backward, in the bucket as they arrive. None: it is not free.
         self._received: FlatGradients | None = None
+        self._received_params: set[int] = set()  # which of them are there
         self._divisor = 1  # by which those are divided
         self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # .grad is shown although the backward goes on
@@ -168,37 +169,33 @@ class ReplicatedGrads(PublishedGrads):
         bucket = self.free_memory(layout, dtype)
         if bucket is not None:
             self._received, self._divisor = FlatGradients(layout, bucket, frozenset()), divisor
+            self._received_params = set()
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        into, divisor = (self._received, self._divisor) if unreduced is None else (unreduced, 1)
         param = self._params[index]
-        gradient = param.unsharded.grad
+        into, gradient = unreduced or self._received, param.unsharded.grad
         if into is None or index not in into.layout.packed_early or gradient is None:
             return unreduced
         param.unsharded.grad = None
         with unrecorded():
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if unreduced is None:
-                part, own = self._parts[index], gradient
-            else:
-                part = into.layout.part_of(into.flat, index)
+            if unreduced is not None:  # the range of a missing gradient is negative zero
                 own = param.plain_gradient(gradient)
-            if index in into.used:
-                part.add_(own, alpha=1 / divisor)
+                unreduced.layout.part_of(unreduced.flat, index).add_(own)
+                return unreduced._replace(used=unreduced.used | {index})
+            if index in self._received_params:
+                self._parts[index].add_(gradient, alpha=1 / self._divisor)
             else:
-                copy_multiplied(part, own, 1 / divisor)
-        into = into._replace(used=into.used | {index})
-        if unreduced is not None:
-            return into
-        self._received = into
+                copy_multiplied(self._parts[index], gradient, 1 / self._divisor)
+                self._received_params.add(index)
         return None
 
     def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
         received = self._received
         if received is None:
             return
-        for index in received.used:
+        for index in self._received_params:
             part, last = received.layout.part_of(received.flat, index), gradients[index]
             if last is not None:
                 part.add_(last, alpha=1 / self._divisor)
@@ -210,13 +207,12 @@ class ReplicatedGrads(PublishedGrads):
             return frozenset()
         is_in_place = rows[0].data_ptr() == received.flat.data_ptr()
         factor = self._divisor / (divisor if is_in_place else 1)
-        for index in received.used if factor != 1 else ():
+        for index in self._received_params if factor != 1 else ():
             received.layout.part_of(received.flat, index).mul_(factor)
-        return received.used if is_in_place else frozenset()
+        return self._received_params if is_in_place else frozenset()
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
-        if self._received is not None:
-            self._received = self._received._replace(used=self._received.used - indices)
+        self._received_params -= indices
 
     # --- publication ------------------------------------------------------------------
 
