@@ -476,3 +476,11 @@ def start_all_to_all_on(
     if _METHODS_ARE_RENAMED:
         return group.all_to_all_single(output, source, sizes, sizes)
     return group.alltoall_base(output, source, sizes, sizes)
+
+
+# --- checkpoints ---------------------------------------------------------------------------
+
+
+def dcp_storage_info(file: str, begin: int, size: int) -> Any:
+    """Return what the metadata of torch's checkpoints says of the place of one item."""
+    return _or_error("torch.distributed.checkpoint.filesystem._StorageInfo")(file, begin, size)

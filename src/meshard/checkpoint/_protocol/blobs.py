@@ -1,0 +1,107 @@
+"""One tensor in a file, as ``torch.save`` writes it.
+
+A file of ``torch.distributed.checkpoint`` is a sequence of such *blobs*, so that ``dcp.load`` reads
+ours. A blob is a zip archive that holds the elements as they are in memory. We write what is around
+them as ``torch.save`` does, and the elements straight from memory; and we read the elements by
+their place in the file, without unpickling anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import struct
+import zipfile
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+
+_DATA = "archive/data/0"
+_CENTRAL_HEADER = 46  # bytes before the name of a file in the directory at the end of a zip
+_CRC_IN_LOCAL, _CRC_IN_CENTRAL = 14, 16  # bytes from the beginning of either header
+
+# Tensors share their memory with Python by way of NumPy only, which may not be there.
+_WRITABLE = 0x200  # PyBUF_WRITE
+_memory_at: Any = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
+class Frame(NamedTuple):
+    """What stands before and after the elements of a tensor in its blob."""
+
+    head: bytes
+    tail: bytes
+    crc_in_head: int  # where the checksum of the elements stands
+    crc_in_tail: int
+
+    def around(self, data: memoryview) -> tuple[bytes, bytes]:
+        """Return head and tail for a tensor with these elements."""
+        crc = struct.pack("<L", zlib.crc32(data))
+        head, tail = bytearray(self.head), bytearray(self.tail)
+        head[self.crc_in_head : self.crc_in_head + 4] = crc
+        tail[self.crc_in_tail : self.crc_in_tail + 4] = crc
+        return bytes(head), bytes(tail)
+
+
+@functools.lru_cache(maxsize=4096)
+def frame_of(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
+    """Return the frame of a contiguous tensor: all of one shape and dtype have the same."""
+    file = io.BytesIO()
+    torch.save(torch.zeros(shape, dtype=dtype), file)
+    blob = file.getvalue()
+    begin, size, local = _place_in(blob)
+    tail = blob[begin + size :]
+    central = tail.index(_DATA.encode()) - _CENTRAL_HEADER
+    return Frame(blob[:begin], tail, local + _CRC_IN_LOCAL, central + _CRC_IN_CENTRAL)
+
+
+def _place_in(blob: bytes) -> tuple[int, int, int]:
+    """Return where the elements begin, how many bytes they are, and where their header begins."""
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        info = archive.getinfo(_DATA)
+    local = info.header_offset
+    name_size, extra_size = struct.unpack_from("<HH", blob, local + 26)
+    return local + 30 + name_size + extra_size, info.file_size, local
+
+
+def data_offset(blob: bytes) -> int:
+    """Return where the elements of the tensor in ``blob`` begin.
+
+    Raises:
+        ValueError: It is not what ``torch.save`` writes for one tensor.
+    """
+    try:
+        names = [name for name in zipfile.ZipFile(io.BytesIO(blob)).namelist() if "/data/" in name]
+        if names != [_DATA]:
+            raise ValueError(f"the archive holds the tensors {names}, and not one.")
+        return _place_in(blob)[0]
+    except (zipfile.BadZipFile, struct.error, KeyError) as error:
+        raise ValueError(f"this is no archive of torch.save: {error}") from error
+
+
+def data_offset_in_head(head: bytes) -> int | None:
+    """Return where the elements begin in a blob with these first bytes; None: they do not say."""
+    place = 0
+    while head[place : place + 4] == b"PK\x03\x04" and place + 30 <= len(head):
+        flags, _, _, _, _, size, _, name_size, extra_size = struct.unpack_from(
+            "<HHHHLLLHH", head, place + 6
+        )
+        begin: int = place + 30 + name_size + extra_size
+        if head[place + 30 : place + 30 + name_size].endswith(b"/data/0"):
+            return begin
+        if flags & 8:  # the size follows the data
+            return None
+        place = begin + size
+    return None
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU. **Lifetime:** that of ``tensor``."""
+    assert tensor.is_contiguous() and tensor.is_cpu
+    if not tensor.numel():
+        return memoryview(b"")
+    memory: memoryview = _memory_at(tensor.data_ptr(), tensor.nbytes, _WRITABLE)
+    return memory

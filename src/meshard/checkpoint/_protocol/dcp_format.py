@@ -1,0 +1,226 @@
+"""The format of ``torch.distributed.checkpoint``: what we write beside the manifest, and read.
+
+Its metadata is a pickle of torch's own classes, whose fields change from torch to torch. We write
+it with the classes of the present torch, for a plain ``dcp.load``. We read it with stand-ins for a
+fixed list of classes, so that nothing else is unpickled and every version of torch is read.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pathlib
+import pickle
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from meshard._torch.private import dcp_storage_info
+from meshard.checkpoint._protocol.blobs import data_offset, data_offset_in_head
+from meshard.checkpoint._protocol.manifest import (
+    Blob,
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorEntry,
+)
+from meshard.checkpoint._protocol.plain import dtype_of, embedded, encode
+from meshard.checkpoint._protocol.storage import Source, Storage, opened
+
+METADATA = ".metadata"
+_VERSION = "1.0.0"  # of that format
+_HEAD = 2048  # bytes at the beginning of a blob, in which its elements begin
+
+
+def file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+# --- written -------------------------------------------------------------------------------
+
+
+def flattened(nested: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return what ``dcp.load`` looks for in nested states.
+
+    The first are the objects that are no tensors, as ``torch.save`` writes them; the second, the
+    keys that lead to each object or tensor. Both are by name.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(nested, is_coordinator=True)
+    objects = dict[str, bytes]()
+    for name, value in planner.state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            file = io.BytesIO()
+            torch.save(value, file)
+            objects[name] = file.getvalue()
+    return objects, dict(planner.mappings)
+
+
+def metadata_of(manifest: Manifest, objects: dict[str, Blob], paths: dict[str, Any]) -> bytes:
+    """Return the metadata file of torch for a checkpoint."""
+    known: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
+    stored = {MetadataIndex(name): _info(blob) for name, blob in objects.items()}
+    for name, entry in manifest.tensors.items():
+        chunks = []
+        for number, chunk in enumerate(entry.chunks):
+            offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            stored[MetadataIndex(name, offsets, number)] = _info(chunk.blob)
+        properties = TensorProperties(dtype=dtype_of(entry.dtype))
+        known[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+    for name, tied in manifest.ties.items():
+        if tied in known:
+            known[name] = known[tied]
+            stored |= {
+                MetadataIndex(name, index.offset, index.index): info
+                for index, info in tuple(stored.items())
+                if index.fqn == tied
+            }
+    metadata = Metadata(known, paths, stored)
+    metadata.version = _VERSION
+    return pickle.dumps(metadata)
+
+
+def _info(blob: Blob) -> Any:
+    return dcp_storage_info(blob.file, blob.begin, blob.size)
+
+
+# --- read ----------------------------------------------------------------------------------
+
+
+class _Record:
+    """Stands for an object of torch's metadata: its fields, whatever torch wrote them."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.args = args
+        self.__dict__.update(fields)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.args = tuple(state)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads torch's metadata, with nothing but these classes."""
+
+    _RECORDS = frozenset(
+        {
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "MetadataIndex", "StorageMeta", "_StorageInfo",
+            "_MEM_FORMAT_ENCODING",
+        }
+    )  # fmt: skip
+    _OTHERS: ClassVar = {
+        ("torch", "Size"): torch.Size,
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("collections", "defaultdict"): collections.defaultdict,
+        ("builtins", "list"): list,
+        ("builtins", "dict"): dict,
+        ("builtins", "set"): set,
+        ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+        ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
+        ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+        ("pathlib._local", "WindowsPath"): pathlib.PureWindowsPath,
+        ("torch.serialization", "_get_layout"): str,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("torch.distributed.checkpoint.") and name in self._RECORDS:
+            return _Record
+        if (module, name) in self._OTHERS:
+            return self._OTHERS[module, name]
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return value
+        raise CheckpointError(
+            f"{METADATA} refers to {module}.{name}, which no metadata of torch's checkpoints "
+            "does; it was not loaded, as loading it may run code."
+        )
+
+
+def read_folder(storage: Storage, folder: str) -> Manifest:
+    """Return a manifest for what ``dcp.save`` has written. It has no checksums."""
+    text = storage.read(f"{folder}/{METADATA}" if folder else METADATA)
+    try:
+        metadata = _Unpickler(io.BytesIO(text)).load()
+        known, stored = metadata.state_dict_metadata, metadata.storage_data
+    except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
+        raise CheckpointError(f"{storage.root}/{METADATA} cannot be read: {error}") from error
+    infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in stored.items():
+        offset = getattr(index, "offset", None)
+        infos[index.fqn, None if offset is None else tuple(offset)] = info
+    tensors, parts = {}, dict[str, Any]()
+    heads = _Heads(storage, folder)
+    for name, entry in known.items():
+        if not hasattr(entry, "chunks"):
+            parts[name] = infos[name, None]
+            continue
+        dtype = str(_dtype_of(entry.properties)).removeprefix("torch.")
+        tensors[name] = TensorEntry(tuple(entry.size), dtype, [])
+        for chunk in entry.chunks:
+            info = infos[name, tuple(chunk.offsets)]
+            blob = Blob(info.relative_path, info.offset, info.length, -1)
+            place = heads.data_of(blob)
+            tensors[name].chunks.append(
+                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), blob, place)
+            )
+    heads.close()
+    plain = {name: _object_of(storage, folder, info) for name, info in parts.items()}
+    return Manifest(None, tensors, plain, [], about={"format": "torch.distributed.checkpoint"})
+
+
+def _dtype_of(properties: Any) -> torch.dtype:
+    dtype: torch.dtype | None = getattr(properties, "dtype", None)
+    found: torch.dtype = properties.args[0] if dtype is None else dtype  # the first of five or six
+    return found
+
+
+def _object_of(storage: Storage, folder: str, info: Any) -> Any:
+    """Return an object that ``dcp.save`` has stored, as a plain value."""
+    with opened(storage, f"{folder}/{info.relative_path}".lstrip("/")) as source:
+        data = source.read(info.offset, info.length)
+    try:
+        value = torch.load(io.BytesIO(data), weights_only=True)
+        return encode(value, lambda _, tensor: embedded(tensor))
+    except (pickle.UnpicklingError, TypeError):
+        return None  # it holds what only its own classes can read
+
+
+class _Heads:
+    """Finds where the elements begin in blobs of torch: see ``blobs``."""
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage, self._folder = storage, folder
+        self._sources: dict[str, Source] = {}
+
+    def data_of(self, blob: Blob) -> int:
+        if blob.file not in self._sources:
+            path = f"{self._folder}/{blob.file}".lstrip("/")
+            self._sources[blob.file] = self._storage.open(path)
+        source = self._sources[blob.file]
+        place = data_offset_in_head(source.read(blob.begin, min(_HEAD, blob.size)))
+        if place is not None:
+            return place
+        try:
+            return data_offset(source.read(blob.begin, blob.size))
+        except ValueError as error:
+            raise CheckpointError(f"{self._storage.root}/{blob.file}: {error}") from error
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()

@@ -1,0 +1,252 @@
+"""How a checkpoint is read into a model, an optimizer and what else was saved.
+
+Nothing is changed before everything is known to fit: first names, shapes and dtypes are compared,
+then the checksums of all chunks that this rank needs, and all ranks agree. Then each rank reads the
+ranges that it holds, straight into its shards where these are in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from meshard.checkpoint._protocol.blobs import bytes_of
+from meshard.checkpoint._protocol.manifest import (
+    Blob,
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorEntry,
+)
+from meshard.checkpoint._protocol.plain import dtype_of
+from meshard.checkpoint._protocol.ranks import Ranks
+from meshard.checkpoint._protocol.storage import Source, Storage
+
+
+class Read(NamedTuple):
+    """A box of a chunk that goes to a box of a tensor of this rank."""
+
+    chunk: Chunk
+    dtype: torch.dtype  # of the chunk
+    chunk_begin: tuple[int, ...]  # in the chunk
+    sizes: tuple[int, ...]
+    target: torch.Tensor  # the box
+
+
+class Reader:
+    """Reads the files of one checkpoint. With ``verify``, ``check`` compares checksums."""
+
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
+        self._storage, self._folder = storage, folder
+        self.manifest = manifest
+        self._sources: dict[str, Source] = {}
+
+    def path_of(self, file: str) -> str:
+        return f"{self._folder}/{file}".lstrip("/")
+
+    def source(self, file: str) -> Source:
+        if file not in self._sources:
+            self._sources[file] = self._storage.open(self.path_of(file))
+        return self._sources[file]
+
+    def read(self, blob: Blob) -> bytes:
+        """Return a blob, checked."""
+        data = self.source(blob.file).read(blob.begin, blob.size)
+        if blob.crc32 >= 0 and zlib.crc32(data) != blob.crc32:
+            raise CheckpointError(
+                f"{self._storage.root}/{self.path_of(blob.file)} is not as it was written: its "
+                f"checksum differs in bytes {blob.begin} to {blob.begin + blob.size}."
+            )
+        return data
+
+    def tree_of(self, blob: Blob) -> Any:
+        return json.loads(self.read(blob))
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+
+# --- what goes where -----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What of a checkpoint fits a model, and what does not."""
+
+    missing: list[str] = field(default_factory=list)  # here, and not in the checkpoint
+    unexpected: list[str] = field(default_factory=list)  # there, and not here
+    wrong: list[str] = field(default_factory=list)  # other shapes or dtypes, as text
+
+
+def compare(
+    manifest: Manifest, targets: dict[str, torch.Tensor], *, cast: bool
+) -> tuple[dict[str, torch.Tensor], Comparison]:
+    """Return the targets that can be filled, and what does not fit."""
+    found, fitting = Comparison(), dict[str, torch.Tensor]()
+    for name, target in targets.items():
+        entry = manifest.tensors.get(manifest.ties.get(name, name))
+        if entry is None:
+            found.missing.append(name)
+            continue
+        if entry.shape != tuple(target.shape):
+            found.wrong.append(
+                f"{name} has shape {list(entry.shape)} in the checkpoint and "
+                f"{list(target.shape)} here"
+            )
+        elif dtype_of(entry.dtype) != target.dtype and not cast:
+            found.wrong.append(
+                f"{name} is {entry.dtype} in the checkpoint and "
+                f"{str(target.dtype).removeprefix('torch.')} here; pass cast=True to convert it"
+            )
+        elif (target.to_local() if isinstance(target, DTensor) else target).is_meta:
+            found.wrong.append(
+                f"{name} is on the meta device here; call to_empty(device=...) on the model first"
+            )
+        else:
+            fitting[name] = target
+    return fitting, found
+
+
+def reads_of(manifest: Manifest, targets: dict[str, torch.Tensor]) -> list[Read]:
+    """Return what this rank has to read to fill ``targets``."""
+    entries = {name: manifest.tensors[manifest.ties.get(name, name)] for name in targets}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(
+        {name: target.detach() for name, target in targets.items()},
+        Metadata({name: _described(entry) for name, entry in entries.items()}),
+    )
+    chunks = {
+        name: {chunk.offsets: chunk for chunk in entry.chunks} for name, entry in entries.items()
+    }
+    reads = []
+    for item in planner.create_local_plan().items:
+        offset = item.storage_index.offset
+        chunk = chunks[item.storage_index.fqn][tuple(offset) if offset is not None else ()]
+        if all(item.lengths):
+            target = planner.resolve_tensor(item).detach()
+            begin, sizes = tuple(item.storage_offsets), tuple(item.lengths)
+            dtype = dtype_of(entries[item.storage_index.fqn].dtype)
+            reads.append(Read(chunk, dtype, begin, sizes, target))
+    return sorted(reads, key=lambda read: (read.chunk.blob.file, read.chunk.blob.begin))
+
+
+def _described(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        for chunk in entry.chunks
+    ]
+    properties = TensorProperties(dtype=dtype_of(entry.dtype))
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def check(reader: Reader, reads: Iterable[Read]) -> None:
+    """Compare the checksums of all chunks that ``reads`` touch.
+
+    Raises:
+        CheckpointError: One differs, or a file is too short or missing.
+    """
+    done: set[Blob] = set()
+    for read in reads:
+        if read.chunk.blob not in done:
+            done.add(read.chunk.blob)
+            reader.read(read.chunk.blob)
+
+
+@torch.no_grad()
+def fill(reader: Reader, reads: Iterable[Read]) -> None:
+    """Read into the targets."""
+    for read in reads:
+        dtype = read.dtype
+        begin, rows = _range_of(read)
+        source = reader.source(read.chunk.blob.file)
+        target = read.target
+        is_direct = (
+            target.is_cpu
+            and target.dtype == dtype
+            and target.is_contiguous()
+            and rows == read.sizes
+        )
+        if is_direct:
+            source.read_into(bytes_of(target), begin)
+            increment_version(target)  # for what autograd, and units, keep of it
+            continue
+        buffer = torch.empty(rows, dtype=dtype)
+        source.read_into(bytes_of(buffer), begin)
+        for dim, (first, size) in enumerate(zip(read.chunk_begin, read.sizes, strict=True)):
+            buffer = buffer.narrow(dim, first if dim else 0, size)
+        target.copy_(buffer)
+
+
+def _range_of(read: Read) -> tuple[int, tuple[int, ...]]:
+    """Return where the rows begin that a read needs, in bytes, and their shape."""
+    place = read.chunk.blob.begin + read.chunk.data
+    if not read.sizes:
+        return place, ()
+    row = read.chunk.sizes[1:]
+    num_bytes = torch.Size(row).numel() * read.dtype.itemsize
+    return place + read.chunk_begin[0] * num_bytes, (read.sizes[0], *row)
+
+
+def agree(ranks: Ranks, problems: list[str], what: str) -> None:
+    """Raise on all ranks if there is a problem on one.
+
+    **Collective:** all ranks.
+    """
+    said = ranks.all_gather(problems)
+    found = list(dict.fromkeys(text for each in said for text in each))
+    if found:
+        shown = [f"  {text}" for text in found[:20]]
+        more = [f"  and {len(found) - 20} more"] if len(found) > 20 else []
+        raise CheckpointError("\n".join([what, *shown, *more]))
+
+
+# --- verifying -----------------------------------------------------------------------------
+
+
+class Damage(NamedTuple):
+    """A file that is not as it was written."""
+
+    file: str
+    what: str
+
+
+def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage | None]]:
+    """Read a whole checkpoint; yield the bytes of each step of that, and what is wrong.
+
+    ``sizes`` has the files of the folder.
+    """
+    for file, blobs in reader.manifest.files().items():
+        num_bytes = sum(blob.size for blob in blobs)
+        if file not in sizes:
+            yield num_bytes, Damage(file, "is missing")
+            continue
+        if sizes[file] != num_bytes:
+            yield 0, Damage(file, f"has {sizes[file]} bytes, and {num_bytes} were written")
+        wrong = None
+        for blob in blobs:
+            try:
+                reader.read(blob)
+            except (CheckpointError, EOFError):
+                end = blob.begin + blob.size
+                wrong = wrong or Damage(file, f"differs in bytes {blob.begin} to {end}")
+            yield blob.size, None
+        if wrong is not None:
+            yield 0, wrong

@@ -1,0 +1,238 @@
+"""The manifest of a checkpoint: what is in it, where each byte of that is, and its checksum.
+
+A folder with a manifest is a checkpoint; a folder without one is not. The manifest is JSON text in
+one form only (sorted keys, no spaces), with a checksum over the rest of it, so that no changed byte
+goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshard.checkpoint._protocol.storage import Storage
+
+NAME = "manifest.json"
+FORMAT = "meshard.checkpoint"
+VERSION = 1  # of the format; a reader refuses a higher one
+_FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_FILE = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or loaded; nothing was changed."""
+
+
+class Blob(NamedTuple):
+    """A range of a file."""
+
+    file: str
+    begin: int
+    size: int  # bytes
+    crc32: int
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, as one blob."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blob: Blob
+    data: int  # where the elements begin, in bytes from the beginning of the blob
+
+
+@dataclass(slots=True)
+class TensorEntry:
+    """A tensor of the checkpoint. Its chunks cover it, each element once."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as in torch.<dtype>
+    placements: list[str]  # of the DTensor that was saved; empty for an ordinary tensor
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(slots=True)
+class Manifest:
+    """What is in one checkpoint."""
+
+    step: int | None
+    tensors: dict[str, TensorEntry]
+    parts: dict[str, Any]  # the model's is absent; plain values with references to tensors
+    rank_parts: list[dict[str, Blob]]  # by rank: the parts of which each rank has its own
+    ties: dict[str, str] = field(default_factory=dict)  # names of tensors that have another name
+    objects: list[Blob] = field(default_factory=list)  # what only torch's ``dcp.load`` reads
+    about: dict[str, Any] = field(default_factory=dict)  # versions, ranks, mesh, date
+    format_version: int = VERSION
+
+    def blobs(self) -> list[Blob]:
+        """Return all ranges of files. They cover each file, each byte once."""
+        chunks = [chunk.blob for entry in self.tensors.values() for chunk in entry.chunks]
+        own = [blob for parts in self.rank_parts for blob in parts.values()]
+        return [*chunks, *own, *self.objects]
+
+    def files(self) -> dict[str, list[Blob]]:
+        """Return the blobs of each file, in their order."""
+        found: dict[str, list[Blob]] = {}
+        for blob in self.blobs():
+            found.setdefault(blob.file, []).append(blob)
+        return {name: sorted(found[name], key=lambda blob: blob.begin) for name in sorted(found)}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(blob.size for blob in self.blobs())
+
+
+# --- as text -------------------------------------------------------------------------------
+
+
+def to_text(manifest: Manifest) -> bytes:
+    """Return the manifest as it is written."""
+    files = sorted({blob.file for blob in manifest.blobs()})
+    number = {name: index for index, name in enumerate(files)}
+
+    def row(blob: Blob) -> list[int]:
+        return [number[blob.file], blob.begin, blob.size, blob.crc32]
+
+    content = {
+        "format": FORMAT,
+        "format_version": manifest.format_version,
+        "step": manifest.step,
+        "about": manifest.about,
+        "files": files,
+        "tensors": {
+            name: {
+                "shape": list(entry.shape),
+                "dtype": entry.dtype,
+                "placements": entry.placements,
+                # offsets, sizes, [file, begin, size, crc32], begin of the elements in that
+                "chunks": [
+                    [list(c.offsets), list(c.sizes), row(c.blob), c.data] for c in entry.chunks
+                ],
+            }
+            for name, entry in manifest.tensors.items()
+        },
+        "ties": manifest.ties,
+        "parts": manifest.parts,
+        "rank_parts": [
+            {name: row(blob) for name, blob in parts.items()} for parts in manifest.rank_parts
+        ],
+        "objects": [row(blob) for blob in manifest.objects],
+    }
+    text = _canonical(content)
+    return _canonical({"checksum": _checksum(text), "content": content})
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _checksum(text: bytes) -> str:
+    return "sha256:" + hashlib.sha256(text).hexdigest()
+
+
+def from_text(text: bytes, where: str) -> Manifest:
+    """Return the manifest that was written as ``text``; ``where`` is for messages.
+
+    Raises:
+        CheckpointError: It is damaged, of a newer format, or names a file outside of its folder.
+    """
+    try:
+        outer = json.loads(text)
+        content, checksum = outer["content"], outer["checksum"]
+        is_whole = _canonical(outer) == text and _checksum(_canonical(content)) == checksum
+    except (ValueError, KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError(
+            f"{where}/{NAME} is not as it was written: a part of it was changed or is missing. "
+            "Load another step, or copy the file from where the checkpoint came from."
+        )
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{where}/{NAME} is no manifest of meshard.checkpoint.")
+    if content["format_version"] > VERSION:
+        raise CheckpointError(
+            f"{where} has format {content['format_version']} of a newer meshard "
+            f"({content['about'].get('meshard')}); this one reads up to format {VERSION}. "
+            "Update meshard."
+        )
+    for name in content["files"]:
+        if not _FILE.fullmatch(name) or name in (".", ".."):
+            raise CheckpointError(
+                f"{where}/{NAME} names the file {name!r}, which is outside of its folder; do not "
+                "use this checkpoint, its manifest was not written by meshard."
+            )
+    return _from_content(content)
+
+
+def _from_content(content: dict[str, Any]) -> Manifest:
+    files = content["files"]
+
+    def blob(row: list[int]) -> Blob:
+        return Blob(files[row[0]], *row[1:])
+
+    tensors = {
+        name: TensorEntry(
+            tuple(each["shape"]),
+            each["dtype"],
+            each["placements"],
+            [
+                Chunk(tuple(offsets), tuple(sizes), blob(row), data)
+                for offsets, sizes, row, data in each["chunks"]
+            ],
+        )
+        for name, each in content["tensors"].items()
+    }
+    return Manifest(
+        content["step"],
+        tensors,
+        content["parts"],
+        [{name: blob(row) for name, row in parts.items()} for parts in content["rank_parts"]],
+        ties=content["ties"],
+        objects=[blob(row) for row in content["objects"]],
+        about=content["about"],
+        format_version=content["format_version"],
+    )
+
+
+# --- folders of steps ----------------------------------------------------------------------
+
+
+class StepFolder(NamedTuple):
+    """The folder of one save. A step that is saved again gets another folder."""
+
+    step: int
+    attempt: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step}" + (f".{self.attempt}" if self.attempt else "")
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.name}/{NAME}"
+
+
+def step_folders(storage: Storage) -> list[StepFolder]:
+    """Return the folders of saves, finished or not, by step and attempt."""
+    found = (_FOLDER.fullmatch(name) for name in storage.folders())
+    return sorted(StepFolder(int(match[1]), int(match[2] or 0)) for match in found if match)
+
+
+def committed(storage: Storage) -> dict[int, StepFolder]:
+    """Return the newest finished folder of each step, in the order of steps."""
+    return {each.step: each for each in step_folders(storage) if storage.exists(each.manifest)}
+
+
+def read_manifest(storage: Storage, folder: StepFolder) -> Manifest:
+    """Return the manifest in a folder, checked."""
+    return from_text(storage.read(folder.manifest), f"{storage.root}/{folder.name}")

@@ -1,0 +1,244 @@
+"""What a checkpoint is made of: the model, optimizers, random states, and what users pass along.
+
+Each part gives its state as a *tree* of plain values with tensors in it, and takes one back. Names
+of tensors in the checkpoint are those that ``torch.distributed.checkpoint`` uses: the keys on the
+way to a tensor, joined by dots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from meshard.checkpoint._protocol.manifest import CheckpointError
+from meshard.checkpoint._protocol.plain import Path, encode, reference
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+RESERVED = (MODEL, OPTIMIZER, RANDOM)
+# What wrappers put into names: torch.compile, activation checkpointing, DDP.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def join(*path: Any) -> str:
+    return ".".join(map(str, path))
+
+
+class Encoded(NamedTuple):
+    """The state of a part: the tree as JSON, and the tensors in it by name."""
+
+    tree: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def encode_part(name: str, state: Any) -> Encoded:
+    """Return the state of a part for the checkpoint.
+
+    Raises:
+        TypeError: Something in it is neither a tensor nor plain; or a name occurs twice.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(path: Path, tensor: torch.Tensor) -> Any:
+        full = join(*path)
+        if full in tensors:
+            raise TypeError(f"two tensors are called {full!r}; give their keys other names.")
+        tensors[full] = tensor
+        return reference(full)
+
+    return Encoded(encode(state, add, (name,)), tensors)
+
+
+def fqn_without_wrappers(name: str) -> str:
+    """Return the name of a parameter as it is without the wrappers of torch."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+# --- the model -----------------------------------------------------------------------------
+
+
+class ModelState(NamedTuple):
+    """The tensors of a module, as they are trained on: writing to them changes the module."""
+
+    tensors: dict[str, torch.Tensor]  # by name; tied ones once
+    ties: dict[str, str]  # the other names of tied ones
+    others: dict[str, Any]  # extra state that is no tensor
+    names: dict[int, str]  # by the id of a parameter
+
+
+def model_state(module: nn.Module) -> ModelState:
+    """Return the state of a module.
+
+    Raises:
+        RuntimeError: It holds gradients that are not fully reduced, which would be lost.
+    """
+    found = ModelState({}, {}, {}, {})
+    by_id: dict[int, str] = {}
+    for raw, value in module.state_dict(keep_vars=True).items():
+        name = fqn_without_wrappers(raw)
+        if not isinstance(value, torch.Tensor):
+            found.others[name] = value
+        elif id(value) in by_id:
+            found.ties[name] = by_id[id(value)]
+        else:
+            by_id[id(value)] = found.names[id(value)] = name
+            found.tensors[name] = value.detach() if value.is_leaf else value
+    return found
+
+
+# --- optimizers ----------------------------------------------------------------------------
+
+
+def optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Return the state of an optimizer with names of parameters instead of numbers.
+
+    Raises:
+        ValueError: It has a parameter that the model has not.
+    """
+    order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
+    by_number = dict(enumerate(name for group in order for name in group))
+    state = optimizer.state_dict()
+    named = {by_number[number]: dict(each) for number, each in state["state"].items()}
+    groups = [
+        {**group, "params": own} for group, own in zip(state["param_groups"], order, strict=True)
+    ]
+    others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return {"state": named, "param_groups": groups, **others}
+
+
+def names_of(group: dict[str, Any], names: dict[int, str], optimizer: Optimizer) -> list[str]:
+    for param in group["params"]:
+        if id(param) not in names:
+            raise ValueError(
+                f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} that is "
+                "not in the model; build the optimizer on the parameters of the model that is "
+                "saved or loaded with it, after the last fully_shard."
+            )
+    return [names[id(param)] for param in group["params"]]
+
+
+def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree of ``optimizer_tree``, perhaps of other groups, for ``load_state_dict``.
+
+    Raises:
+        CheckpointError: Parameters of one group were saved with different hyperparameters.
+    """
+    order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
+    numbers = {name: number for number, name in enumerate(n for own in order for n in own)}
+    saved = {name: group for group in tree["param_groups"] for name in group["params"]}
+    groups = []
+    for group, own in zip(optimizer.param_groups, order, strict=True):
+        given = [saved[name] for name in own if name in saved]
+        settings = [{k: v for k, v in each.items() if k != "params"} for each in given]
+        if any(each != settings[0] for each in settings[1:]):
+            raise CheckpointError(
+                f"a param group of the {type(optimizer).__name__} has parameters that were saved "
+                f"in groups with other hyperparameters, such as {own[0]!r}; build the optimizer "
+                "with the groups that it had."
+            )
+        kept = {key: value for key, value in group.items() if key != "params"}
+        params = [numbers[name] for name in own]
+        groups.append({**kept, **(settings[0] if settings else {}), "params": params})
+    state = {numbers[name]: each for name, each in tree["state"].items() if name in numbers}
+    others = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    return {"state": state, "param_groups": groups, **others}
+
+
+def placed_like(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return uninitialised memory, placed like ``tensor`` if that has the same shape.
+
+    Any other is an ordinary tensor on the CPU, as the count of steps of an optimizer is.
+    """
+    if tensor is None or shape != tuple(tensor.shape):
+        return torch.empty(shape, dtype=dtype)
+    if not isinstance(tensor, DTensor):
+        return torch.empty(shape, dtype=dtype, device=tensor.device)
+    present = tensor.to_local()
+    local = torch.empty(present.shape, dtype=dtype, device=present.device)
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).detach()
+
+
+# --- what users pass along -----------------------------------------------------------------
+
+
+class Stateful(Protocol):
+    """A scheduler, a scaler, a data loader, an average of the model."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> Any: ...
+
+
+def is_stateful(value: object) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def check_names(extra: dict[str, Any]) -> None:
+    for name in extra:
+        if name in RESERVED:
+            raise ValueError(f"{name!r} is the name of a part of every checkpoint; use another.")
+
+
+# --- random states -------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of this rank's random number generators."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": bytes(torch.get_rng_state().tolist()),
+    }
+    accelerator = _accelerator()
+    if accelerator is not None:
+        state["device"] = bytes(accelerator.get_rng_state().tolist())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *others = numpy.random.get_state()
+        state["numpy"] = (str(kind), keys.tobytes(), *others)
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(_as_tensor(state["torch"]))
+    accelerator = _accelerator()
+    if accelerator is not None and "device" in state:
+        accelerator.set_rng_state(_as_tensor(state["device"]))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, *others = state["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype="uint32"), *others))
+
+
+def derive_random_state(saved: list[int], rank: int) -> None:
+    """Seed the generators of a rank from checksums of all states that were saved."""
+    seed = int.from_bytes(hashlib.sha256(repr((saved, rank)).encode()).digest()[:4], "little")
+    random.seed(seed)
+    torch.manual_seed(seed)  # devices too
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def _accelerator() -> Any:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else torch.get_device_module(accelerator)
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,89 @@
+"""What the ranks of a save or a load tell one another: small values, as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshard._comm.blocking import broadcast, gather_from_all, gather_to_first
+from meshard.checkpoint._protocol.blobs import bytes_of
+
+_LABEL = "(checkpoint)"
+
+
+class Ranks:
+    """The ranks that save and load together. All methods are collective, but for one rank alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """``group`` serves tensors on the CPU, and nothing else uses it; None: one rank alone."""
+        self._group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+        """Return the ranks of ``group`` (None: the default group, if any), with a gloo group.
+
+        **Collective:** all ranks of ``group``.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(None)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if len(ranks) == 1:
+            return cls(None)
+        # A group of its own, because a save in the background communicates beside the training.
+        return cls(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        if self._group is None:
+            return [value]
+        own, sizes = self._with_sizes(value)
+        rows = gather_from_all(_padded(own, max(sizes)), self._group, label=_LABEL)
+        return [_value_of(row, size) for row, size in zip(rows, sizes, strict=True)]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks on the first one, an empty list on the others."""
+        if self._group is None:
+            return [value]
+        own, sizes = self._with_sizes(value)
+        rows = gather_to_first(_padded(own, max(sizes)), self._group, _LABEL)
+        if rows is None:
+            return []
+        return [_value_of(row, size) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of the first rank."""
+        if self._group is None:
+            return value
+        own = _as_bytes(value if self.is_first else None)
+        size = torch.tensor([own.numel()])
+        broadcast(size, self._group, label=_LABEL)
+        buffer = own if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        broadcast(buffer, self._group, label=_LABEL)
+        return _value_of(buffer, int(size))
+
+    def _with_sizes(self, value: Any) -> tuple[torch.Tensor, list[int]]:
+        assert self._group is not None
+        own = _as_bytes(value)
+        sizes = gather_from_all(torch.tensor([own.numel()]), self._group, label=_LABEL)
+        return own, sizes.flatten().tolist()
+
+
+def _as_bytes(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(data, (0, size - data.numel()))
+
+
+def _value_of(data: torch.Tensor, size: int) -> Any:
+    return json.loads(bytes(bytes_of(data[:size])))

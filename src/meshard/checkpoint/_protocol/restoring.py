@@ -1,0 +1,249 @@
+"""One load: from a manifest to a model, optimizers and what users pass along.
+
+Every part states which tensors of the checkpoint go where; then all of them are read; then each
+part takes the rest of its state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshard.checkpoint._protocol import parts
+from meshard.checkpoint._protocol.loading import Reader, agree, check, compare, fill, reads_of
+from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest
+from meshard.checkpoint._protocol.parts import (
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    join,
+    model_state,
+    placed_like,
+)
+from meshard.checkpoint._protocol.plain import decode, dtype_of
+from meshard.checkpoint._protocol.ranks import Ranks
+
+
+class Loaded(NamedTuple):
+    """What ``Checkpointer.load`` has found."""
+
+    step: int | None  # None: a folder of ``torch.distributed.checkpoint.save``
+    extra: dict[str, Any]  # the plain values that were saved, by name
+    missing: list[str]  # names of tensors and parts that were asked for, and are not there
+    unexpected: list[str]  # names that are there, and were not asked for
+    random: str  # "restored", "derived" (from states of other ranks) or "absent"
+
+
+class Options(NamedTuple):
+    """How to load."""
+
+    strict: bool
+    cast: bool
+    verify: bool
+
+
+class Restoring:
+    """One load of one rank."""
+
+    def __init__(self, ranks: Ranks, reader: Reader, where: str, options: Options) -> None:
+        self._ranks, self._reader, self._where = ranks, reader, where
+        self._options = options
+        self._manifest: Manifest = reader.manifest
+        self._targets: dict[str, torch.Tensor] = {}  # by the name in the checkpoint
+        self._here: set[str] = set()  # names of tensors that the parts here have
+        self._then: list[Callable[[], object]] = []  # once all tensors are read
+        self._extra: dict[str, Any] = {}
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._problems: list[str] = []
+
+    def run(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> Loaded:
+        """Load.
+
+        **Collective:** all ranks.
+
+        Raises:
+            CheckpointError: On all ranks.
+        """
+        try:
+            self._prepare(model, optimizer, extra)
+        except (CheckpointError, RuntimeError, TypeError, ValueError, KeyError) as error:
+            self._problems.append(f"{type(error).__name__}: {error}")
+        if self._options.strict:
+            self._problems += [f"{name} is not in the checkpoint" for name in self._missing]
+            self._problems += [
+                f"{name} is in the checkpoint, and not here" for name in self._unexpected
+            ]
+        self._agree("nothing was loaded")
+        reads = reads_of(self._manifest, self._targets)
+        if self._options.verify:
+            self._try(lambda: check(self._reader, reads))
+            self._agree("nothing was loaded")
+        self._try(lambda: fill(self._reader, reads))
+        self._agree("a file could not be read any more, so the model is loaded in part; load again")
+        for call in self._then:
+            call()
+        return Loaded(
+            self._manifest.step,
+            self._extra,
+            self._missing,
+            self._unexpected,
+            self._restore_random(),
+        )
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (CheckpointError, OSError, EOFError) as error:
+            self._problems.append(f"rank {self._ranks.rank}: {error}")
+
+    def _agree(self, outcome: str) -> None:
+        agree(self._ranks, self._problems, f"{self._where} does not load here ({outcome}):")
+
+    # --- parts -----------------------------------------------------------------------------
+
+    def _prepare(
+        self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    ) -> None:
+        names = self._add_module(MODEL, model)
+        if optimizer is not None:
+            self._add_optimizer(OPTIMIZER, optimizer, names)
+        for name, value in extra.items():
+            if isinstance(value, nn.Module):
+                self._add_module(name, value)
+            elif isinstance(value, Optimizer):
+                self._add_optimizer(name, value, names)
+            elif parts.is_stateful(value):
+                self._add_stateful(name, value)
+            elif isinstance(value, torch.Tensor):
+                self._add_tensors({name: value}, {})
+        for name, part in self._manifest.parts.items():
+            if isinstance(part, dict) and part.get("kind") == "value" and name not in extra:
+                self._extra[name] = self._decoded(part["tree"], lambda _: None)
+        for name in self._own_parts():
+            if name != RANDOM and name not in extra:
+                part = self._part(name)
+                if part is not None and part["kind"] == "value":
+                    self._extra[name] = self._decoded(part["tree"], lambda _: None)
+
+    def _own_parts(self) -> list[str]:
+        return list(self._manifest.rank_parts[0]) if self._manifest.rank_parts else []
+
+    def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
+        state = model_state(module)
+        tensors = {join(name, key): each for key, each in state.tensors.items()}
+        ties = {join(name, key): join(name, tied) for key, tied in state.ties.items()}
+        self._add_tensors(tensors, ties)
+        known = self._here
+        there = [*self._manifest.tensors, *self._manifest.ties]
+        self._unexpected += [
+            each for each in there if each.startswith(f"{name}.") and each not in known
+        ]
+        if state.others:
+            part = self._manifest.parts.get(name)
+            others = self._decoded(part["tree"], lambda _: None) if part else {}
+            self._missing += [join(name, key) for key in state.others if key not in others]
+            self._then.append(lambda: module.load_state_dict(others, strict=False))
+        return state.names
+
+    def _add_tensors(self, tensors: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
+        """Add tensors to be filled; ``ties`` has their other names."""
+        others: dict[str, list[str]] = {}
+        for alias, name in ties.items():
+            others.setdefault(name, []).append(alias)
+        targets = {}
+        for name, tensor in tensors.items():
+            # What is tied here may have been saved under another of its names.
+            named = [name, *others.get(name, ())]
+            self._here.update(named)
+            found = next((each for each in named if self._stored(each) is not None), name)
+            targets[found] = tensor
+        fitting, compared = compare(self._manifest, targets, cast=self._options.cast)
+        self._missing += compared.missing
+        self._problems += compared.wrong
+        self._targets |= fitting
+
+    def _stored(self, name: str) -> str | None:
+        name = self._manifest.ties.get(name, name)
+        return name if name in self._manifest.tensors else None
+
+    def _add_optimizer(self, name: str, optimizer: Optimizer, names: dict[int, str]) -> None:
+        encoded = self._manifest.parts.get(name)
+        if encoded is None:
+            self._missing.append(name)
+            return
+        own = {
+            names[id(param)]: param for group in optimizer.param_groups for param in group["params"]
+        }
+        state = {
+            fqn: self._decoded(each, functools.partial(_return, own[fqn]))
+            for fqn, each in encoded["state"].items()
+            if fqn in own
+        }
+        others = {key: each for key, each in encoded.items() if key != "state"}
+        tree = {**self._decoded(others, lambda _: None), "state": state}
+        saved = {fqn for group in tree["param_groups"] for fqn in group["params"]}
+        self._missing += [join(name, fqn) for fqn in own if fqn not in saved]
+        self._unexpected += [join(name, fqn) for fqn in sorted(saved - own.keys())]
+        numbered = parts.numbered(optimizer, names, tree)
+        self._then.append(lambda: optimizer.load_state_dict(numbered))
+
+    def _add_stateful(self, name: str, value: Any) -> None:
+        part = self._part(name)
+        if part is None:
+            self._missing.append(name)
+            return
+        present: dict[str, torch.Tensor] = {}
+        if any(each.startswith(f"{name}.") for each in self._manifest.tensors):
+            present = parts.encode_part(name, value.state_dict()).tensors
+        tree = self._decoded(part["tree"], present.get)
+        self._then.append(lambda: value.load_state_dict(tree))
+
+    def _part(self, name: str) -> Any:
+        """Return what was saved under a name: for all ranks, or for this one."""
+        if name in self._manifest.parts:
+            return self._manifest.parts[name]
+        saved = self._manifest.rank_parts
+        if not any(name in each for each in saved):
+            return None
+        if len(saved) != self._ranks.size:
+            text = (
+                f"{name} was saved by each of {len(saved)} ranks for itself, and there are "
+                f"{self._ranks.size} here"
+            )
+            (self._problems if self._options.strict else self._missing).append(text)
+            return None
+        return self._reader.tree_of(saved[self._ranks.rank][name])
+
+    def _decoded(self, tree: Any, like: Callable[[str], torch.Tensor | None]) -> Any:
+        """Decode a tree; its tensors are to be filled, and placed like what ``like`` returns."""
+
+        def make(name: str) -> torch.Tensor:
+            entry = self._manifest.tensors[name]
+            made = placed_like(like(name), entry.shape, dtype_of(entry.dtype))
+            self._targets[name] = made
+            return made
+
+        return decode(tree, make)
+
+    # --- random states ---------------------------------------------------------------------
+
+    def _restore_random(self) -> str:
+        saved = [each[RANDOM] for each in self._manifest.rank_parts if RANDOM in each]
+        if not saved:
+            return "absent"
+        if len(saved) != self._ranks.size:
+            parts.derive_random_state([blob.crc32 for blob in saved], self._ranks.rank)
+            return "derived"
+        tree = self._reader.tree_of(saved[self._ranks.rank])
+        parts.restore_random_state(decode(tree, lambda _: None))
+        return "restored"
+
+
+def _return(tensor: torch.Tensor, _: str) -> torch.Tensor:
+    return tensor

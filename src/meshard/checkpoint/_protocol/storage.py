@@ -1,0 +1,300 @@
+"""Where checkpoints are: a folder, or an object store.
+
+The protocol of ``saving`` needs few things of it: files that are there for good once ``sync`` has
+returned, and one call, ``publish``, by which a file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+_BLOCK = 2**24  # bytes that are read at once from an object store
+
+
+class Sink(Protocol):
+    """A new file that is written from its beginning to its end."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+    def close(self) -> None:
+        """Return when what was written survives a loss of power."""
+
+
+class Source(Protocol):
+    """A file that is read at any place."""
+
+    def read(self, begin: int, size: int) -> bytes: ...
+
+    def read_into(self, memory: memoryview, begin: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Storage(Protocol):
+    """A place for checkpoints. Paths are relative to it, with slashes."""
+
+    root: str  # for messages
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders at the top."""
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Return the names of the files in a folder, with their sizes in bytes."""
+
+    def make_folder(self, folder: str) -> None: ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def create(self, path: str) -> Sink: ...
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Make a file appear, whole or not at all; return when it is there for good."""
+
+    def read(self, path: str) -> bytes: ...
+
+    def open(self, path: str) -> Source: ...
+
+    def remove_file(self, path: str) -> None: ...
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder with all that is in it."""
+
+
+def storage_at(folder: str | os.PathLike[str]) -> Storage:
+    """Return the storage for a path, or for a URL such as ``s3://bucket/run``."""
+    text = os.fspath(folder)
+    if "://" in text and not text.startswith("file://"):
+        return ObjectStorage(text)
+    return FolderStorage(text.removeprefix("file://"))
+
+
+# --- a folder ------------------------------------------------------------------------------
+
+
+class FolderStorage:
+    """A folder on a file system that all ranks see."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._path = Path(root)
+
+    def folders(self) -> list[str]:
+        if not self._path.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self._path) if entry.is_dir())
+
+    def files(self, folder: str) -> dict[str, int]:
+        entries = os.scandir(self._path / folder)
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def make_folder(self, folder: str) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        self.act("mkdir", self._path / folder)
+        self.act("sync", self._path)
+
+    def exists(self, path: str) -> bool:
+        return (self._path / path).exists()
+
+    def create(self, path: str) -> Sink:
+        return _FileSink(self, self._path / path)
+
+    def publish(self, path: str, data: bytes) -> None:
+        target = self._path / path
+        aside = target.with_name(target.name + ".unfinished")
+        sink = _FileSink(self, aside)
+        sink.write(data)
+        sink.close()
+        self.act("sync", target.parent)  # the other files of the folder are there before this one
+        self.act("rename", aside, target)
+        self.act("sync", target.parent)
+        self.act("sync", self._path)
+
+    def read(self, path: str) -> bytes:
+        return (self._path / path).read_bytes()
+
+    def open(self, path: str) -> Source:
+        return _FileSource(self._path / path)
+
+    def remove_file(self, path: str) -> None:
+        self.act("unlink", self._path / path)
+        self.act("sync", (self._path / path).parent)
+
+    def remove_folder(self, folder: str) -> None:
+        for name in self.files(folder):
+            self.act("unlink", self._path / folder / name)
+        shutil.rmtree(self._path / folder, ignore_errors=True)
+        self.act("sync", self._path)
+
+    def act(self, what: str, path: Path, to: Path | None = None) -> None:
+        """Change the folder. Everything but writes goes through here: see the tests of kills."""
+        if what == "mkdir":
+            path.mkdir()
+        elif what == "unlink":
+            path.unlink(missing_ok=True)
+        elif what == "rename":
+            assert to is not None
+            os.replace(path, to)
+        else:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def write(self, file: Any, data: bytes | memoryview) -> None:
+        file.write(data)
+
+
+class _FileSink:
+    """A file that is synced when it is closed."""
+
+    def __init__(self, storage: FolderStorage, path: Path) -> None:
+        self._storage, self._path = storage, path
+        self._file = open(path, "xb", buffering=2**20)  # noqa: SIM115  # closed by close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._storage.write(self._file, data)
+
+    def close(self) -> None:
+        with self._file:
+            self._file.flush()
+        self._storage.act("sync", self._path)
+
+
+class _FileSource:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
+
+    def read(self, begin: int, size: int) -> bytes:
+        data = os.pread(self._file.fileno(), size, begin)
+        while len(data) < size:  # one call reads at most 2 GiB
+            more = os.pread(self._file.fileno(), size - len(data), begin + len(data))
+            if not more:
+                raise EOFError(f"{self._path.name} ends before byte {begin + size}")
+            data += more
+        return data
+
+    def read_into(self, memory: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._file.fileno(), [memory[done:]], begin + done)
+            if not count:
+                raise EOFError(f"{self._path.name} ends before byte {begin + len(memory)}")
+            done += count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# --- an object store -----------------------------------------------------------------------
+
+
+class ObjectStorage:
+    """A store of objects, through fsspec. An object appears whole when it is closed."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
+        except ImportError as error:
+            raise ImportError(
+                f"{url}: checkpoints on an object store need fsspec, and the package of its file "
+                "system (s3fs for s3://, gcsfs for gs://): pip install fsspec s3fs."
+            ) from error
+        self.root = url
+        self._fs: Any
+        # Another process may be writing: what the store lists must be what it has now.
+        self._fs, path = url_to_fs(url, use_listings_cache=False)
+        self._path = path.rstrip("/")
+
+    def _at(self, path: str) -> str:
+        return f"{self._path}/{path}"
+
+    def folders(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return []
+        found = [each["name"] for each in entries if each["type"] == "directory"]
+        return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
+
+    def files(self, folder: str) -> dict[str, int]:
+        self._fs.invalidate_cache()
+        entries = self._fs.ls(self._at(folder), detail=True)
+        found = (each for each in entries if each["type"] == "file")
+        return {each["name"].rsplit("/", 1)[-1]: each["size"] for each in found}
+
+    def make_folder(self, folder: str) -> None:
+        """A store has no folders of its own; a file system behind fsspec may have."""
+        self._fs.makedirs(self._at(folder), exist_ok=True)
+
+    def exists(self, path: str) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(self._at(path)))
+
+    def create(self, path: str) -> Sink:
+        sink: Sink = self._fs.open(self._at(path), "wb")
+        return sink
+
+    def publish(self, path: str, data: bytes) -> None:
+        self._fs.pipe_file(self._at(path), data)
+
+    def read(self, path: str) -> bytes:
+        data: bytes = self._fs.cat_file(self._at(path))
+        return data
+
+    def open(self, path: str) -> Source:
+        return _ObjectSource(self._fs, self._at(path))
+
+    def remove_file(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(path))
+
+    def remove_folder(self, folder: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._at(folder), recursive=True)
+
+
+class _ObjectSource:
+    """An object, of which each byte is fetched once: what was read is kept in a local file."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        self._copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
+        self._fetched: dict[tuple[int, int], int] = {}  # where a range is in the copy
+
+    def read(self, begin: int, size: int) -> bytes:
+        for (first, end), place in self._fetched.items():
+            if first <= begin and begin + size <= end:
+                return os.pread(self._copy.fileno(), size, place + begin - first)
+        data: bytes = self._fs.cat_file(self._path, start=begin, end=begin + size)
+        if len(data) < size:
+            name = self._path.rsplit("/", 1)[-1]
+            raise EOFError(f"{name} ends before byte {begin + size}")
+        self._fetched[begin, begin + size] = self._copy.seek(0, os.SEEK_END)
+        self._copy.write(data)
+        self._copy.flush()
+        return data
+
+    def read_into(self, memory: memoryview, begin: int) -> None:
+        memory[:] = self.read(begin, len(memory))
+
+    def close(self) -> None:
+        self._copy.close()
+
+
+@contextlib.contextmanager
+def opened(storage: Storage, path: str) -> Iterator[Source]:
+    """Open a file to read, and close it."""
+    source = storage.open(path)
+    try:
+        yield source
+    finally:
+        source.close()

@@ -1,0 +1,331 @@
+"""Checkpoints of a training run, in a folder or an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from meshard.checkpoint._protocol import dcp_format, manifest, parts
+from meshard.checkpoint._protocol.jobs import Job, job_of
+from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages
+from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest, StepFolder
+from meshard.checkpoint._protocol.ranks import Ranks
+from meshard.checkpoint._protocol.restoring import Loaded, Options, Restoring
+from meshard.checkpoint._protocol.saving import Saver
+from meshard.checkpoint._protocol.staging import Staging
+from meshard.checkpoint._protocol.storage import Storage, storage_at
+
+
+class SaveHandle:
+    """A save in the background."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        # No daemon: a normal end of the process waits for it.
+        self._thread = threading.Thread(target=self._run, args=(run,), name="meshard.checkpoint")
+        self._thread.start()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the save is over, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the save is committed.
+
+        Raises:
+            CheckpointError: It failed, on any rank. It is raised once.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class Checkpointer:
+    """Saves and loads checkpoints of one run.
+
+    Each step has a folder of its own, ``step-100``, which counts once its manifest is there: a save
+    that is killed at any moment leaves the checkpoints before it, and the next save goes on. Every
+    byte has a checksum. A checkpoint loads on any number of ranks, any mesh and any supported
+    torch, and into ``fully_shard``, ``replicate`` and plain modules alike.
+
+    Args:
+        folder: A path that all ranks see, or a URL for fsspec (``s3://bucket/run``).
+        keep: The number of newest checkpoints that stay; None: all.
+        keep_every: Checkpoints whose step is a multiple of it stay as well.
+        process_group: The ranks that save and load together; None: the default group.
+
+    Raises:
+        ValueError: ``keep`` or ``keep_every`` is less than 1.
+
+    >>> import tempfile, torch, meshard
+    >>> from meshard.checkpoint import Checkpointer
+    >>> model = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> checkpointer = Checkpointer(tempfile.mkdtemp())
+    >>> checkpointer.save(100, model, optimizer, tokens=25_600)
+    >>> checkpointer.latest_step()
+    100
+    >>> checkpointer.load(model, optimizer).extra
+    {'tokens': 25600}
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("keep", keep), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}.")
+        self._storage: Storage = storage_at(folder)
+        self._keep, self._keep_every = keep, keep_every
+        self._process_group = process_group
+        self._saver: Saver | None = None  # made by the first save or load, which is collective
+        self._staging = Staging()
+        self._running: SaveHandle | None = None
+
+    # --- save ------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+    ) -> None:
+        """Save a checkpoint, and return when it is committed on all ranks.
+
+        A step that is there already is replaced, once the new one is committed.
+        **Collective:** all ranks, with the same step and names.
+
+        Args:
+            step: A number that is not negative.
+            model: Any module; sharded, replicated or plain.
+            optimizer: Any optimizer whose parameters are in ``model``.
+            **extra: What has ``state_dict`` and ``load_state_dict`` (schedulers, a
+                ``ShardedGradScaler``, data loaders, further modules and optimizers), tensors, and
+                plain values. What differs between ranks is kept for each rank.
+
+        Raises:
+            CheckpointError: On all ranks: gradients are pending, something is not plain, no space
+                is left, the ranks do not see one folder. The checkpoints before are as they were.
+        """
+        self.wait()
+        saver = self._collective()
+        job = self._job(step, model, optimizer, extra)
+        saver.save(job)
+        self._prune(saver)
+
+    def async_save(
+        self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+    ) -> SaveHandle:
+        """Copy what is to be saved to host memory, and save it in the background.
+
+        The host memory is kept for the next save. One save runs at a time: the next call of
+        ``save``, ``async_save`` or ``load``, and the end of the process, wait for this one.
+        **Collective:** all ranks. Arguments and errors are those of ``save``; errors are raised by
+        ``wait()`` of the handle, or by the next call. Call it before
+        ``torch.distributed.destroy_process_group``.
+        """
+        self.wait()
+        saver = self._collective()
+        job = self._job(step, model, optimizer, extra)
+        job.sources = self._staging.copy(job.sources)
+
+        def run() -> None:
+            saver.save(job)
+            self._prune(saver)
+
+        self._running = SaveHandle(run)
+        return self._running
+
+    def wait(self) -> None:
+        """Wait for a save in the background, if there is one, and raise what went wrong in it."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def _collective(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(self._storage, Ranks.of(self._process_group))
+        return self._saver
+
+    def _job(
+        self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+    ) -> Job:
+        """Return what this rank is to write, or a job that says why not: other ranks must know."""
+        parts.check_names(extra)
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
+        try:
+            return job_of(step, model, optimizer, extra)
+        except (RuntimeError, TypeError, ValueError) as error:
+            job = Job(step)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            job.problem = f"rank {rank}: {error}"
+            return job
+
+    def _prune(self, saver: Saver) -> None:
+        """Remove checkpoints that are not to be kept. The first rank does."""
+        if not saver.ranks.is_first:
+            return
+        folders = manifest.step_folders(self._storage)
+        newest = manifest.committed(self._storage)
+        for folder in folders:
+            if folder != newest.get(folder.step) or folder.step in self._superfluous(newest):
+                # The manifest goes first: what is left of a removal that is killed does not count.
+                self._storage.remove_file(folder.manifest)
+                self._storage.remove_folder(folder.name)
+
+    def _superfluous(self, newest: dict[int, StepFolder]) -> set[int]:
+        if self._keep is None:
+            return set()
+        old = sorted(newest)[: -self._keep]
+        return {step for step in old if not (self._keep_every and step % self._keep_every == 0)}
+
+    # --- what is there ---------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Return the steps that are committed, in order. Any rank may ask alone."""
+        return list(manifest.committed(self._storage))
+
+    def latest_step(self) -> int | None:
+        """Return the newest step that is committed; None if there is none.
+
+        Any rank may ask alone, also while another process saves. Ranks that must agree let ``load``
+        find it.
+        """
+        return max(self.steps(), default=None)
+
+    def manifest(self, step: int | None = None) -> Manifest:
+        """Return what is in a checkpoint; None: the newest. Any rank may ask alone.
+
+        Raises:
+            CheckpointError: There is none, or its manifest is damaged.
+        """
+        return manifest.read_manifest(self._storage, self._folder_of(step))
+
+    def verify(
+        self, step: int | None = None, *, progress: Callable[[int], Any] | None = None
+    ) -> list[Damage]:
+        """Read a whole checkpoint, and return the files that are not as they were written.
+
+        Any rank may ask alone. ``progress`` is called with numbers of bytes that were read.
+
+        Raises:
+            CheckpointError: There is no such step.
+        """
+        folder = self._folder_of(step)
+        try:
+            found = manifest.read_manifest(self._storage, folder)
+        except CheckpointError as error:
+            return [Damage(manifest.NAME, str(error))]
+        reader = Reader(self._storage, folder.name, found)
+        with contextlib.closing(reader):
+            wrong = []
+            for num_bytes, damage in damages(reader, self._storage.files(folder.name)):
+                if progress is not None:
+                    progress(num_bytes)
+                if damage is not None:
+                    wrong.append(damage)
+        return wrong
+
+    def _folder_of(self, step: int | None) -> StepFolder:
+        found = manifest.committed(self._storage)
+        if not found:
+            raise CheckpointError(f"there is no checkpoint in {self._storage.root}.")
+        if step is not None and step not in found:
+            raise CheckpointError(
+                f"step {step} is not in {self._storage.root}; there are {sorted(found)}."
+            )
+        return found[max(found) if step is None else step]
+
+    # --- load ------------------------------------------------------------------------------
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        verify: bool = True,
+        **extra: Any,
+    ) -> Loaded:
+        """Load a checkpoint, saved on any ranks and any mesh.
+
+        Each rank reads the ranges that it holds. Names, shapes, dtypes and checksums are compared
+        on all ranks before anything is changed. Random states are restored where there are as many
+        ranks as in the save; elsewhere each rank gets a seed derived from the saved states.
+        **Collective:** all ranks, with the same arguments.
+
+        Args:
+            model: Any module. One on the meta device is to be materialised first (``to_empty``).
+            optimizer: Its state is created as it was saved. None: it is not loaded.
+            step: None is the newest one. In a folder that ``torch.distributed.checkpoint.save`` has
+                written there is only None.
+            strict: Raise if something is missing or unexpected, instead of saying so in what is
+                returned.
+            cast: Convert what was saved in another dtype.
+            verify: Compare checksums.
+            **extra: Objects to load into, under the names that they were saved with: what has
+                ``load_state_dict``, and tensors. Plain values are returned in any case.
+
+        Returns:
+            The step, plain values, what did not fit, and how random states were restored.
+
+        Raises:
+            CheckpointError: On all ranks; nothing was changed.
+        """
+        self.wait()
+        parts.check_names(extra)
+        ranks = self._collective().ranks
+        folder, found = self._find(ranks, step)
+        reader = Reader(self._storage, folder, found)
+        with contextlib.closing(reader):
+            where = f"{self._storage.root}/{folder}".rstrip("/")
+            options = Options(strict, cast, verify)
+            return Restoring(ranks, reader, where, options).run(model, optimizer, extra)
+
+    def _find(self, ranks: Ranks, step: int | None) -> tuple[str, Manifest]:
+        """Return the folder that the first rank has found, and its manifest."""
+        said: dict[str, Any] = {"problem": "", "folder": None}
+        if ranks.is_first:
+            try:
+                said["folder"] = self._folder_of(step)
+            except CheckpointError as error:
+                if step is None and self._storage.exists(dcp_format.METADATA):
+                    said["folder"] = ""
+                else:
+                    said["problem"] = str(error)
+        said = ranks.broadcast(said)
+        if said["problem"]:
+            raise CheckpointError(said["problem"])
+        problems: list[str] = []
+        folder, found = "", None
+        try:
+            if said["folder"] == "":
+                found = dcp_format.read_folder(self._storage, "")
+            else:
+                step_folder = StepFolder(*said["folder"])
+                folder = step_folder.name
+                found = manifest.read_manifest(self._storage, step_folder)
+        except (CheckpointError, OSError) as error:
+            problems.append(f"rank {ranks.rank}: {error}")
+        agree(ranks, problems, f"the checkpoint {folder} in {self._storage.root} cannot be read:")
+        assert found is not None
+        return folder, found
