@@ -11,6 +11,7 @@ import collections
 import io
 import pathlib
 import pickle
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,11 +34,12 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
     TensorEntry,
 )
-from meshard.checkpoint._protocol.plain import dtype_of, embedded, encode
+from meshard.checkpoint._protocol.plain import dtype_of, embedded, encode, reference
 from meshard.checkpoint._protocol.storage import Source, Storage, opened
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # of that format
+_NO_CHECKSUM = -1
 _HEAD = 2048  # bytes at the beginning of a blob, in which its elements begin
 
 
@@ -154,34 +156,80 @@ class _Unpickler(pickle.Unpickler):
 
 def read_folder(storage: Storage, folder: str) -> Manifest:
     """Return a manifest for what ``dcp.save`` has written. It has no checksums."""
-    text = storage.read(f"{folder}/{METADATA}" if folder else METADATA)
-    try:
-        metadata = _Unpickler(io.BytesIO(text)).load()
-        known, stored = metadata.state_dict_metadata, metadata.storage_data
-    except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
-        raise CheckpointError(f"{storage.root}/{METADATA} cannot be read: {error}") from error
+    metadata = _read_metadata(storage, folder)
     infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
-    for index, info in stored.items():
+    for index, info in metadata.storage_data.items():
         offset = getattr(index, "offset", None)
         infos[index.fqn, None if offset is None else tuple(offset)] = info
-    tensors, parts = {}, dict[str, Any]()
+    paths = getattr(metadata, "planner_data", None) or {}
+    tensors, nested = dict[str, TensorEntry](), dict[Any, Any]()
     heads = _Heads(storage, folder)
-    for name, entry in known.items():
-        if not hasattr(entry, "chunks"):
-            parts[name] = infos[name, None]
-            continue
-        dtype = str(_dtype_of(entry.properties)).removeprefix("torch.")
-        tensors[name] = TensorEntry(tuple(entry.size), dtype, [])
-        for chunk in entry.chunks:
-            info = infos[name, tuple(chunk.offsets)]
-            blob = Blob(info.relative_path, info.offset, info.length, -1)
-            place = heads.data_of(blob)
-            tensors[name].chunks.append(
-                Chunk(tuple(chunk.offsets), tuple(chunk.sizes), blob, place)
-            )
+    for name, entry in metadata.state_dict_metadata.items():
+        path = paths.get(name, (name,))
+        if hasattr(entry, "chunks"):
+            tensors[name] = _entry_of(name, entry, infos, heads)
+            _put(nested, path, reference(name))
+        else:
+            _put(nested, path, _object_of(storage, folder, infos[name, None]))
     heads.close()
-    plain = {name: _object_of(storage, folder, info) for name, info in parts.items()}
-    return Manifest(None, tensors, plain, [], about={"format": "torch.distributed.checkpoint"})
+    return _as_manifest(tensors, nested)
+
+
+def _read_metadata(storage: Storage, folder: str) -> Any:
+    try:
+        text = storage.read(f"{folder}/{METADATA}".lstrip("/"))
+        metadata = _Unpickler(io.BytesIO(text)).load()
+        assert isinstance(metadata.state_dict_metadata, dict)
+        assert isinstance(metadata.storage_data, dict)
+    except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, AssertionError) as error:
+        raise CheckpointError(f"{storage.root}/{METADATA} cannot be read: {error}") from error
+    return metadata
+
+
+def _entry_of(name: str, entry: Any, infos: dict[Any, Any], heads: _Heads) -> TensorEntry:
+    dtype = str(_dtype_of(entry.properties)).removeprefix("torch.")
+    chunks = []
+    for chunk in entry.chunks:
+        info = infos[name, tuple(chunk.offsets)]
+        blob = Blob(info.relative_path, info.offset, info.length, _NO_CHECKSUM)
+        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), blob, heads.data_of(blob)))
+    return TensorEntry(tuple(entry.size), dtype, [], chunks)
+
+
+def _put(nested: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    for key in path[:-1]:
+        nested = nested.setdefault(key, {})
+    nested[path[-1]] = value
+
+
+def _as_trees(nested: Any) -> Any:
+    """Return nested dicts as encoded trees: those with the keys 0, 1, 2 were lists."""
+    if not isinstance(nested, dict) or "$" in nested:
+        return nested
+    values = {key: _as_trees(each) for key, each in nested.items()}
+    if values and all(type(key) is int for key in values):
+        if sorted(values) == list(range(len(values))):
+            return [values[number] for number in sorted(values)]
+        return {"$": "dict", "items": [[key, each] for key, each in values.items()]}
+    return values
+
+
+def _as_manifest(tensors: dict[str, TensorEntry], nested: dict[Any, Any]) -> Manifest:
+    """Sort what was saved into parts, by the keys at the top."""
+    parts = dict[str, Any]()
+    for name, tree in _as_trees(nested).items():
+        is_optimizer = isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys()
+        parts[name] = tree if is_optimizer else {"kind": "value", "tree": tree}
+    if "model" in parts:
+        parts["model"] = {"kind": "module", "tree": {}}
+    else:  # the state dict of the model was saved by itself, or beside the others
+        own = [name for name, each in tensors.items() if name in parts]
+        for name in own:
+            tensors[f"model.{name}"] = tensors.pop(name)
+            del parts[name]
+    step = parts.pop("step", {}).get("tree")
+    step = step if type(step) is int else None
+    return Manifest(step, tensors, parts, [], about={"format": "torch.distributed.checkpoint"})
 
 
 def _dtype_of(properties: Any) -> torch.dtype:

@@ -94,7 +94,7 @@ class _Collecting:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tensors: dict[str, torch.Tensor] = {}
-        self._nested: dict[str, Any] = {}
+        self._nested: dict[str, Any] = {"step": job.step}
 
     def add_module(self, name: str, module: nn.Module) -> dict[int, str]:
         """Add a module; return the names of its parameters by their ids."""

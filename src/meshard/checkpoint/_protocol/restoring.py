@@ -32,7 +32,7 @@ from meshard.checkpoint._protocol.ranks import Ranks
 class Loaded(NamedTuple):
     """What ``Checkpointer.load`` has found."""
 
-    step: int | None  # None: a folder of ``torch.distributed.checkpoint.save``
+    step: int | None  # None: ``torch.distributed.checkpoint.save`` was given none
     extra: dict[str, Any]  # the plain values that were saved, by name
     missing: list[str]  # names of tensors and parts that were asked for, and are not there
     unexpected: list[str]  # names that are there, and were not asked for
@@ -142,7 +142,7 @@ class Restoring:
         known = self._here
         there = [*self._manifest.tensors, *self._manifest.ties]
         self._unexpected += [
-            each for each in there if each.startswith(f"{name}.") and each not in known
+            each for each in sorted(there) if each.startswith(f"{name}.") and each not in known
         ]
         if state.others:
             part = self._manifest.parts.get(name)

@@ -1,0 +1,90 @@
+"""Saves in the background."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshard import CommLedger
+from meshard.checkpoint import Checkpointer, CheckpointError
+from tests.checkpoint.layouts import assert_same_values, net, train, values_of
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
+
+
+@pytest.mark.parametrize("layout", ["fully_shard", "replicate"])
+@on_ranks(2)
+def test_what_is_saved_is_the_state_at_the_call(tmp_path, layout):
+    model = net(layout)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(tmp_path, keep=None)
+    states = []
+    for step in range(3):
+        train(model, optimizer, 1)
+        states.append(values_of(model, optimizer))
+        checkpointer.async_save(step, model, optimizer)
+        train(model, optimizer, 2)
+    checkpointer.wait()
+    assert checkpointer.steps() == [0, 1, 2]
+    for step, expected in enumerate(states):
+        checkpointer.load(model, optimizer, step=step)
+        assert_same_values(values_of(model, optimizer), expected)
+
+
+@on_ranks(2)
+def test_what_went_wrong_is_raised_on_all_ranks_by_wait_or_the_next_call(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    extra = object() if dist.get_rank() else 1
+    handle = checkpointer.async_save(1, nn.Linear(1, 1), extra=extra)
+    with pytest.raises(CheckpointError, match=r"rank 1: the value at \['extra'\] is a"):
+        handle.wait()
+    assert handle.done()
+    checkpointer.async_save(1, nn.Linear(1, 1), extra=extra)
+    with pytest.raises(CheckpointError, match="rank 1"):
+        checkpointer.save(2, nn.Linear(1, 1))
+    checkpointer.save(2, nn.Linear(1, 1))
+    assert checkpointer.steps() == [2]
+
+
+@on_ranks(2)
+def test_one_save_runs_at_a_time(tmp_path):
+    checkpointer, may_go_on = Checkpointer(tmp_path), threading.Event()
+    publish = checkpointer._storage.publish
+
+    def wait_and_publish(*args):
+        assert may_go_on.wait(30)
+        publish(*args)
+
+    checkpointer._storage.publish = wait_and_publish
+    first = checkpointer.async_save(1, nn.Linear(1, 1))
+    assert not first.done()
+    assert checkpointer.latest_step() is None
+    may_go_on.set()
+    checkpointer.async_save(2, nn.Linear(1, 1)).wait()
+    assert first.done()
+    assert checkpointer.steps() == [1, 2]
+
+
+@on_ranks(2)
+def test_the_second_save_plans_nothing(tmp_path):
+    model = net("fully_shard")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    checkpointer = Checkpointer(tmp_path)
+    counts = []
+    for step in range(3):
+        with CommLedger() as ledger:
+            checkpointer.save(step, model, optimizer)
+        counts.append(len(ledger.events))
+        train(model, optimizer, 1)
+    # Each exchange is of sizes, then of what is that long: an agreement, the name of the folder,
+    # the checksums, the outcome. The first save also gathers what ranks hold, and sends the plan.
+    assert counts == [8 + 4, 8, 8]
+    model.gate.requires_grad_(True)
+    train(model, optimizer, 1)
+    with CommLedger() as ledger:
+        checkpointer.save(4, model, optimizer)
+    assert len(ledger.events) == 8 + 4

@@ -1,0 +1,251 @@
+"""Nothing that is damaged loads in silence, and what is refused changes nothing."""
+
+import json
+import os
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from meshard.checkpoint import Checkpointer, CheckpointError
+from meshard.checkpoint._protocol import manifest as manifests
+from tests.checkpoint.layouts import assert_same_values, net, train, values_of
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
+
+
+def saved(folder, steps=(1,)):
+    model = net("plain")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in steps:
+        train(model, optimizer, 1)
+        Checkpointer(folder).save(step, model, optimizer, scheduler_step=step)
+    return model, optimizer
+
+
+def assert_refused(folder, text, **options):
+    model = net("plain", seed=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train(model, optimizer, 1)
+    before, files = values_of(model, optimizer), sorted(folder.rglob("*"))
+    with pytest.raises(CheckpointError, match=text):
+        Checkpointer(folder).load(model, optimizer, **options)
+    assert_same_values(values_of(model, optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert sorted(folder.rglob("*")) == files
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+FILES = {"manifest.json": r"manifest\.json", "__0_0.distcp": r"__0_0\.distcp"}
+
+
+@pytest.mark.parametrize("part", range(24))
+@pytest.mark.parametrize("file", FILES)
+def test_a_flipped_bit_is_named_and_refused(tmp_path, file, part):
+    saved(tmp_path)
+    path = tmp_path / "step-1" / file
+    size = path.stat().st_size
+    if file != "manifest.json":  # behind the tensors are objects for torch only
+        found = Checkpointer(tmp_path).manifest()
+        size = max(c.blob.begin + c.blob.size for e in found.tensors.values() for c in e.chunks)
+    flip(path, part * (size - 1) // 23)
+    assert_refused(tmp_path, FILES[file])
+    assert [each.file for each in Checkpointer(tmp_path).verify()] == [file]
+
+
+def test_every_byte_of_every_file_has_a_checksum(tmp_path):
+    saved(tmp_path)
+    found = Checkpointer(tmp_path).manifest()
+    for file, blobs in found.files().items():
+        end = 0
+        for blob in blobs:
+            assert blob.begin == end, file
+            end += blob.size
+        assert end == (tmp_path / "step-1" / file).stat().st_size
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "__0_0.distcp", ".metadata"])
+def test_a_file_that_is_cut_off_is_named(tmp_path, file):
+    saved(tmp_path)
+    path = tmp_path / "step-1" / file
+    os.truncate(path, path.stat().st_size // 2)
+    assert {each.file for each in Checkpointer(tmp_path).verify()} == {file}
+    if file != ".metadata":  # which only torch reads
+        assert_refused(tmp_path, re.escape(file))
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    assert_refused(tmp_path, r"__0_0\.distcp")
+    (damage,) = Checkpointer(tmp_path).verify()
+    assert damage == ("__0_0.distcp", "is missing")
+
+
+def test_files_of_two_steps_that_were_exchanged_are_noticed(tmp_path):
+    saved(tmp_path, steps=(1, 2))
+    one, two = (tmp_path / f"step-{step}" / "__0_0.distcp" for step in (1, 2))
+    other = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(other)
+    assert_refused(tmp_path, r"__0_0\.distcp", step=1)
+    assert_refused(tmp_path, r"__0_0\.distcp", step=2)
+
+
+def rewritten(folder, change):
+    """Write a manifest anew, with a right checksum."""
+    path = folder / "step-1" / "manifest.json"
+    content = json.loads(path.read_text())["content"]
+    change(content)
+    checksum = manifests._checksum(manifests._canonical(content))
+    path.write_bytes(manifests._canonical({"checksum": checksum, "content": content}))
+
+
+def test_a_path_out_of_the_folder_is_refused(tmp_path):
+    saved(tmp_path)
+
+    def change(content):
+        content["files"][-1] = "../../secret"
+
+    rewritten(tmp_path, change)
+    assert_refused(tmp_path, r"'\.\./\.\./secret', which is outside of its folder")
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    saved(tmp_path)
+    rewritten(tmp_path, lambda content: content.update(format_version=2))
+    assert_refused(tmp_path, r"format 2 of a newer meshard .*\nUpdate meshard|Update meshard")
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
+    saved(tmp_path, steps=(1, 2))
+    (tmp_path / "step-2" / "manifest.json").unlink()
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.steps() == [1]
+    assert checkpointer.latest_step() == 1
+    assert_refused(tmp_path, r"step 2 is not in .*; there are \[1\]", step=2)
+    saved(tmp_path, steps=(3,))
+    assert not (tmp_path / "step-2").exists()
+
+
+# --- other models --------------------------------------------------------------------------
+
+
+def test_other_shapes_dtypes_and_names_are_listed_together(tmp_path):
+    Checkpointer(tmp_path).save(0, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    other = nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 1).double(), nn.Linear(1, 1))
+    before = values_of(other)
+    with pytest.raises(CheckpointError) as error:
+        Checkpointer(tmp_path).load(other)
+    text = str(error.value)
+    assert "model.0.weight has shape [3, 2] in the checkpoint and [4, 2] here" in text
+    assert "model.1.bias is float32 in the checkpoint and float64 here; pass cast=True" in text
+    assert "model.2.weight is not in the checkpoint" in text
+    assert "nothing was loaded" in text
+    assert_same_values(values_of(other), before)
+
+
+def test_cast_converts(tmp_path):
+    plain = nn.Linear(2, 3)
+    Checkpointer(tmp_path).save(0, plain)
+    other = nn.Linear(2, 3).double()
+    Checkpointer(tmp_path).load(other, cast=True)
+    assert torch.equal(other.weight, plain.weight.double())
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_is_said(tmp_path):
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    Checkpointer(tmp_path).save(0, plain)
+    other = nn.ModuleDict({"0": nn.Linear(2, 3), "new": nn.Linear(1, 1)})
+    loaded = Checkpointer(tmp_path).load(other, torch.optim.SGD(other.parameters()), strict=False)
+    assert loaded.missing == ["model.new.weight", "model.new.bias", "optimizer"]
+    assert loaded.unexpected == ["model.1.bias", "model.1.weight"]
+    assert torch.equal(other["0"].weight, plain[0].weight)
+
+
+def test_a_model_on_meta_is_to_be_materialised_first(tmp_path):
+    Checkpointer(tmp_path).save(0, nn.Linear(2, 3))
+    with torch.device("meta"):
+        model = nn.Linear(2, 3)
+    with pytest.raises(CheckpointError, match=r"model\.weight is on the meta device here"):
+        Checkpointer(tmp_path).load(model)
+
+
+# --- saves that are refused ----------------------------------------------------------------
+
+
+def assert_not_saved(checkpointer, text, *args, **extra):
+    steps = checkpointer.steps()
+    with pytest.raises(CheckpointError, match=text):
+        checkpointer.save(*args, **extra)
+    assert checkpointer.steps() == steps
+
+
+@on_ranks(2)
+def test_gradients_that_are_pending_on_one_rank_refuse_the_save_on_all(tmp_path):
+    model, checkpointer = net("fully_shard"), Checkpointer(tmp_path)
+    checkpointer.save(1, model)
+    with meshard.no_sync(model):
+        model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
+    assert_not_saved(checkpointer, "step 2 was not saved.*(?s:.*)not reduced yet", 2, model)
+    assert not (tmp_path / "step-2").exists()
+
+
+@on_ranks(2)
+def test_what_is_not_plain_is_named_with_its_path(tmp_path):
+    extra = {"a": [1, object() if dist.get_rank() else 1]}
+    text = r"rank 1: the value at \['extra'\]\['a'\]\[1\] is a builtins\.object"
+    assert_not_saved(Checkpointer(tmp_path), text, 1, nn.Linear(1, 1), extra=extra)
+
+
+@on_ranks(2)
+def test_ranks_that_save_different_steps_are_told(tmp_path):
+    text = r"ranks save different steps: \[0, 1\]"
+    assert_not_saved(Checkpointer(tmp_path), text, dist.get_rank(), nn.Linear(1, 1))
+
+
+@on_ranks(2)
+def test_a_folder_that_other_ranks_do_not_see_is_told(tmp_path):
+    own = tmp_path / str(dist.get_rank())
+    own.mkdir()
+    text = "rank 1: .*, which rank 0 has made, is not there. All ranks must see one folder"
+    assert_not_saved(Checkpointer(own), text, 1, nn.Linear(1, 1))
+    assert list(own.iterdir()) == []
+
+
+@on_ranks(2)
+def test_no_space_left_is_told_and_nothing_is_left_behind(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, nn.Linear(1, 1))
+
+    def write(file, data):
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        checkpointer._storage.write = write
+    assert_not_saved(checkpointer, "rank 1: no space is left for", 2, nn.Linear(1, 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+
+
+# --- pickles -------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_metadata_of_torch_is_not_unpickled_freely(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match=r"refers to posix\.system"):
+        Checkpointer(tmp_path).load(nn.Linear(1, 1))
