@@ -15,7 +15,7 @@ pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("scenario", "at_least"), zip(SCENARIOS, (60, 50), strict=True))
+@pytest.mark.parametrize(("scenario", "at_least"), [*zip(SCENARIOS, (60, 50), strict=True)])
 def test_a_kill_at_any_act_on_the_disk_leaves_the_newest_checkpoint(tmp_path, scenario, at_least):
     command = [sys.executable, "-m", "tests.checkpoint.kills", str(tmp_path), scenario]
     done = subprocess.run(

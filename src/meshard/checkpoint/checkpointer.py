@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -126,8 +127,7 @@ class Checkpointer:
         self.wait()
         saver = self._collective()
         job = self._job(step, model, optimizer, extra)
-        saver.save(job)
-        self._prune(saver)
+        saver.save(job, self._tidy)
 
     def async_save(
         self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
@@ -145,12 +145,136 @@ class Checkpointer:
         job = self._job(step, model, optimizer, extra)
         job.sources = self._staging.copy(job.sources)
 
-        def run() -> None:
-            saver.save(job)
-            self._prune(saver)
-
-        self._running = SaveHandle(run)
+        self._running = SaveHandle(lambda: saver.save(job, self._tidy))
         return self._running
+
+    def _tidy(self) -> None:
+        """Remove old checkpoints, once the new one is committed."""
+        try:
+            self.prune()
+        except OSError as error:
+            warnings.warn(
+                f"old checkpoints in {self._storage.root} could not be removed: {error}; the next "
+                "save tries again.",
+                stacklevel=4,
+            )
+
+    def wait(self) -> None:
+        """Wait until the save is committed.
+
+        Raises:
+            CheckpointError: It failed, on any rank. It is raised once.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class Checkpointer:
+    """Saves and loads checkpoints of one run.
+
+    Each step has a folder of its own, ``step-100``, which counts once its manifest is there: a save
+    that is killed at any moment leaves the checkpoints before it, and the next save goes on. Every
+    byte has a checksum. A checkpoint loads on any number of ranks, any mesh and any supported
+    torch, and into ``fully_shard``, ``replicate`` and plain modules alike.
+
+    Args:
+        folder: A path that all ranks see, or a URL for fsspec (``s3://bucket/run``).
+        keep: The number of newest checkpoints that stay; None: all.
+        keep_every: Checkpoints whose step is a multiple of it stay as well.
+        process_group: The ranks that save and load together; None: the default group.
+
+    Raises:
+        ValueError: ``keep`` or ``keep_every`` is less than 1.
+
+    >>> import tempfile, torch, meshard
+    >>> from meshard.checkpoint import Checkpointer
+    >>> model = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> checkpointer = Checkpointer(tempfile.mkdtemp())
+    >>> checkpointer.save(100, model, optimizer, tokens=25_600)
+    >>> checkpointer.latest_step()
+    100
+    >>> checkpointer.load(model, optimizer).extra
+    {'tokens': 25600}
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, value in (("keep", keep), ("keep_every", keep_every)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}.")
+        self._storage: Storage = storage_at(folder)
+        self._keep, self._keep_every = keep, keep_every
+        self._process_group = process_group
+        self._saver: Saver | None = None  # made by the first save or load, which is collective
+        self._staging = Staging()
+        self._running: SaveHandle | None = None
+
+    # --- save ------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+    ) -> None:
+        """Save a checkpoint, and return when it is committed on all ranks.
+
+        A step that is there already is replaced, once the new one is committed.
+        **Collective:** all ranks, with the same step and names.
+
+        Args:
+            step: A number that is not negative.
+            model: Any module; sharded, replicated or plain.
+            optimizer: Any optimizer whose parameters are in ``model``.
+            **extra: What has ``state_dict`` and ``load_state_dict`` (schedulers, a
+                ``ShardedGradScaler``, data loaders, further modules and optimizers), tensors, and
+                plain values. What differs between ranks is kept for each rank.
+
+        Raises:
+            CheckpointError: On all ranks: gradients are pending, something is not plain, no space
+                is left, the ranks do not see one folder. The checkpoints before are as they were.
+        """
+        self.wait()
+        saver = self._collective()
+        job = self._job(step, model, optimizer, extra)
+        saver.save(job, self._tidy)
+
+    def async_save(
+        self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+    ) -> SaveHandle:
+        """Copy what is to be saved to host memory, and save it in the background.
+
+        The host memory is kept for the next save. One save runs at a time: the next call of
+        ``save``, ``async_save`` or ``load``, and the end of the process, wait for this one.
+        **Collective:** all ranks. Arguments and errors are those of ``save``; errors are raised by
+        ``wait()`` of the handle, or by the next call. Call it before
+        ``torch.distributed.destroy_process_group``.
+        """
+        self.wait()
+        saver = self._collective()
+        job = self._job(step, model, optimizer, extra)
+        job.sources = self._staging.copy(job.sources)
+
+        self._running = SaveHandle(lambda: saver.save(job, self._tidy))
+        return self._running
+
+    def _save(self, saver: Saver, job: Job) -> None:
+        saver.save(job)
+        if saver.ranks.is_first:
+            try:
+                self.prune()
+            except OSError as error:  # the checkpoint is committed all the same
+                warnings.warn(
+                    f"old checkpoints in {self._storage.root} could not be removed: {error}; the "
+                    "next save tries again.",
+                    stacklevel=3,
+                )
 
     def wait(self) -> None:
         """Wait for a save in the background, if there is one, and raise what went wrong in it."""
@@ -178,17 +302,19 @@ class Checkpointer:
             job.problem = f"rank {rank}: {error}"
             return job
 
-    def _prune(self, saver: Saver) -> None:
-        """Remove checkpoints that are not to be kept. The first rank does."""
-        if not saver.ranks.is_first:
-            return
-        folders = manifest.step_folders(self._storage)
+    def prune(self) -> list[int]:
+        """Remove checkpoints that are not to be kept, and return their steps.
+
+        Every save does so by itself. Call it on one rank, while none saves.
+        """
         newest = manifest.committed(self._storage)
-        for folder in folders:
-            if folder != newest.get(folder.step) or folder.step in self._superfluous(newest):
+        superfluous = self._superfluous(newest)
+        for folder in manifest.step_folders(self._storage):
+            if folder != newest.get(folder.step) or folder.step in superfluous:
                 # The manifest goes first: what is left of a removal that is killed does not count.
                 self._storage.remove_file(folder.manifest)
                 self._storage.remove_folder(folder.name)
+        return sorted(superfluous)
 
     def _superfluous(self, newest: dict[int, StepFolder]) -> set[int]:
         if self._keep is None:
@@ -242,6 +368,14 @@ class Checkpointer:
                 if damage is not None:
                     wrong.append(damage)
         return wrong
+
+    @contextlib.contextmanager
+    def reader(self, step: int | None = None) -> Iterator[Reader]:
+        """Open a checkpoint to read from it by hand. Any rank may do so alone."""
+        folder = self._folder_of(step)
+        found = manifest.read_manifest(self._storage, folder)
+        with contextlib.closing(Reader(self._storage, folder.name, found)) as reader:
+            yield reader
 
     def _folder_of(self, step: int | None) -> StepFolder:
         found = manifest.committed(self._storage)

@@ -18,7 +18,7 @@ import errno
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +64,8 @@ class Saver:
         self.storage, self.ranks = storage, ranks
         self._plan: _Plan | None = None
 
-    def save(self, job: Job) -> None:
-        """Write a checkpoint and commit it.
+    def save(self, job: Job, tidy: Callable[[], None]) -> None:
+        """Write a checkpoint and commit it; then the first rank calls ``tidy``.
 
         **Collective:** all ranks.
 
@@ -88,6 +88,8 @@ class Saver:
             if problem:
                 with contextlib.suppress(OSError):
                     self.storage.remove_folder(folder.name)
+            else:
+                tidy()
         problem = self.ranks.broadcast(problem)
         if problem:
             raise CheckpointError(

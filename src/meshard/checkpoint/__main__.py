@@ -1,0 +1,257 @@
+"""Look at checkpoints, check them and export their weights, without starting ranks.
+
+    python -m meshard.checkpoint list FOLDER
+    python -m meshard.checkpoint show FOLDER [--step N]
+    python -m meshard.checkpoint verify FOLDER [--step N | --all]
+    python -m meshard.checkpoint prune FOLDER --keep N [--keep-every M]
+    python -m meshard.checkpoint export FOLDER OUT [--step N] [--part NAME]
+
+``FOLDER`` is a path or a URL. The exit code is 0 if all is well, 1 if a checkpoint is damaged or is
+not there, 2 if the command is not understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshard.checkpoint._protocol.loading import Read, Reader, check, fill
+from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
+from meshard.checkpoint._protocol.plain import dtype_of
+from meshard.checkpoint.checkpointer import Checkpointer
+
+_FILE_BYTES = 5 * 10**9  # of one exported file, as Hugging Face's libraries have it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except (CheckpointError, OSError, ImportError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m meshard.checkpoint", description=(__doc__ or "").splitlines()[0]
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("folder", help="a path, or a URL such as s3://bucket/run")
+        command.set_defaults(run=run)
+        return command
+
+    add("list", _list, "List the steps, with sizes and dates.")
+    show = add("show", _show, "Show what is in a checkpoint.")
+    verify = add("verify", _verify, "Read a checkpoint and name each file that is damaged.")
+    verify.add_argument("--all", action="store_true", help="all steps")
+    prune = add("prune", _prune, "Remove all but the newest checkpoints.")
+    prune.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay")
+    prune.add_argument("--keep-every", type=int, metavar="M", help="and each multiple of M")
+    export = add("export", _export, "Write the weights in Hugging Face's layout (safetensors).")
+    export.add_argument("out", help="a new folder")
+    export.add_argument("--part", default="model", help="the part to export (default: model)")
+    for command in (show, verify, export):
+        command.add_argument("--step", type=int, metavar="N", help="the step (default: the newest)")
+    return parser
+
+
+# --- tables --------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    texts = [list(map(str, row)) for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in texts
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def _list(parsed: Any) -> int:
+    checkpointer = Checkpointer(parsed.folder)
+    rows, code = [], 0
+    for step in checkpointer.steps():
+        try:
+            found = checkpointer.manifest(step)
+        except CheckpointError:
+            rows.append([step, "?", "?", "?", "the manifest is damaged"])
+            code = 1
+            continue
+        about = found.about
+        rows.append(
+            [step, _size(found.num_bytes), about["num_ranks"], about["torch"], about["saved_at"]]
+        )
+    if not rows:
+        print(f"There is no checkpoint in {parsed.folder}.", file=sys.stderr)
+        return 1
+    print(_table(("step", "size", "ranks", "torch", "saved at"), rows))
+    return code
+
+
+def _show(parsed: Any) -> int:
+    found = Checkpointer(parsed.folder).manifest(parsed.step)
+    for name, value in {"step": found.step, **found.about}.items():
+        print(f"{name:10} {value}")
+    print(f"{'size':10} {_size(found.num_bytes)} in {len(found.files())} files")
+    own = {name for parts in found.rank_parts for name in parts}
+    for name in sorted(own):
+        print(f"{'per rank':10} {name}")
+    values = {
+        name: part["tree"] for name, part in found.parts.items() if part.get("kind") == "value"
+    }
+    for name, value in values.items():
+        print(f"{'value':10} {name} = {str(value)[:60]}")
+    rows = [
+        [
+            name,
+            "x".join(map(str, each.shape)) or "scalar",
+            each.dtype,
+            " ".join(each.placements) or "-",
+            len(each.chunks),
+        ]
+        for name, each in found.tensors.items()
+    ]
+    print()
+    print(_table(("tensor", "shape", "dtype", "placements", "chunks"), rows))
+    for name, tied in found.ties.items():
+        print(f"{name} is tied to {tied}")
+    return 0
+
+
+# --- verify, prune, export -----------------------------------------------------------------
+
+
+@contextmanager
+def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], Any]]:
+    """Return what is called with numbers of bytes: a bar, where there is a terminal and tqdm."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # an extra, without types
+    except ImportError:
+        yield lambda _: None
+        return
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, disable=None) as bar:
+        yield bar.update
+
+
+def _verify(parsed: Any) -> int:
+    checkpointer = Checkpointer(parsed.folder)
+    steps = checkpointer.steps() if parsed.all else [parsed.step or checkpointer.latest_step()]
+    code = 0
+    for step in steps:
+        try:
+            num_bytes = checkpointer.manifest(step).num_bytes
+        except CheckpointError:
+            num_bytes = 0  # verify says what is wrong
+        with _progress(f"step {step}", num_bytes) as progress:
+            damages = checkpointer.verify(step, progress=progress)
+        for damage in damages:
+            print(f"step {step}: {damage.file} {damage.what}")
+        if damages:
+            code = 1
+        else:
+            print(f"step {step}: all files are as they were written ({_size(num_bytes)})")
+    return code
+
+
+def _prune(parsed: Any) -> int:
+    checkpointer = Checkpointer(parsed.folder, keep=parsed.keep, keep_every=parsed.keep_every)
+    removed = checkpointer.prune()
+    print(f"removed {len(removed)} checkpoint(s): {removed}" if removed else "nothing to remove")
+    return 0
+
+
+def _export(parsed: Any) -> int:
+    try:
+        from safetensors.torch import save_file  # an extra
+    except ImportError as error:
+        raise ImportError(
+            'export writes safetensors: pip install "meshard[checkpoint]".'
+        ) from error
+    checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
+    found = checkpointer.manifest(parsed.step)
+    prefix = f"{parsed.part}."
+    entries = {
+        name.removeprefix(prefix): entry
+        for name, entry in found.tensors.items()
+        if name.startswith(prefix)
+    }
+    if not entries:
+        raise CheckpointError(f"step {found.step} has no part {parsed.part!r} with tensors.")
+    out.mkdir(parents=True)
+    files = _files(entries)
+    total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
+    with checkpointer.reader(parsed.step) as reader, _progress("export", total) as progress:
+        for file, names in files.items():
+            tensors = {name: _read(reader, entries[name], progress) for name in names}
+            save_file(tensors, out / file, metadata={"format": "pt"})
+    if len(files) > 1:  # last: without it a reader sees that files are missing
+        index = {
+            "metadata": {"total_size": sum(map(_num_bytes, entries.values()))},
+            "weight_map": {name: file for file, names in files.items() for name in names},
+        }
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    print(f"wrote {len(entries)} tensors of step {found.step} to {out}")
+    return 0
+
+
+def _num_bytes(entry: TensorEntry) -> int:
+    return entry.numel * dtype_of(entry.dtype).itemsize
+
+
+def _files(entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
+    """Return the tensors of each file, by the names that Hugging Face's readers expect."""
+    groups, room = list[list[str]](), 0
+    for name, entry in entries.items():
+        if not groups or _num_bytes(entry) > room:
+            groups.append([])
+            room = _FILE_BYTES
+        groups[-1].append(name)
+        room -= _num_bytes(entry)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    count = len(groups)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": names
+        for number, names in enumerate(groups, start=1)
+    }
+
+
+def _read(reader: Reader, entry: TensorEntry, progress: Callable[[int], Any]) -> torch.Tensor:
+    """Read a whole tensor, checked."""
+    dtype = dtype_of(entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=dtype)
+    for chunk in entry.chunks:
+        target = tensor
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            target = target.narrow(dim, offset, size)
+        read = Read(chunk, dtype, (0,) * len(chunk.sizes), chunk.sizes, target)
+        check(reader, [read])
+        fill(reader, [read])
+        progress(chunk.blob.size)
+    return tensor
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

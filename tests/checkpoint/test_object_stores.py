@@ -1,0 +1,122 @@
+"""The same promises where nothing can be renamed and an object appears when it is closed."""
+
+import contextlib
+import warnings
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
+
+from meshard.checkpoint import Checkpointer, CheckpointError
+from tests.checkpoint.layouts import assert_same_values, net, train, values_of
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
+
+
+class StoreError(OSError):
+    pass
+
+
+class LocalStore(LocalFileSystem):
+    """A folder as an object store: no renames, and requests that fail when they are told to."""
+
+    protocol = "localstore"
+    cachable = False
+    fails_at = None  # the number of requests that succeed
+    requests = 0
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("localstore://"))
+
+    @classmethod
+    def request(cls):
+        if cls.fails_at is not None and cls.requests >= cls.fails_at:
+            raise StoreError("503 Slow Down")
+        cls.requests += 1
+
+    def mv(self, *args, **kwargs):
+        raise NotImplementedError("an object store does not rename")
+
+    mv_file = rename = move = mv
+
+    def _open(self, path, mode="rb", **kwargs):
+        self.request()
+        return super()._open(path, mode, **kwargs)
+
+    def rm(self, *args, **kwargs):
+        self.request()
+        return super().rm(*args, **kwargs)
+
+    def rm_file(self, *args, **kwargs):
+        self.request()
+        return super().rm_file(*args, **kwargs)
+
+
+def store_at(folder):
+    fsspec.register_implementation("localstore", LocalStore, clobber=True)
+    LocalStore.fails_at = None
+    return f"localstore://{folder}/bucket/run"
+
+
+@on_ranks(2)
+def test_a_run_is_saved_resumed_and_pruned(tmp_path):
+    model = net("fully_shard")
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(store_at(tmp_path), keep=2)
+    for step in range(3):
+        train(model, optimizer, 1)
+        checkpointer.save(step, model, optimizer)
+    assert checkpointer.steps() == [1, 2]
+    assert checkpointer.verify() == []
+    expected = values_of(model, optimizer)
+    other = net("fully_shard", seed=3)
+    optimizer = torch.optim.AdamW(other.parameters())
+    assert checkpointer.load(other, optimizer).step == 2
+    assert_same_values(values_of(other, optimizer), expected)
+
+
+def test_a_bit_that_flips_in_the_store_is_noticed(tmp_path):
+    checkpointer, model = Checkpointer(store_at(tmp_path)), nn.Linear(2, 2)
+    checkpointer.save(1, model)
+    path = tmp_path / "bucket/run/step-1/__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[1300] ^= 1
+    path.write_bytes(data)
+    before = values_of(model)
+    with pytest.raises(CheckpointError, match="is not as it was written"):
+        checkpointer.load(model)
+    assert_same_values(values_of(model), before)
+
+
+@on_ranks(2)
+def test_a_request_that_fails_at_any_moment_leaves_the_checkpoint_before(tmp_path):
+    model = net("fully_shard")
+    checkpointer = Checkpointer(store_at(tmp_path), keep=1)
+    checkpointer.save(0, model)
+    LocalStore.requests = 0
+    checkpointer.save(1, model)
+    counts = [None, None]
+    dist.all_gather_object(counts, LocalStore.requests)
+    step = 1
+    for rank, count in enumerate(counts):
+        for number in range(count):
+            LocalStore.requests = 0
+            LocalStore.fails_at = number if dist.get_rank() == rank else None
+            with contextlib.suppress(CheckpointError), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "old checkpoints in .* could not be removed")
+                checkpointer.save(step + 1, model)
+            LocalStore.fails_at = None
+            dist.barrier()
+            latest = checkpointer.latest_step()
+            assert latest in (step, step + 1)
+            assert checkpointer.verify(latest) == []
+            step = latest
+            dist.barrier()
+    checkpointer.save(step + 1, model)
+    assert checkpointer.steps() == [step + 1]
+    assert sum(counts) >= 8
