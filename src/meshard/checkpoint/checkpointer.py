@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshard.checkpoint._protocol import dcp_format, manifest, parts
-from meshard.checkpoint._protocol.jobs import Job, job_of
+from meshard.checkpoint._protocol.jobs import Boxes, Job, job_of
 from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages
 from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest, StepFolder
 from meshard.checkpoint._protocol.ranks import Ranks
@@ -99,7 +99,7 @@ class Checkpointer:
         self._keep, self._keep_every = keep, keep_every
         self._process_group = process_group
         self._saver: Saver | None = None  # made by the first save or load, which is collective
-        self._staging = Staging()
+        self._staging, self._boxes = Staging(), Boxes()
         self._running: SaveHandle | None = None
 
     # --- save ------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
         try:
-            return job_of(step, model, optimizer, extra)
+            return job_of(step, model, optimizer, extra, self._boxes)
         except (RuntimeError, TypeError, ValueError) as error:
             job = Job(step)
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -13,7 +13,6 @@ import functools
 import io
 import struct
 import zipfile
-import zlib
 from typing import Any, NamedTuple
 
 import torch
@@ -37,12 +36,12 @@ class Frame(NamedTuple):
     crc_in_head: int  # where the checksum of the elements stands
     crc_in_tail: int
 
-    def around(self, data: memoryview) -> tuple[bytes, bytes]:
-        """Return head and tail for a tensor with these elements."""
-        crc = struct.pack("<L", zlib.crc32(data))
+    def around(self, crc32: int) -> tuple[bytes, bytes]:
+        """Return head and tail for a tensor whose elements have this checksum."""
+        packed = struct.pack("<L", crc32)
         head, tail = bytearray(self.head), bytearray(self.tail)
-        head[self.crc_in_head : self.crc_in_head + 4] = crc
-        tail[self.crc_in_tail : self.crc_in_tail + 4] = crc
+        head[self.crc_in_head : self.crc_in_head + 4] = packed
+        tail[self.crc_in_tail : self.crc_in_tail + 4] = packed
         return bytes(head), bytes(tail)
 
 
@@ -96,6 +95,12 @@ def data_offset_in_head(head: bytes) -> int | None:
             return None
         place = begin + size
     return None
+
+
+def copied_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a copy of the elements of a tensor."""
+    host = tensor.detach().to("cpu").contiguous()
+    return bytes(bytes_of(host))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -192,7 +192,8 @@ def _entry_of(name: str, entry: Any, infos: dict[Any, Any], heads: _Heads) -> Te
     for chunk in entry.chunks:
         info = infos[name, tuple(chunk.offsets)]
         blob = Blob(info.relative_path, info.offset, info.length, _NO_CHECKSUM)
-        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), blob, heads.data_of(blob)))
+        blob = blob._replace(data_begin=heads.data_of(blob))
+        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), blob))
     return TensorEntry(tuple(entry.size), dtype, [], chunks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -66,8 +67,10 @@ class Job:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def job_of(step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> Job:
-    """Return the job of this rank.
+def job_of(
+    step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], boxes: Boxes
+) -> Job:
+    """Return the job of this rank. ``boxes`` is for all jobs of one ``Checkpointer``.
 
     Raises:
         RuntimeError: Gradients are pending.
@@ -85,7 +88,7 @@ def job_of(step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict
             made.add_module(name, value)
         elif name not in optimizers:
             made.add_value(name, value)
-    return made.finished()
+    return made.finished(boxes)
 
 
 class _Collecting:
@@ -124,10 +127,10 @@ class _Collecting:
         self._tensors |= encoded.tensors
         self._nested[name] = tree
 
-    def finished(self) -> Job:
+    def finished(self, boxes: Boxes) -> Job:
         job = self._job
         job.of_rank[RANDOM] = encode(parts.random_state(), lambda *_: None)
-        job.items, job.sources = items_of(self._tensors)
+        job.items, job.sources = items_of(self._tensors, boxes)
         if not dist.is_initialized() or dist.get_rank() == 0:
             job.objects, job.paths = dcp_format.flattened(self._nested)
         return job
@@ -145,8 +148,14 @@ def _with_own(name: str, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+@functools.cache
+def _own_version() -> str:
+    from meshard import __version__  # this reads the metadata of the package
+
+    return __version__
+
+
 def _about(model: nn.Module) -> dict[str, Any]:
-    from meshard import __version__  # reads the metadata of the package
 
     meshes = {
         (tuple(param.device_mesh.shape), param.device_mesh.mesh_dim_names)
@@ -154,7 +163,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
         if isinstance(param, DTensor)
     }
     return {
-        "meshard": __version__,
+        "meshard": _own_version(),
         "torch": str(torch.__version__),
         "meshes": sorted(
             ({"shape": list(shape), "names": list(names or ())} for shape, names in meshes),
@@ -167,24 +176,54 @@ def _about(model: nn.Module) -> dict[str, Any]:
 # --- chunks --------------------------------------------------------------------------------
 
 
-def items_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Item], list[torch.Tensor]]:
-    """Return the chunks of tensors that this rank holds, and a view of each.
+class Boxes:
+    """Which boxes of tensors this rank holds, kept from save to save: torch takes time to tell."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+
+    def update(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Find the boxes of ``tensors``, and forget others."""
+        known = {
+            name: self._known[name]
+            for name, tensor in tensors.items()
+            if name in self._known and self._known[name][0] is tensor
+        }
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        unknown = {name: tensor for name, tensor in tensors.items() if name not in known}
+        planner.set_up_planner(unknown, is_coordinator=True)
+        for write in planner.create_local_plan().items:
+            assert write.tensor_data is not None and write.tensor_data.chunk is not None
+            name = write.index.fqn
+            known[name] = tensors[name], tuple(write.tensor_data.chunk.offsets)
+        self._known = known
+
+    def offsets_of(self, name: str) -> tuple[int, ...] | None:
+        """Return where the box of this rank begins; None: it has no part of the tensor."""
+        return self._known[name][1] if name in self._known else None
+
+
+@torch.no_grad()
+def items_of(
+    tensors: dict[str, torch.Tensor], boxes: Boxes
+) -> tuple[list[Item], list[torch.Tensor]]:
+    """Return the chunks of tensors that this rank holds, by name, and a view of each.
 
     Raises:
         TypeError: A tensor has no memory of its own that could be written.
     """
     items, sources = [], []
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    for write in planner.create_local_plan().items:
-        name, data = write.index.fqn, write.tensor_data
-        assert data is not None and data.chunk is not None
-        local, placements = _local_of(name, tensors[name].detach())
-        offsets, dtype = tuple(data.chunk.offsets), str(local.dtype).removeprefix("torch.")
+    boxes.update(tensors)
+    for name, tensor in sorted(tensors.items()):
+        offsets = boxes.offsets_of(name)
+        if offsets is None:
+            continue
+        shape = tuple(tensor.shape)
+        local, placements = _local_of(name, tensor)
+        dtype = str(local.dtype).removeprefix("torch.")
         for first, part in _cut(local):
             at = (offsets[0] + first, *offsets[1:]) if offsets else ()
-            sizes = tuple(part.shape)
-            items.append(Item(name, tuple(data.size), dtype, placements, at, sizes))
+            items.append(Item(name, shape, dtype, placements, at, tuple(part.shape)))
             sources.append(part)
     return items, sources
 
@@ -194,6 +233,7 @@ def _local_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str,
     if isinstance(tensor, DTensor):
         placements = tuple(map(str, tensor.placements))
         tensor = tensor.to_local()
+    tensor = tensor.detach()
     if tensor.is_meta:
         raise TypeError(f"{name!r} is on the meta device, and has no values to be saved.")
     if not is_plain(tensor) or tensor.layout is not torch.strided:

@@ -8,7 +8,6 @@ ranges that it holds, straight into its shards where these are in host memory.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,7 +65,7 @@ class Reader:
     def read(self, blob: Blob) -> bytes:
         """Return a blob, checked."""
         data = self.source(blob.file).read(blob.begin, blob.size)
-        if blob.crc32 >= 0 and zlib.crc32(data) != blob.crc32:
+        if blob.crc32 >= 0 and blob.checksum_of(data) != blob.crc32:
             raise CheckpointError(
                 f"{self._storage.root}/{self.path_of(blob.file)} is not as it was written: its "
                 f"checksum differs in bytes {blob.begin} to {blob.begin + blob.size}."
@@ -197,7 +196,7 @@ def fill(reader: Reader, reads: Iterable[Read]) -> None:
 
 def _range_of(read: Read) -> tuple[int, tuple[int, ...]]:
     """Return where the rows begin that a read needs, in bytes, and their shape."""
-    place = read.chunk.blob.begin + read.chunk.data
+    place = read.chunk.blob.begin + read.chunk.blob.data_begin
     if not read.sizes:
         return place, ()
     row = read.chunk.sizes[1:]

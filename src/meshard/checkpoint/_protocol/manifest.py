@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,12 +28,23 @@ class CheckpointError(RuntimeError):
 
 
 class Blob(NamedTuple):
-    """A range of a file."""
+    """A range of a file. The elements of a tensor are a range of that, in bytes from its begin.
+
+    The checksum is that of the elements, continued by what is before and by what is after them.
+    """
 
     file: str
     begin: int
     size: int  # bytes
     crc32: int
+    data_begin: int = 0
+    data_size: int = 0
+
+    def checksum_of(self, data: bytes) -> int:
+        """Return the checksum of the bytes of such a blob."""
+        view, end = memoryview(data), self.data_begin + self.data_size
+        crc = zlib.crc32(view[self.data_begin : end])
+        return zlib.crc32(view[end:], zlib.crc32(view[: self.data_begin], crc))
 
 
 class Chunk(NamedTuple):
@@ -41,7 +53,6 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     blob: Blob
-    data: int  # where the elements begin, in bytes from the beginning of the blob
 
 
 @dataclass(slots=True)
@@ -101,7 +112,7 @@ def to_text(manifest: Manifest) -> bytes:
     number = {name: index for index, name in enumerate(files)}
 
     def row(blob: Blob) -> list[int]:
-        return [number[blob.file], blob.begin, blob.size, blob.crc32]
+        return [number[blob.file], *blob[1:]]
 
     content = {
         "format": FORMAT,
@@ -114,9 +125,9 @@ def to_text(manifest: Manifest) -> bytes:
                 "shape": list(entry.shape),
                 "dtype": entry.dtype,
                 "placements": entry.placements,
-                # offsets, sizes, [file, begin, size, crc32], begin of the elements in that
+                # offsets, sizes, [file, begin, size, crc32, data_begin, data_size]
                 "chunks": [
-                    [list(c.offsets), list(c.sizes), row(c.blob), c.data] for c in entry.chunks
+                    [list(each.offsets), list(each.sizes), row(each.blob)] for each in entry.chunks
                 ],
             }
             for name, entry in manifest.tensors.items()
@@ -186,8 +197,8 @@ def _from_content(content: dict[str, Any]) -> Manifest:
             each["dtype"],
             each["placements"],
             [
-                Chunk(tuple(offsets), tuple(sizes), blob(row), data)
-                for offsets, sizes, row, data in each["chunks"]
+                Chunk(tuple(offsets), tuple(sizes), blob(row))
+                for offsets, sizes, row in each["chunks"]
             ],
         )
         for name, each in content["tensors"].items()

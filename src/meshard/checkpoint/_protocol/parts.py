@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, encode, reference
 
@@ -88,7 +89,7 @@ def model_state(module: nn.Module) -> ModelState:
             found.ties[name] = by_id[id(value)]
         else:
             by_id[id(value)] = found.names[id(value)] = name
-            found.tensors[name] = value.detach() if value.is_leaf else value
+            found.tensors[name] = value
     return found
 
 
@@ -201,11 +202,11 @@ def random_state() -> dict[str, Any]:
     """Return the states of this rank's random number generators."""
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "torch": bytes(torch.get_rng_state().tolist()),
+        "torch": copied_bytes(torch.get_rng_state()),
     }
     accelerator = _accelerator()
     if accelerator is not None:
-        state["device"] = bytes(accelerator.get_rng_state().tolist())
+        state["device"] = copied_bytes(accelerator.get_rng_state())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *others = numpy.random.get_state()

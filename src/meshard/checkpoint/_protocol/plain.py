@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshard.checkpoint._protocol.blobs import bytes_of
+from meshard.checkpoint._protocol.blobs import copied_bytes
 
 _KIND = "$"
 Path = tuple[Any, ...]  # the keys that lead to a value
@@ -27,12 +27,11 @@ def reference(name: str) -> dict[str, str]:
 
 def embedded(tensor: torch.Tensor) -> dict[str, Any]:
     """Return a small tensor with its data."""
-    host = tensor.detach().to("cpu").contiguous()
     return {
         _KIND: "data",
-        "dtype": str(host.dtype).removeprefix("torch."),
-        "shape": list(host.shape),
-        "base64": base64.b64encode(bytes_of(host)).decode(),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "base64": base64.b64encode(copied_bytes(tensor)).decode(),
     }
 
 

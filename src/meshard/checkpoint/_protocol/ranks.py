@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import broadcast, gather_from_all, gather_to_first
-from meshard.checkpoint._protocol.blobs import bytes_of
+from meshard.checkpoint._protocol.blobs import copied_bytes
 
 _LABEL = "(checkpoint)"
 
@@ -86,4 +86,4 @@ def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _value_of(data: torch.Tensor, size: int) -> Any:
-    return json.loads(bytes(bytes_of(data[:size])))
+    return json.loads(copied_bytes(data[:size]))

@@ -313,12 +313,11 @@ def _write_tensor(sink: Sink, source: torch.Tensor) -> tuple[int, int]:
     """Write a tensor; return the checksum of its blob, and its size."""
     host = source.detach().to("cpu").contiguous()
     data = bytes_of(host)
-    head, tail = frame_of(tuple(host.shape), host.dtype).around(data)
-    crc = 0
+    crc = zlib.crc32(data)
+    head, tail = frame_of(tuple(host.shape), host.dtype).around(crc)
     for piece in (head, data, tail):
         sink.write(piece)
-        crc = zlib.crc32(piece, crc)
-    return crc, len(head) + len(data) + len(tail)
+    return zlib.crc32(tail, zlib.crc32(head, crc)), len(head) + len(data) + len(tail)
 
 
 def _write_bytes(sink: Sink, file: str, begin: int, data: bytes) -> Blob:
@@ -333,11 +332,11 @@ def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, T
         begin = 0
         for item, crc in zip(items, own_crcs, strict=True):
             frame = frame_of(item.sizes, dtype_of(item.dtype))
-            size = len(frame.head) + item.num_bytes + len(frame.tail)
-            blob = Blob(dcp_format.file_of(rank), begin, size, crc)
+            head, size = len(frame.head), len(frame.head) + item.num_bytes + len(frame.tail)
+            blob = Blob(dcp_format.file_of(rank), begin, size, crc, head, item.num_bytes)
             new = TensorEntry(item.shape, item.dtype, list(item.placements))
             entry = entries.setdefault(item.name, new)
-            entry.chunks.append(Chunk(item.offsets, item.sizes, blob, len(frame.head)))
+            entry.chunks.append(Chunk(item.offsets, item.sizes, blob))
             begin += size
     return entries
 
