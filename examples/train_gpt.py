@@ -12,7 +12,6 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import checkpoint
 import torch
 import torch.distributed as dist
 from byte_gpt import GPT, GPTConfig, generate, loss_per_window
@@ -33,6 +32,7 @@ from meshard import (
     clip_grad_norm_,
     fully_shard,
 )
+from meshard.checkpoint import Checkpointer
 
 
 def train(args: Namespace, device: torch.device) -> None:
@@ -45,7 +45,8 @@ def train(args: Namespace, device: torch.device) -> None:
     # Clipping and this eps keep rounding errors from growing: without them two runs that add in
     # another order, as with another number of threads or ranks, part ways within 50 steps.
     optimizer = AdamW(model.parameters(), betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, fused=True)
-    first_step = checkpoint.load(args.resume, model, optimizer) if args.resume else 0
+    checkpointer = Checkpointer(args.save) if args.save else None
+    first_step = resume(checkpointer, model, optimizer)
     last_step = min(args.steps, args.stop_at or args.steps)
 
     ledger = CommLedger()  # stays empty if there is no step left
@@ -71,10 +72,12 @@ def train(args: Namespace, device: torch.device) -> None:
         )
         if is_evaluated(step + 1, args.eval_every) and step + 1 < last_step:
             history.held_out.append((step + 1, held_out_loss(model, held_out)))
+        if checkpointer and ((step + 1) % args.save_every == 0 or step + 1 == last_step):
+            checkpointer.async_save(step + 1, model, optimizer)  # it is written beside the steps
 
     history.held_out.append((last_step, held_out_loss(model, held_out)))
-    if args.save:
-        checkpoint.save(args.save, model, optimizer, last_step)
+    if checkpointer:
+        checkpointer.wait()
     summary = Summary(
         held_out_loss=history.held_out[-1][1],
         tokens_per_s=len(history.train) * args.batch * args.context / max(train_seconds, 1e-9),
@@ -86,6 +89,16 @@ def train(args: Namespace, device: torch.device) -> None:
     sample = generate(model, b"The ", args.sample, temperature=0.6, seed=args.seed)
     if dist.get_rank() == 0:
         report(args, summary, history, ledger, sample)
+
+
+def resume(checkpointer: Checkpointer | None, model: FSDPModule, optimizer: Optimizer) -> int:
+    """Load the newest checkpoint, if there is one, saved on any number of ranks."""
+    if checkpointer is None or checkpointer.latest_step() is None:
+        return 0
+    step = checkpointer.load(model, optimizer).step
+    if dist.get_rank() == 0:
+        print(f"going on from step {step}", flush=True)
+    return step or 0
 
 
 def shard(model: GPT, args: Namespace, device: torch.device) -> FSDPModule:
@@ -200,8 +213,8 @@ def parse_arguments() -> Namespace:
     add("--steps", type=count, default=700, help="of the whole run, for the learning rate too")
     add("--stop-at", type=count, help="end after this step, as if interrupted")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the arithmetic")
-    add("--save", type=new_folder, metavar="DIR", help="write a checkpoint at the end")
-    add("--resume", type=Path, metavar="DIR", help="go on from a checkpoint")
+    add("--save", type=new_folder, metavar="DIR", help="write checkpoints, and go on from them")
+    add("--save-every", type=count, default=100, help="steps between checkpoints")
     add("--data", type=old_file, help="any text file; None: Python's own language reference")
     add("--json", type=new_file, help="write the numbers of the run here")
     add("--plot", type=new_file, default=Path("loss.png"), help="draw the losses here")
@@ -224,8 +237,6 @@ def parse_arguments() -> Namespace:
             model = GPT(config_of(args))
     except ValueError as error:
         parser.error(str(error))
-    if args.resume and (reason := checkpoint.mismatch(args.resume, model)):
-        parser.error(f"--resume: {reason}")
     millions = sum(param.numel() for param in model.parameters()) / 1e6
     layout = f"{args.ranks} {device_type(args.ranks).upper()} ranks"
     if args.replicas > 1:

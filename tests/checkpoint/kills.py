@@ -21,7 +21,7 @@ from torch import nn
 
 import meshard
 from meshard.checkpoint import Checkpointer
-from tests.checkpoint.layouts import assert_same_values, values_of
+from tests.checkpoint.runs import assert_same_values, values_of
 
 KILLED = 9
 SECONDS = 60

@@ -13,7 +13,7 @@ from torch import nn
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from meshard.checkpoint._protocol import manifest as manifests
-from tests.checkpoint.layouts import assert_same_values, net, train, values_of
+from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy

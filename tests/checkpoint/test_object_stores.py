@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from meshard.checkpoint import Checkpointer, CheckpointError
-from tests.checkpoint.layouts import assert_same_values, net, train, values_of
+from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy

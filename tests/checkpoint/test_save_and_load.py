@@ -9,7 +9,7 @@ from torch import nn
 
 import meshard
 from meshard.checkpoint import Checkpointer
-from tests.checkpoint.layouts import (
+from tests.checkpoint.runs import (
     LAYOUTS,
     assert_same_values,
     net,

@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from meshard.checkpoint import Checkpointer
-from tests.checkpoint.layouts import assert_same_values, net, train, values_of
+from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy

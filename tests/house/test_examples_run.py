@@ -5,16 +5,14 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
 
-from meshard import CommLedger, fully_shard
+from meshard import CommLedger
 from tests.house.pages import blocks
 from tests.house.sources import ROOT
 
@@ -107,7 +105,6 @@ def test_each_block_of_readme_runs_alone_and_ranks_draw_different_data(tmp_path,
             ("train_gpt", "--steps few", "few is not a whole number"),
             ("train_gpt", "--json nowhere/x.json", "there is no folder nowhere"),
             ("train_gpt", "--save nowhere/x", "there is no folder nowhere"),
-            ("train_gpt", "--resume nowhere", "there is no checkpoint in nowhere"),
             ("train_gpt", "--data nowhere.txt", "nowhere.txt is not a file"),
             ("train_gpt", "--data short.txt", "a text of 9 bytes is too short"),
             ("train_gpt", "--heads 3", "width 128 is not divisible by 3 heads"),
@@ -183,116 +180,6 @@ def test_the_numbers_of_a_run_are_there_if_its_picture_fails(
     assert json.loads(args.json.read_text())["held_out_loss"] == 1.5
 
 
-# --- checkpoints ---------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """Raised where the process dies: nothing after it is done."""
-
-
-def saved(value):
-    """Return a sharded layer and its optimizer, both full of ``value``, as a save needs them."""
-    layer = nn.Linear(4, 8)
-    for param in layer.parameters():
-        nn.init.constant_(param, value)
-    fully_shard(layer)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=float(value), momentum=0.9)
-    return layer, optimizer
-
-
-def loaded(checkpoint, folder):
-    """Load into another model; return the step, and every value that the weights have."""
-    layer, optimizer = saved(0)
-    step = checkpoint.load(folder, layer, optimizer)
-    return step, {value for p in layer.parameters() for value in p.full_tensor().flatten().tolist()}
-
-
-def save_and_die_on_one_rank(folder):
-    sys.path.insert(0, str(EXAMPLES))
-    checkpoint = importlib.import_module("checkpoint")
-    checkpoint.save(folder, *saved(1), 1)
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == 1:  # before it opens its file
-
-            def fail(*_):
-                raise OSError("killed")
-
-            patch.setattr(dcp.FileSystemWriter, "write_data", fail)
-        with pytest.raises(dcp.api.CheckpointException):
-            checkpoint.save(folder, *saved(2), 2)
-    torch.distributed.barrier()
-    after_the_kill = loaded(checkpoint, folder)
-    torch.distributed.barrier()
-    checkpoint.save(folder, *saved(3), 3)
-    return after_the_kill, loaded(checkpoint, folder)
-
-
-@pytest.mark.extras
-@pytest.mark.full
-def test_a_save_that_dies_on_one_rank_leaves_the_checkpoint_before_it(run_ranks, tmp_path):
-    for found in run_ranks(save_and_die_on_one_rank, 2, tmp_path):
-        assert found == ((1, {1.0}), (3, {3.0}))
-
-
-def save_and_die_at_every_file_operation(folder):
-    sys.path.insert(0, str(EXAMPLES))
-    checkpoint = importlib.import_module("checkpoint")
-    found = []
-    for number in range(4):  # of the operations: rename, rename, remove; the last is past them
-        own = folder / str(number)
-        checkpoint.save(own, *saved(1), 1)
-        countdown = iter([*[None] * number, Killed])
-
-        def die(original, countdown=countdown):
-            def operation(*args):
-                if args[0].is_dir() and next(countdown, None) is Killed:
-                    raise Killed
-                return original(*args)
-
-            return operation
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint.Path, "rename", die(checkpoint.Path.rename))
-            patch.setattr(checkpoint.shutil, "rmtree", die(checkpoint.shutil.rmtree))
-            try:
-                checkpoint.save(own, *saved(2), 2)
-                is_killed = False
-            except Killed:
-                is_killed = True
-        found.append((is_killed, loaded(checkpoint, own)))
-        checkpoint.save(own, *saved(3), 3)
-        found.append((False, loaded(checkpoint, own)))
-        found.append((False, sorted(path.name for path in own.iterdir())))
-    return found
-
-
-@pytest.mark.extras
-def test_a_save_that_dies_while_it_renames_leaves_one_checkpoint_or_the_other(run_ranks, tmp_path):
-    (found,) = run_ranks(save_and_die_at_every_file_operation, 1, tmp_path)
-    old, new = (1, {1.0}), (2, {2.0})
-    assert found[::3] == [(True, old), (True, old), (True, new), (False, new)]
-    assert found[1::3] == [(False, (3, {3.0}))] * 4
-    assert found[2::3] == [(False, ["latest"])] * 4
-
-
-@pytest.mark.extras
-def test_a_checkpoint_of_another_model_is_refused_by_its_first_parameter(
-    run_ranks, example, tmp_path
-):
-    checkpoint = example("checkpoint")
-    run_ranks(save_one, 1, tmp_path)
-    assert checkpoint.mismatch(tmp_path, nn.Linear(4, 8)) is None
-    reason = checkpoint.mismatch(tmp_path, nn.Linear(5, 8))
-    assert reason == f"model.weight is [8, 4] in {tmp_path}, and [8, 5] in this model"
-    reason = checkpoint.mismatch(tmp_path, nn.Linear(4, 8, bias=False))
-    assert reason == f"model.bias is [8] in {tmp_path}, and not in this model"
-
-
-def save_one(folder):
-    sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("checkpoint").save(folder, *saved(1), 1)
-
-
 # --- the examples run ----------------------------------------------------------------------------
 
 
@@ -312,15 +199,27 @@ def test_the_training_example_trains_and_reports(tmp_path):
 @pytest.mark.full
 @pytest.mark.extras
 def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
-    report, common = tmp_path / "report.json", [*SMALL_GPT, "--steps", "4", "--save", "checkpoint"]
-    run_example("train_gpt.py", tmp_path, *common, "--stop-at", "2")
-    resumed = ["--resume", "checkpoint", "--ranks", "1", "--json", str(report)]
-    run_example("train_gpt.py", tmp_path, *common, *resumed)
+    report, common = tmp_path / "report.json", [*SMALL_GPT, "--steps", "4", "--save", "run"]
+    run_example("train_gpt.py", tmp_path, *common, "--stop-at", "3", "--save-every", "2")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-3"]
+    shutil.rmtree(tmp_path / "run/step-3")
+    printed = run_example("train_gpt.py", tmp_path, *common, "--ranks", "1", "--json", str(report))
+    assert "going on from step 2" in printed
     values = json.loads(report.read_text())
     assert [step for step, _ in values["train"]] == [3, 4]
     run_example("train_gpt.py", tmp_path, *SMALL_GPT, "--steps", "4", "--json", str(report))
     at_once = json.loads(report.read_text())
     assert values["held_out_loss"] == pytest.approx(at_once["held_out_loss"], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.extras
+def test_a_run_survives_a_crash_in_the_middle_of_a_save(tmp_path):
+    printed = run_example("survive_a_crash.py", tmp_path)
+    assert "rank 1 dies in the middle of the save of step 20" in printed
+    assert "going on from step 10" in printed
+    assert "the losses are those of a run that did not crash, bit for bit: yes" in printed
+    assert (tmp_path / "survive_a_crash.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
 @pytest.mark.full

@@ -481,6 +481,24 @@ def start_all_to_all_on(
 # --- checkpoints ---------------------------------------------------------------------------
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that ``str`` shows as ``torch.<name>``.
+
+    Raises:
+        ValueError: This torch has no such dtype.
+    """
+    dtype = _find(f"torch.{name}")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch {torch.__version__} has no dtype {name!r}.")
+    return dtype
+
+
+def constant_of(name: str) -> Any:
+    """Return the dtype, layout or memory format that is called ``torch.<name>``; else None."""
+    value = _find(f"torch.{name}")
+    return value if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else None
+
+
 def dcp_storage_info(file: str, begin: int, size: int) -> Any:
     """Return what the metadata of torch's checkpoints says of the place of one item."""
     return _or_error("torch.distributed.checkpoint.filesystem._StorageInfo")(file, begin, size)

@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,13 @@ import torch
 
 from meshard.checkpoint._protocol.loading import Read, Reader, check, fill
 from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
-from meshard.checkpoint._protocol.plain import dtype_of
+from meshard._torch.private import dtype_of
 from meshard.checkpoint.checkpointer import Checkpointer
+from meshard.checkpoint.weights_progress import progress_bar
+try:
+    from safetensors.torch import save_file
+except ImportError:  # an extra
+    save_file = None
 
 _FILE_BYTES = 5 * 10**9  # of one exported file, as Hugging Face's libraries have it
 
@@ -140,19 +145,11 @@ def _show(parsed: Any) -> int:
     return 0
 
 
+def _progress(title: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+    return progress_bar(title, num_bytes, wanted=None, is_first_rank=True)
+
+
 # --- verify, prune, export -----------------------------------------------------------------
-
-
-@contextmanager
-def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], Any]]:
-    """Return what is called with numbers of bytes: a bar, where there is a terminal and tqdm."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # an extra, without types
-    except ImportError:
-        yield lambda _: None
-        return
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=what, disable=None) as bar:
-        yield bar.update
 
 
 def _verify(parsed: Any) -> int:
@@ -183,12 +180,8 @@ def _prune(parsed: Any) -> int:
 
 
 def _export(parsed: Any) -> int:
-    try:
-        from safetensors.torch import save_file  # an extra
-    except ImportError as error:
-        raise ImportError(
-            'export writes safetensors: pip install "meshard[checkpoint]".'
-        ) from error
+    if save_file is None:
+        raise ImportError('export writes safetensors: pip install "meshard[checkpoint]".')
     checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
     found = checkpointer.manifest(parsed.step)
     prefix = f"{parsed.part}."

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from meshard._torch.private import dcp_storage_info
+from meshard._torch.private import constant_of, dcp_storage_info
 from meshard.checkpoint._protocol.blobs import data_offset, data_offset_in_head
 from meshard.checkpoint._protocol.manifest import (
     Blob,
@@ -34,7 +34,8 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
     TensorEntry,
 )
-from meshard.checkpoint._protocol.plain import dtype_of, embedded, encode, reference
+from meshard.checkpoint._protocol.plain import embedded, encode, reference
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.storage import Source, Storage, opened
 
 METADATA = ".metadata"
@@ -145,8 +146,8 @@ class _Unpickler(pickle.Unpickler):
             return _Record
         if (module, name) in self._OTHERS:
             return self._OTHERS[module, name]
-        value = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        value = constant_of(name) if module == "torch" else None
+        if value is not None:
             return value
         raise CheckpointError(
             f"{METADATA} refers to {module}.{name}, which no metadata of torch's checkpoints "

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from meshard.checkpoint._protocol.parts import (
     join,
     model_state,
 )
-from meshard.checkpoint._protocol.plain import dtype_of, embedded, encode, reference
+from meshard.checkpoint._protocol.plain import embedded, encode, reference
+from meshard._torch.private import dtype_of
 
 # Tensors are cut along their first dimension into chunks of about so many bytes. A chunk is what
 # has a checksum, and what is read whole to check it.
@@ -150,9 +152,10 @@ def _with_own(name: str, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 @functools.cache
 def _own_version() -> str:
-    from meshard import __version__  # this reads the metadata of the package
-
-    return __version__
+    try:
+        return metadata.version("meshard")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 def _about(model: nn.Module) -> dict[str, Any]:

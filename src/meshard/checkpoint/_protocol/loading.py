@@ -31,7 +31,7 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
     TensorEntry,
 )
-from meshard.checkpoint._protocol.plain import dtype_of
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Source, Storage
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.blobs import copied_bytes
 
 _KIND = "$"
@@ -123,15 +124,3 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if kind == "device":
         return torch.device(value["value"])
     raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that ``str`` shows as ``torch.<name>``.
-
-    Raises:
-        ValueError: This torch has no such dtype.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch {torch.__version__} has no dtype {name!r}.")
-    return dtype

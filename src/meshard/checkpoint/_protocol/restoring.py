@@ -25,7 +25,8 @@ from meshard.checkpoint._protocol.parts import (
     model_state,
     placed_like,
 )
-from meshard.checkpoint._protocol.plain import decode, dtype_of
+from meshard.checkpoint._protocol.plain import decode
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.ranks import Ranks
 
 

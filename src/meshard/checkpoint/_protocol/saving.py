@@ -34,7 +34,7 @@ from meshard.checkpoint._protocol.manifest import (
     StepFolder,
     TensorEntry,
 )
-from meshard.checkpoint._protocol.plain import dtype_of
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Sink, Storage
 

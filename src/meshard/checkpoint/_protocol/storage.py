@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-_BLOCK = 2**24  # bytes that are read at once from an object store
+try:
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
+except ImportError:  # torch asks for it, but does not need it
+    url_to_fs = None
 
 
 class Sink(Protocol):
@@ -200,13 +203,11 @@ class ObjectStorage:
     """A store of objects, through fsspec. An object appears whole when it is closed."""
 
     def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
-        except ImportError as error:
+        if url_to_fs is None:
             raise ImportError(
                 f"{url}: checkpoints on an object store need fsspec, and the package of its file "
                 "system (s3fs for s3://, gcsfs for gs://): pip install fsspec s3fs."
-            ) from error
+            )
         self.root = url
         self._fs: Any
         # Another process may be writing: what the store lists must be what it has now.
