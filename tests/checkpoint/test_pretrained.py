@@ -114,7 +114,7 @@ def test_a_plain_module_is_saved_without_a_process_group(folder):
 @on_ranks(2)
 def test_files_have_at_most_the_size_and_the_index_names_all(folder):
     model, plain = lay_out("mixed_dtype")
-    save_pretrained(model, folder, max_shard_size=200)
+    save_pretrained(model, folder, max_shard_size=60)
     index = json.loads(Path(folder, "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in Path(folder).glob("*.safetensors"))
     count = len(files)
@@ -125,7 +125,7 @@ def test_files_have_at_most_the_size_and_the_index_names_all(folder):
     for file in files:
         header, num_bytes = parts_of(f"{folder}/{file}")
         header.pop("__metadata__")
-        assert num_bytes <= 200 or len(header) == 1
+        assert num_bytes <= 60 or len(header) == 1
         assert all(index["weight_map"][name] == file for name in header)
         offsets = [(entry["data_offsets"][0], entry["dtype"]) for entry in header.values()]
         assert all(offset % 4 == 0 for offset, dtype in offsets if dtype == "F32")
@@ -298,22 +298,28 @@ def test_it_does_so_on_meshes_of_four_ranks(name, folder):
     assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
+def on_meta(module):
+    """Return a copy on the meta device, with the same ties."""
+    memo = {
+        id(param): nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        for param in module.parameters()
+    }
+    return copy.deepcopy(module, memo)
+
+
 @needs_safetensors
 @on_ranks(2)
 @pytest.mark.parametrize(
     "case", ["transformer_tied", "mixed_dtype", "frozen_beside", "tied_inside"]
 )
-@pytest.mark.parametrize("how", ["fully_shard", "replicate", "plain"])
+@pytest.mark.parametrize("how", ["fully_shard", "plain"])
 def test_a_model_on_the_meta_device_gets_memory_and_values(case, how, folder):
     plain = CASES[case].build()
     save_pretrained(shard_blocks(copy.deepcopy(plain)), folder)
     dist.barrier()
-    with torch.device("meta"):
-        model = copy.deepcopy(plain).to("meta")
+    model = on_meta(plain)
     if how == "fully_shard":
         shard_blocks(model)
-    elif how == "replicate":
-        meshard.replicate(model)
     trainable = {name: param.requires_grad for name, param in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if how == "fully_shard" else None
     load_pretrained(model, folder)
@@ -326,10 +332,10 @@ def test_a_model_on_the_meta_device_gets_memory_and_values(case, how, folder):
         CASES[case].loss(model(batch)).backward()
         optimizer.step()
         trained = full_state(model)
-        changed = {n for n, value in plain.state_dict().items() if not value.equal(trained[n])}
-        assert changed == {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-            name for name, trains in trainable.items() if not trains
-        }
+        expected = {name for name, trains in trainable.items() if trains}
+        assert {
+            n for n, value in full_state(plain).items() if not value.equal(trained[n])
+        } == expected
 
 
 @needs_safetensors
@@ -721,8 +727,9 @@ def test_transformers_reads_what_is_saved_and_its_folder_fills_a_meta_model(fami
     if plain.can_generate():
         assert Path(ours, "generation_config.json").exists()
 
-    own = f"{folder}/{dist.get_rank()}"
-    plain.save_pretrained(own)  # by transformers itself
+    own = f"{folder}/theirs"
+    plain.save_pretrained(own)  # by transformers itself, which writes on rank 0
+    dist.barrier()
     with torch.device("meta"):
         filled = cls(copy.deepcopy(config))
     meshard.fully_shard_units(filled)

@@ -43,6 +43,7 @@ from meshard.checkpoint.weights_gather import (
 )
 from meshard.checkpoint.weights_layout import (
     Weight,
+    check_are_held,
     check_have_values,
     device_of_weights,
     meshes_of,
@@ -341,7 +342,8 @@ def load_pretrained(
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         ImportError: safetensors is not installed, or with ``progress=True`` tqdm is not.
-        NotImplementedError: A parameter is of a tensor subclass, such as float8.
+        NotImplementedError: A parameter is of a tensor subclass, such as float8, or a hook of
+            ``state_dict()`` makes what it has.
         RuntimeError: A forward or backward runs, gradients are pending, the module is inside
             ``unsharded_params``, or another rank failed. If reading fails midway, the message says
             that the module is filled in part.
@@ -365,6 +367,7 @@ def load_pretrained(
     with contextlib.ExitStack() as stack:
         with _agreed(agreement, "load_pretrained"):
             stored = _renamed(stored_tensors(Path(path)), rename)
+            check_are_held(module, weights)
             plan = _plan(weights, stored, strict=strict)
             buffers = computed_buffers(module)
             total = sum(source.num_bytes for source in plan.sources)

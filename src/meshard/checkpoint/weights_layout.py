@@ -198,6 +198,19 @@ def _check_readable(weight: Weight, caller: str) -> None:
             )
 
 
+def check_are_held(module: nn.Module, weights: Iterable[Weight]) -> None:
+    """Raise if ``state_dict()`` has made a weight, so that writing to it would change nothing."""
+    held = [*module.parameters(), *module.buffers()]
+    held += [param.sharded for unit in units_in(module) for param in sharded_params(unit.group)]
+    ids = {id(tensor) for tensor in held}
+    for weight in weights:
+        if id(weight.tensor) not in ids:
+            raise NotImplementedError(
+                f"{weight.fqn!r} is neither a parameter nor a buffer: a hook of state_dict() has "
+                "made it, so it cannot be filled in place; use load_state_dict."
+            )
+
+
 def check_have_values(weights: Iterable[Weight], caller: str) -> None:
     """Raise, naming them, if weights are on the meta device."""
     meta = [weight.fqn for weight in weights if weight.local.is_meta]

@@ -85,11 +85,12 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _lacking_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    persistent = module.state_dict(keep_vars=True)
+    # By identity: a hook may have changed names.
+    persistent = {id(value) for value in module.state_dict(keep_vars=True).values()}
     return {
         fqn: buffer
         for fqn, buffer in module.named_buffers(remove_duplicate=False)
-        if buffer.is_meta and fqn not in persistent
+        if buffer.is_meta and id(buffer) not in persistent
     }
 
 
