@@ -2,10 +2,10 @@
 
     python tests/benchmarks/weights_memory.py [--ranks 2] [--small] [--json]
 
-A transformer of 200 million parameters in float32. The peak is that of a rank's private memory
-(``RssAnon``, looked at every half millisecond; pages of files do not count) while the call runs,
-less what was there before it. For what loads, that includes the shards. The larger of all ranks
-counts, and of ``rank0_only`` both are shown. Each call has processes of its own, in which the same
+A transformer of 204 million parameters in float32, over gloo. The peak is that of each rank's
+private memory (``RssAnon``, looked at every half millisecond; pages of files do not count) while
+the call runs, less what was there before it. For what loads, that includes the shards. Each call
+has processes of its own, in which the same
 call on a small model has loaded what loads with it; malloc gives back what is freed at once.
 """
 
@@ -40,9 +40,9 @@ from tests.support.models import Transformer
 from tests.support.physical import resident
 
 MIB = 2**20
-LARGE = {"vocab": 32000, "dim": 1024, "heads": 16, "depth": 13}
+LARGE = {"vocab": 32000, "dim": 1024, "heads": 16, "depth": 11}
 SMALL = {"vocab": 512, "dim": 64, "heads": 2, "depth": 2}
-MAX_BYTES = 64 * MIB
+MAX_BYTES = 64 * MIB  # the default
 
 
 class Case(NamedTuple):
@@ -108,8 +108,8 @@ def set_full_state(model: nn.Module, folder: str) -> None:
 
 
 OUT: dict[str, Callable[[nn.Module, str], object]] = {
-    "stream_unsharded(max_bytes=64 MiB)": consume(max_bytes=MAX_BYTES),
-    "the same with rank0_only": consume(max_bytes=MAX_BYTES, rank0_only=True),
+    "stream_unsharded": consume(),
+    "the same with rank0_only": consume(rank0_only=True),
     "save_pretrained, one file": lambda model, folder: save_pretrained(model, folder),
     "save_pretrained, 200 MB files": lambda model, folder: save_pretrained(model, folder, "200MB"),
     "get_model_state_dict(full_state_dict)": full_state,
@@ -146,15 +146,15 @@ def promised(sizes: dict[str, int], ranks: int) -> dict[str, list[float]]:
 
     def gathered(max_bytes: int) -> float:
         batch = min(total, max(max_bytes, largest))
-        return batch + max(batch / ranks, largest)
+        # While it is gathered, gloo holds it twice; then one tensor is made of it.
+        return max(2 * batch + batch / ranks, batch + largest)
 
     first, others = gathered(MAX_BYTES), min(total, max(MAX_BYTES, largest)) / ranks
-    saving = gathered(256 * MIB)
     return {
-        "stream_unsharded(max_bytes=64 MiB)": [first] * ranks,
+        "stream_unsharded": [first] * ranks,
         "the same with rank0_only": [first, *[others] * (ranks - 1)],
-        "save_pretrained, one file": [saving, *[min(total, 256 * MIB) / ranks] * (ranks - 1)],
-        "save_pretrained, 200 MB files": [saving] * ranks,
+        "save_pretrained, one file": [first, *[others] * (ranks - 1)],
+        "save_pretrained, 200 MB files": [first] * ranks,
         "load_pretrained": [total / ranks + largest / ranks] * ranks,
     }
 

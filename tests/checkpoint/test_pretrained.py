@@ -255,6 +255,13 @@ def test_a_wrong_size_is_refused(size, folder):
     assert not os.path.exists(folder)
 
 
+def test_wrong_arguments_are_refused(folder):
+    with pytest.raises(TypeError, match="floating-point"):
+        save_pretrained(nn.Linear(2, 2), folder, dtype=torch.int8)
+    with pytest.raises(TypeError, match="rename must be"):
+        load_pretrained(nn.Linear(2, 2), folder, rename="x")
+
+
 def test_what_has_no_values_is_not_saved(folder):
     with pytest.raises(ValueError, match=r"meta device.*'weight'"):
         save_pretrained(nn.Linear(2, 2, device="meta"), folder)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import json
+import math
 import random
 import time
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshard
 from meshard import CommLedger
@@ -22,7 +23,7 @@ from tests.support import expert_meshes, extensions
 from tests.support.cases import CASES
 from tests.support.models import seeded
 from tests.support.parity import assert_same
-from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 
@@ -330,6 +331,11 @@ def test_two_hundred_delays_and_stops_leave_no_rank_in_a_collective():
 # --- shard_table ---------------------------------------------------------------------------
 
 
+def block_of(shard):
+    pairs = zip(shard.offsets, shard.sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+
 def check_table(name):
     model, plain = lay_out(name)
     expected = plain.state_dict()
@@ -342,8 +348,7 @@ def check_table(name):
         assert row.dtype == str(expected[row.name].dtype).removeprefix("torch.")
         counted = torch.zeros(row.shape, dtype=torch.int)
         for shard in row.shards:
-            pairs = zip(shard.offsets, shard.sizes, strict=True)
-            block = tuple(slice(offset, offset + size) for offset, size in pairs)
+            block = block_of(shard)
             counted[block] += 1
             if shard.rank == rank:
                 value = state[row.name]
@@ -364,6 +369,26 @@ def test_the_table_says_which_block_each_rank_holds(name):
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_the_table_is_right_on_meshes_of_four_ranks(name):
     check_table(name)
+
+
+@on_threads(8)
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
+@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5)])
+@pytest.mark.parametrize("shard_dim", [0, 1])
+def test_both_are_right_where_two_axes_have_cut_a_parameter_before(placements, shape, shard_dim):
+    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(values, world["cp", "tp"], placements))
+    meshard.fully_shard(model, world["dp"], shard_placement_fn=lambda _: Shard(shard_dim))
+    assert_same(dict_of(stream_unsharded(model)), {"weight": values}, bitwise=True)
+    (row,) = shard_table(model)
+    counted = torch.zeros(shape)
+    for shard in row.shards:
+        counted[block_of(shard)] += 1
+        if shard.rank == dist.get_rank():
+            assert_same(model.weight.to_local().detach(), values[block_of(shard)], bitwise=True)
+    assert counted.eq(1).all()
 
 
 @on_fake_ranks(4, rank=2)

@@ -37,6 +37,7 @@ from meshard.checkpoint.weights_gather import (
     Packed,
     Unsharded,
     batches,
+    check_dtype,
     copies,
     pack,
     unsharded_bytes,
@@ -54,7 +55,7 @@ from meshard.checkpoint.weights_layout import (
 from meshard.checkpoint.weights_meta import computed_buffers, leave_meta_device
 from meshard.checkpoint.weights_progress import progress_bar
 
-_BATCH_BYTES = 256 * 2**20  # unsharded bytes that a writer holds at a time
+_BATCH_BYTES = 64 * 2**20  # unsharded bytes that a writer holds at a time
 
 # --- save_pretrained -------------------------------------------------------------------------
 
@@ -74,8 +75,9 @@ def save_pretrained(
     these too. Tied parameters are written once, under their first name. The module stays as it is.
 
     **Collective:** every rank of the module's meshes. Each writes whole files, which are gathered
-    to it in parts: it holds at most ``max(256 MiB, largest tensor)`` of them, that tensor itself,
-    and on n ranks the n-th part of it to send. More and smaller files keep more ranks busy.
+    to it in parts of ``max(64 MiB, largest tensor)``. It holds one of these and one tensor made of
+    it (while it is gathered, on n ranks an n-th part to send, and with gloo a second copy). More
+    and smaller files keep more ranks busy.
 
     Files are written under other names, synced, and renamed when all are complete, the index (or
     the single file) last. What a killed save leaves has neither, and no reader takes it for whole;
@@ -106,6 +108,7 @@ def save_pretrained(
     ...     os.listdir(folder)
     ['model.safetensors']
     """
+    check_dtype(dtype)
     weights = weights_of(module, "save_pretrained")
     meshes = meshes_of(module, weights)
     ranks = ranks_of_meshes(meshes)
@@ -333,7 +336,7 @@ def load_pretrained(
             in any case.
         rename: From names in the files to names in the module: a function, which returns None for
             what is to be left out; or a table of regular expressions and their replacements, of
-            which the first that is found in a name is applied to it.
+            which the first that is found in a name is applied (as ``key_mapping`` of transformers).
         progress: A progress bar on the first rank; None: if its stderr is a terminal.
 
     Returns:
@@ -360,6 +363,8 @@ def load_pretrained(
     ...     load_pretrained(other, folder)
     LoadReport(loaded=['weight', 'bias'], missing=[], unexpected=[])
     """
+    if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+        raise TypeError(f"rename must be a function, a mapping or None, got {rename!r}.")
     weights = weights_of(module, "load_pretrained")
     meshes = meshes_of(module, weights)
     agreement = Agreement(meshes, "(load_pretrained)")

@@ -20,6 +20,7 @@ from meshard.checkpoint.weights_gather import (
     Unsharded,
     Verdict,
     batches,
+    check_dtype,
     copies,
     pack,
 )
@@ -44,7 +45,7 @@ def stream_unsharded(
     *,
     rank0_only: bool = False,
     dtype: torch.dtype | None = None,
-    max_bytes: int = 256 * 2**20,
+    max_bytes: int = 64 * 2**20,
 ) -> WeightStream:
     """Iterate over ``(name, unsharded tensor)`` of all weights of ``module``, some at a time.
 
@@ -73,9 +74,9 @@ def stream_unsharded(
         max_bytes: Unsharded bytes that one gather brings. A larger tensor comes alone.
 
     Returns:
-        An iterator with ``close()``, which is a context manager too. While it runs, a rank holds at
-        most ``max(max_bytes, largest tensor)`` for what was gathered, the n-th part of it to send
-        (on n ranks), and the tensors that you keep.
+        An iterator with ``close()``, which is a context manager too. A rank that gets tensors holds
+        ``max(max_bytes, largest tensor)`` that was gathered, and the tensors that you keep. While
+        that is gathered it also holds, on n ranks, an n-th part of it to send, and gloo a copy.
 
     Raises:
         NotImplementedError: A parameter is of a tensor subclass, such as float8; or ``rank0_only``,
@@ -93,8 +94,7 @@ def stream_unsharded(
     bias (2,)
     """
     check_bool("rank0_only", rank0_only)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}.")
+    check_dtype(dtype)
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
         raise ValueError(f"max_bytes must be a positive integer, got {max_bytes!r}.")
     return WeightStream(module, rank0_only, dtype, max_bytes)

@@ -258,7 +258,10 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
     if path.name.endswith(PICKLED):
         _refuse_pickled(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file or folder {path} on rank {own_rank()}.")
+        raise FileNotFoundError(
+            f"there is no file or folder {path} on rank {own_rank()}. What lies on a hub is "
+            "downloaded before, by huggingface_hub.snapshot_download."
+        )
     if path.name.endswith(".json"):
         return _files_of_index(path)
     return [path], {}

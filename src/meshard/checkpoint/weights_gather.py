@@ -138,6 +138,12 @@ def _sample_of(weight: Weight) -> int:
 # --- batches ---------------------------------------------------------------------------------
 
 
+def check_dtype(dtype: object) -> None:
+    """Raise if ``dtype`` is not what floating-point tensors may be cast to, or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}.")
+
+
 def sent_dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that a weight arrives in: only floating-point numbers are cast."""
     return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
