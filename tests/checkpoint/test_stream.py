@@ -1,11 +1,11 @@
 """Unsharded weights as a stream, on all ranks or on one, also where a rank stops early."""
 
-import contextlib
 import copy
 import gc
 import json
 import math
 import random
+import re
 import time
 
 import pytest
@@ -272,54 +272,57 @@ def test_a_stream_that_is_over_stays_over():
     dist.barrier()
 
 
-@contextlib.contextmanager
-def suppressed_if(kind, text):
+def collected(stream, delays, stop):
+    """Return what a rank gets until it stops, and the error that it gets."""
+    got = {}
     try:
-        yield
-    except kind as error:
-        if text not in str(error):
-            raise
+        for name, tensor in stream:
+            time.sleep(next(delays))
+            got[name] = tensor
+            if stop == len(got) - 1:
+                break
+    except RuntimeError as error:
+        return got, str(error)
+    return got, None
 
 
-def stop_somewhere(rounds, seed):
-    """Iterate with random delays; in each round one rank, both or none stop somewhere."""
-    rank = dist.get_rank()
-    model, plain = lay_out("uneven")
+def stop_somewhere(rounds, seed, layout="uneven"):
+    """Iterate with random delays; in each round some ranks stop somewhere, or none."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model, plain = lay_out(layout)
     expected = plain.state_dict()
     names = list(expected)
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    delays = iter(lambda: own.choice([0, 0, 0.001, 0.004]), None)
     for _ in range(rounds):
-        stops = [shared.choice([None, *range(len(names))]) for _ in range(2)]
+        stops = [shared.choice([None, *range(len(names))]) for _ in range(num_ranks)]
         rank0_only = shared.random() < 0.3
-        stream = stream_unsharded(
-            model, max_bytes=shared.choice([1, 60, 2000]), rank0_only=rank0_only
-        )
-        got, is_whole = {}, False
-        with suppressed_if(RuntimeError, f"rank {1 - rank} stopped"):
-            for name, tensor in stream:
-                time.sleep(own.choice([0, 0, 0.001, 0.004]))
-                got[name] = tensor
-                if stops[rank] == len(got) - 1:
-                    break
-            is_whole = True
-        del stream
+        kwargs = {"max_bytes": shared.choice([1, 60, 2000]), "rank0_only": rank0_only}
+        got, error = collected(stream_unsharded(model, **kwargs), delays, stops[rank])
         assert_same(got, {name: expected[name] for name in names[: len(got)]}, bitwise=True)
-        if rank0_only and rank == 1:
-            assert is_whole and not got
-        elif is_whole:
-            stop = stops[rank]
-            assert len(got) == len(names) if stop is None else stop + 1
+        if error is not None:
+            named = int(re.match(r"rank (\d+) stopped", error)[1])
+            assert named != rank and stops[named] is not None
+            assert not rank0_only
+        elif rank0_only and rank:
+            assert not got
         else:
-            assert stops[1 - rank] is not None
-        # What comes next finds no collective that one rank alone has entered.
+            assert len(got) == (len(names) if stops[rank] is None else stops[rank] + 1)
+        # What comes next finds no collective that some ranks alone have entered.
         total = torch.ones(1)
         dist.all_reduce(total)
-        assert total == 2
+        assert total == num_ranks
 
 
 @on_ranks(2)
 def test_delays_and_stops_leave_no_rank_in_a_collective():
     stop_somewhere(rounds=10, seed=0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["hsdp", "tensor_parallel"])
+def test_they_leave_none_on_two_axes(layout):
+    stop_somewhere(rounds=6, seed=2, layout=layout)
 
 
 @pytest.mark.full
