@@ -19,6 +19,7 @@ import meshard
 from meshard.checkpoint import (
     load_pretrained,
     meta_parameters,
+    pretrained,
     save_pretrained,
     weights_files,
     weights_progress,
@@ -190,6 +191,35 @@ def test_a_writer_that_fails_raises_on_all_ranks_and_leaves_the_folder(failing, 
     assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
 
 
+class Config:
+    """What ``save_pretrained`` calls of a configuration."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def save_pretrained(self, folder):
+        if self.error is not None:
+            raise self.error
+        Path(folder, "config.json").write_text("{}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", [500, "5GB"])
+def test_a_configuration_that_cannot_be_written_leaves_the_folder(size, folder):
+    model, _ = lay_out("sharded")
+    model.config = Config()
+    save_pretrained(model, folder, max_shard_size=size)
+    dist.barrier()
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    assert before["config.json"] == b"{}"
+    model.config = Config(ValueError("not valid"))
+    expected = ValueError if dist.get_rank() == 0 else RuntimeError
+    with pytest.raises(expected, match=r"not valid|failed on rank 0"):
+        save_pretrained(model, folder, max_shard_size=size)
+    dist.barrier()
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+
+
 class KilledError(BaseException):
     """A stand-in for the death of the process."""
 
@@ -211,6 +241,12 @@ def kill_at(moment, model, folder, size):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((os, "replace"), (Path, "unlink"), (os, "fsync")):
             patch.setattr(owner, name, dying(getattr(owner, name)))
+        clean_up = pretrained._Save.__exit__
+
+        def unless_dead(self, kind, *rest):
+            return None if kind is KilledError else clean_up(self, kind, *rest)
+
+        patch.setattr(pretrained._Save, "__exit__", unless_dead)
         try:
             save_pretrained(model, folder, max_shard_size=size)
         except KilledError:
@@ -221,8 +257,11 @@ def kill_at(moment, model, folder, size):
 @needs_safetensors
 @pytest.mark.parametrize("old", [300, "5GB"])
 @pytest.mark.parametrize("new", [500, "5GB"])
-def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, tmp_path):
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, has_config, tmp_path):
     first, second = CASES["uneven"].build(), seeded(CASES["uneven"].build(), seed=5)
+    if has_config:
+        first.config, second.config = Config(), Config()
     moments = 0
     for moment in range(1, 100):
         folder = tmp_path / f"{moment}"
@@ -241,7 +280,7 @@ def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, tmp_path):
         if not died:
             break
         moments += 1
-        save_pretrained(second, folder, max_shard_size=new)
+        save_pretrained(second, folder, max_shard_size=700)  # another number of files
         load_pretrained(loaded, folder)
         assert_same(loaded.state_dict(), second.state_dict(), bitwise=True)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]

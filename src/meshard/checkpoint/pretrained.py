@@ -7,6 +7,7 @@ import copy
 import itertools
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from meshard.checkpoint.weights_files import (
     INDEX,
     NUMBERED,
     SINGLE,
+    UNFINISHED,
     FilePlan,
     StoredTensor,
     in_file_order,
@@ -55,6 +57,7 @@ from meshard.checkpoint.weights_layout import (
 from meshard.checkpoint.weights_meta import computed_buffers, leave_meta_device
 from meshard.checkpoint.weights_progress import progress_bar
 
+_ASIDE = ".beside.saving"  # a folder for small files, until they are renamed
 _BATCH_BYTES = 64 * 2**20  # unsharded bytes that a writer holds at a time
 
 # --- save_pretrained -------------------------------------------------------------------------
@@ -161,6 +164,7 @@ class _Save:
         self._folder, self._files, self._ranks = folder, files, ranks
         self._agreement = agreement
         self._unfinished: list[Path] = []  # what this rank has written and not renamed
+        self._aside: Path | None = None  # a folder of what the first rank renames too
 
     def __enter__(self) -> None:
         with self._agree():
@@ -176,6 +180,8 @@ class _Save:
     def __exit__(self, *_: object) -> None:
         for path in self._unfinished:
             path.unlink(missing_ok=True)
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
 
     def _agree(self) -> contextlib.AbstractContextManager[None]:
         return _agreed(self._agreement, "save_pretrained")
@@ -190,7 +196,7 @@ class _Save:
             output: IO[bytes] | None = None
             with self._agree():
                 if own is not None:
-                    output = stack.enter_context(self._begin(own))
+                    output = self._begin(own, stack)
             parts = (batches(file.weights, _BATCH_BYTES, dtype) for file in files)
             for row in itertools.zip_longest(*parts):
                 pairs = [(w, b) for w, b in zip(writers, row, strict=True) if b is not None]
@@ -204,10 +210,10 @@ class _Save:
                     output.flush()
                     os.fsync(output.fileno())
 
-    def _begin(self, file: FilePlan) -> IO[bytes]:
+    def _begin(self, file: FilePlan, stack: contextlib.ExitStack) -> IO[bytes]:
         path = self._folder / file.unfinished
         self._unfinished.append(path)
-        output = open(path, "wb")  # noqa: SIM115  # the caller's stack closes it
+        output = stack.enter_context(open(path, "wb"))  # noqa: SIM115  # the stack closes it
         output.write(file.header())
         return output
 
@@ -229,12 +235,15 @@ class _Save:
 
     def commit(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Rename all files, the one by which readers begin last. **Collective.**"""
+        is_first = own_rank() == self._ranks[0]
+        beside: list[Path] = []
         with self._agree():
-            if own_rank() == self._ranks[0]:
+            if is_first:
                 self._check_all_are_here()
+                beside = self._write_beside(module, dtype)
         with self._agree():
-            if own_rank() == self._ranks[0]:
-                self._rename(module, dtype)
+            if is_first:
+                self._rename(beside)
         self._unfinished.clear()
 
     def _check_all_are_here(self) -> None:
@@ -245,26 +254,43 @@ class _Save:
                     f"{self._folder}; it must be on a file system that all ranks share."
                 )
 
-    def _rename(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def _write_beside(self, module: nn.Module, dtype: torch.dtype | None) -> list[Path]:
+        """Write the configurations, and the index if there is one, and return where."""
+        aside = self._folder / _ASIDE
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        self._aside = aside
+        _write_configs(module, aside, dtype)
+        configs = sorted(aside.iterdir())
+        if len(self._files) == 1:
+            return configs
+        (aside / INDEX).write_text(index_text(self._files))
+        return [*configs, aside / INDEX]
+
+    def _rename(self, beside: list[Path]) -> None:
         folder, names = self._folder, {file.name for file in self._files}
-        is_single = names == {SINGLE}
-        if not is_single:
+        if names != {SINGLE} or beside:  # a single file alone replaces another at once
             (folder / SINGLE).unlink(missing_ok=True)  # readers prefer it to an index
             (folder / INDEX).unlink(missing_ok=True)
-        _write_configs(module, folder, dtype)
-        for file in self._files:
-            os.replace(folder / file.unfinished, folder / file.name)
+        pairs = [(folder / file.unfinished, folder / file.name) for file in self._files]
+        others = [(path, folder / path.name) for path in beside]
+        # Last is that by which readers begin: the single file, or the index.
+        ordered = [*others, *pairs] if names == {SINGLE} else [*pairs, *others]
+        for unfinished, finished in ordered[:-1]:
+            os.replace(unfinished, finished)
         sync_folder(folder)
-        if is_single:
-            (folder / INDEX).unlink(missing_ok=True)
-        else:
-            unfinished = folder / f".{INDEX}.saving"
-            unfinished.write_text(index_text(self._files))
-            os.replace(unfinished, folder / INDEX)
-        for path in folder.iterdir():
-            if NUMBERED.fullmatch(path.name) and path.name not in names:
+        os.replace(*ordered[-1])
+        sync_folder(folder)
+        self._remove_leftovers(names)
+
+    def _remove_leftovers(self, names: set[str]) -> None:
+        """Remove the files of former saves, also of killed ones."""
+        if SINGLE in names:
+            (self._folder / INDEX).unlink(missing_ok=True)
+        for path in self._folder.iterdir():
+            is_former = NUMBERED.fullmatch(path.name) and path.name not in names
+            if is_former or UNFINISHED.fullmatch(path.name):
                 path.unlink()
-        sync_folder(folder)
 
 
 def _present(output: IO[bytes] | None) -> IO[bytes]:

@@ -32,6 +32,7 @@ except ImportError:  # the extra is not installed
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+UNFINISHED = re.compile(r"\.model.*\.safetensors\.saving")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 _NAMES = {
