@@ -75,7 +75,8 @@ def stream_unsharded(
 
     Returns:
         An iterator with ``close()``, which is a context manager too. A rank that gets tensors holds
-        ``max(max_bytes, largest tensor)`` that was gathered, and the tensors that you keep. While
+        ``max(max_bytes, largest tensor)`` that was gathered, and the tensors that you keep (a large
+        one whose rows are divided evenly lies in what was gathered, without a copy). While
         that is gathered it also holds, on n ranks, an n-th part of it to send, and gloo a copy.
 
     Raises:

@@ -258,12 +258,26 @@ class _Assembly:
     def __call__(self) -> torch.Tensor:
         weight, slot = self.weight, self.slot
         dtype = sent_dtype(weight, self.dtype)
+        if dtype == slot.dtype and self._is_in_order():  # a large one, gathered alone
+            numel = math.prod(weight.shape)
+            return self.gathered.view(-1).view(dtype)[:numel].view(weight.shape)
         unsharded = torch.empty(weight.shape, dtype=dtype, device=self.gathered.device)
         for row, place in zip(self.gathered, self.places, strict=True):
             box = weight.box_at(place)
             if box.numel:
                 unsharded[box.slices].copy_(_part(row, slot.offset, slot.dtype, box.sizes))
         return unsharded
+
+    def _is_in_order(self) -> bool:
+        """Whether the gathered bytes begin with those of the unsharded tensor, in its order."""
+        if self.slot.num_bytes != self.gathered.shape[1]:
+            return False  # other weights, or padding, lie between the boxes
+        boxes = [self.weight.box_at(place) for place in self.places]
+        chunk, others = boxes[0].sizes[0], tuple(self.weight.shape[1:])
+        return all(
+            not box.numel or (box.offsets[0] == row * chunk and box.sizes[1:] == others)
+            for row, box in enumerate(boxes)
+        )
 
 
 def _part(
