@@ -267,6 +267,11 @@ def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, has_config, tm
         folder = tmp_path / f"{moment}"
         save_pretrained(first, folder, max_shard_size=old)
         died = kill_at(moment, second, folder, new)
+        found = read_all(folder)  # as readers do that take every file
+        assert any(
+            all(torch.equal(value, saved.state_dict()[name]) for name, value in found.items())
+            for saved in (first, second)
+        )
         loaded = copy.deepcopy(first)
         try:
             load_pretrained(loaded, folder)
@@ -527,6 +532,11 @@ def several(folder):
     return folder, "2 safetensors files"
 
 
+def one_of_several(folder):
+    write_plain(nn.Linear(4, 6), folder / "model-00001-of-00002.safetensors")
+    return folder, "1 safetensors files"
+
+
 def empty(folder):
     return folder, "no safetensors files"
 
@@ -566,7 +576,7 @@ def mixture(folder):
     "make",
     [
         *[pickled, pickled_file, truncated, pointer, several, empty, absent, outside],
-        *[bad_index, lacking_file, mixture],
+        *[bad_index, lacking_file, mixture, one_of_several],
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(make, tmp_path):

@@ -269,9 +269,12 @@ class _Save:
 
     def _rename(self, beside: list[Path]) -> None:
         folder, names = self._folder, {file.name for file in self._files}
-        if names != {SINGLE} or beside:  # a single file alone replaces another at once
-            (folder / SINGLE).unlink(missing_ok=True)  # readers prefer it to an index
-            (folder / INDEX).unlink(missing_ok=True)
+        numbered = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)]
+        former = [path for path in (folder / INDEX, *numbered) if path.exists()]
+        if names != {SINGLE} or beside or former:  # a single file alone replaces another at once
+            # First what readers prefer. Some read every file that they find.
+            for path in (folder / SINGLE, *former):
+                path.unlink(missing_ok=True)
         pairs = [(folder / file.unfinished, folder / file.name) for file in self._files]
         others = [(path, folder / path.name) for path in beside]
         # Last is that by which readers begin: the single file, or the index.
@@ -281,15 +284,8 @@ class _Save:
         sync_folder(folder)
         os.replace(*ordered[-1])
         sync_folder(folder)
-        self._remove_leftovers(names)
-
-    def _remove_leftovers(self, names: set[str]) -> None:
-        """Remove the files of former saves, also of killed ones."""
-        if SINGLE in names:
-            (self._folder / INDEX).unlink(missing_ok=True)
-        for path in self._folder.iterdir():
-            is_former = NUMBERED.fullmatch(path.name) and path.name not in names
-            if is_former or UNFINISHED.fullmatch(path.name):
+        for path in folder.iterdir():
+            if UNFINISHED.fullmatch(path.name):  # of a save that was killed
                 path.unlink()
 
 

@@ -253,7 +253,7 @@ def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
         if indices:
             return _files_of_index(indices[0])
         files = sorted(path.glob("*.safetensors"))
-        if len(files) == 1:
+        if len(files) == 1 and not NUMBERED.fullmatch(files[0].name):
             return files, {}
         _refuse_folder(path, files)
     if path.name.endswith(PICKLED):
@@ -285,7 +285,7 @@ def _refuse_folder(folder: Path, files: list[Path]) -> None:
     if files:
         names = ", ".join(file.name for file in files[:3])
         raise ValueError(
-            f"{folder} has {len(files)} safetensors files ({names}, ...) and neither {SINGLE} nor "
+            f"{folder} has {len(files)} safetensors files ({names}) and neither {SINGLE} nor "
             f"{INDEX}; a save may have been interrupted. Pass one file, or write the folder again."
         )
     pickled = [each for each in sorted(folder.iterdir()) if each.name.endswith(PICKLED)]
