@@ -54,8 +54,11 @@ def _is_untouched(tensor: torch.Tensor) -> bool:
     return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
 
 
-def _leave_meta(group: ParamGroup) -> list[ShardedParam]:
-    """Allocate the shards that are on the meta device; return which those are."""
+def leave_meta(group: ParamGroup) -> list[ShardedParam]:
+    """Reshard, and allocate the shards that are on the meta device; return which those are.
+
+    The shards may be written to in place after it. Parameters stay the same objects.
+    """
     group.reshard()
     group.finish_pending_step()
     group.finish_copies()
@@ -196,7 +199,7 @@ class _Initialisation:
             return False
         unit.lifecycle.check_between_steps(unit, "materialize")
         group.check_not_summoned("materialized")
-        new = _leave_meta(group)
+        new = leave_meta(group)
         self._new.update({param: joined(unit.fqn, param.fqn) for param in new})
         device = group.spec.device
         unsharded = [_unsharded_copy(p, device, is_new=p in new) for p in sharded_params(group)]

@@ -12,8 +12,6 @@ from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
-pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
-
 
 @pytest.mark.parametrize("layout", ["fully_shard", "replicate"])
 @on_ranks(2)

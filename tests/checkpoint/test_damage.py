@@ -16,8 +16,6 @@ from meshard.checkpoint._protocol import manifest as manifests
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
-pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
-
 
 def saved(folder, steps=(1,)):
     model = net("plain")

@@ -10,8 +10,6 @@ from torch import nn
 from meshard.checkpoint import Checkpointer
 from tests.checkpoint.kills import SCENARIOS, Acts
 
-pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
-
 
 @pytest.mark.full
 @pytest.mark.timeout(600)

@@ -18,8 +18,6 @@ from tests.checkpoint.runs import (
 )
 from tests.support.ranks import on_ranks
 
-pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
-
 OPTIMIZERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
     "SGD in groups": lambda model: torch.optim.SGD(

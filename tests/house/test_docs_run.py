@@ -14,7 +14,14 @@ from tests.house.sources import ROOT
 SECONDS = 240
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NO_NUMPY = "ignore:Failed to initialize NumPy"  # torch works without it
-NEED_EXTRAS = {"units.md", "getting-started.md", "recipes.md", "checkpoints.md"}  # transformers; checkpoints
+# Of these pages: transformers, safetensors, checkpoints.
+NEED_EXTRAS = {
+    "units.md",
+    "getting-started.md",
+    "recipes.md",
+    "weights.md",
+    "checkpoints.md",
+}
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,18 @@ def gather_to_first(
     source: torch.Tensor, group: dist.ProcessGroup, label: str
 ) -> torch.Tensor | None:
     """Return every rank's ``source [n]`` as ``[ranks, n]`` on the first rank, else None."""
+    return gather_to(source, group, label, target=0)
+
+
+def gather_to(
+    source: torch.Tensor, group: dist.ProcessGroup, label: str, *, target: int
+) -> torch.Tensor | None:
+    """Return every rank's ``source [n]`` as ``[ranks, n]`` on rank ``target`` of ``group``."""
     if group.size() == 1:
         return source.view(1, -1).clone()
-    rows = source.new_empty(group.size(), source.numel()) if group.rank() == 0 else None
+    rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None
     announce("gather", source, group, label, rows=group.size())
-    dist.gather(source, None if rows is None else list(rows), group=group, group_dst=0)
+    dist.gather(source, None if rows is None else list(rows), group=group, group_dst=target)
     return rows
 
 

@@ -15,22 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.loading import Read, Reader, check, fill
 from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
-from meshard._torch.private import dtype_of
 from meshard.checkpoint.checkpointer import Checkpointer
 from meshard.checkpoint.weights_progress import progress_bar
+
 try:
-    from safetensors.torch import save_file
+    from safetensors.torch import save_file as _save_file
 except ImportError:  # an extra
-    save_file = None
+    _save_file = None  # type: ignore[assignment]
 
 _FILE_BYTES = 5 * 10**9  # of one exported file, as Hugging Face's libraries have it
 
@@ -180,7 +181,7 @@ def _prune(parsed: Any) -> int:
 
 
 def _export(parsed: Any) -> int:
-    if save_file is None:
+    if _save_file is None:
         raise ImportError('export writes safetensors: pip install "meshard[checkpoint]".')
     checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
     found = checkpointer.manifest(parsed.step)
@@ -198,7 +199,7 @@ def _export(parsed: Any) -> int:
     with checkpointer.reader(parsed.step) as reader, _progress("export", total) as progress:
         for file, names in files.items():
             tensors = {name: _read(reader, entries[name], progress) for name in names}
-            save_file(tensors, out / file, metadata={"format": "pt"})
+            _save_file(tensors, out / file, metadata={"format": "pt"})
     if len(files) > 1:  # last: without it a reader sees that files are missing
         index = {
             "metadata": {"total_size": sum(map(_num_bytes, entries.values()))},

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from meshard._torch.private import constant_of, dcp_storage_info
+from meshard._torch.private import constant_of, dcp_storage_info, dtype_of
 from meshard.checkpoint._protocol.blobs import data_offset, data_offset_in_head
 from meshard.checkpoint._protocol.manifest import (
     Blob,
@@ -35,7 +35,6 @@ from meshard.checkpoint._protocol.manifest import (
     TensorEntry,
 )
 from meshard.checkpoint._protocol.plain import embedded, encode, reference
-from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.storage import Source, Storage, opened
 
 METADATA = ".metadata"

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._torch.dtensor import is_plain
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import dcp_format, parts
 from meshard.checkpoint._protocol.parts import (
     MODEL,
@@ -27,7 +28,6 @@ from meshard.checkpoint._protocol.parts import (
     model_state,
 )
 from meshard.checkpoint._protocol.plain import embedded, encode, reference
-from meshard._torch.private import dtype_of
 
 # Tensors are cut along their first dimension into chunks of about so many bytes. A chunk is what
 # has a checksum, and what is read whole to check it.

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.blobs import bytes_of
 from meshard.checkpoint._protocol.manifest import (
     Blob,
@@ -31,7 +32,6 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
     TensorEntry,
 )
-from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Source, Storage
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Reader, agree, check, compare, fill, reads_of
 from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest
@@ -26,7 +27,6 @@ from meshard.checkpoint._protocol.parts import (
     placed_like,
 )
 from meshard.checkpoint._protocol.plain import decode
-from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.ranks import Ranks
 
 

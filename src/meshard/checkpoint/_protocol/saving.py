@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import dcp_format, manifest
 from meshard.checkpoint._protocol.blobs import bytes_of, frame_of
 from meshard.checkpoint._protocol.jobs import Item, Job
@@ -34,7 +35,6 @@ from meshard.checkpoint._protocol.manifest import (
     StepFolder,
     TensorEntry,
 )
-from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Sink, Storage
 

@@ -1,0 +1,272 @@
+"""Weights out of a sharded module: tensor after tensor, or as a table of who holds what."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import Self
+
+from meshard.checkpoint.weights_gather import (
+    Agreement,
+    Intent,
+    Packed,
+    Unsharded,
+    Verdict,
+    batches,
+    check_dtype,
+    copies,
+    pack,
+)
+from meshard.checkpoint.weights_layout import (
+    Weight,
+    check_have_values,
+    coordinates,
+    meshes_of,
+    own_rank,
+    ranks_of_meshes,
+    weights_of,
+)
+from meshard.policies import check_bool
+
+# --- stream_unsharded ------------------------------------------------------------------------
+
+_CALLER = "stream_unsharded"
+
+
+def stream_unsharded(
+    module: nn.Module,
+    *,
+    rank0_only: bool = False,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = 64 * 2**20,
+) -> WeightStream:
+    """Iterate over ``(name, unsharded tensor)`` of all weights of ``module``, some at a time.
+
+    Names, their order and what has them are those of ``module.state_dict()``: parameters and
+    persistent buffers. A tied parameter comes under each of its names. Every tensor is new memory,
+    yours to keep and to edit, on the device of the mesh. The module stays as it is: units stay
+    sharded, and no hook of a forward runs. Do not edit weights before the end.
+
+    **Collective:** every rank of the module's meshes calls and iterates, also with ``rank0_only``,
+    where the other ranks' loops have no items. Ranks may take any time in between; the others wait
+    for the timeout of the process group at most.
+
+    **Stopping early.** A loop that is left by ``break`` or by an exception closes the stream, and
+    the other ranks learn of it before they gather what comes next. Where all stop, nothing more
+    happens. A rank that goes on raises a RuntimeError that names the one that stopped, so that a
+    part of the weights is never taken for all of them. With ``rank0_only`` the other ranks' loops
+    end without an error, unless a ``with`` block around the stream was left by an exception. If you
+    keep the iterator in a variable, call ``close()`` or use it in a ``with`` block: until it is
+    closed, the others wait.
+
+    Args:
+        module: A module with or without units; sharded, replicated, tensor-parallel, or plain.
+        rank0_only: Yield on the lowest rank of the meshes only (of a plain module: on rank 0). The
+            others send, and hold nothing.
+        dtype: Cast floating-point tensors to it, before they are sent if it is narrower.
+        max_bytes: Unsharded bytes that one gather brings. A larger tensor comes alone.
+
+    Returns:
+        An iterator with ``close()``, which is a context manager too. A rank that gets tensors holds
+        ``max(max_bytes, largest tensor)`` that was gathered, and the tensors that you keep (a large
+        one whose rows are divided evenly lies in what was gathered, without a copy). While
+        that is gathered it also holds, on n ranks, an n-th part of it to send, and gloo a copy.
+
+    Raises:
+        NotImplementedError: A parameter is of a tensor subclass, such as float8; or ``rank0_only``,
+            and ranks have different tensors of one name (experts on meshes of their own).
+        RuntimeError: A forward or backward runs, gradients are pending, the module is inside
+            ``unsharded_params``, or another rank stopped.
+        ValueError: Tensors are on the meta device.
+
+    >>> import torch, meshard
+    >>> from meshard.checkpoint import stream_unsharded
+    >>> layer = meshard.fully_shard(torch.nn.Linear(4, 2))
+    >>> for name, tensor in stream_unsharded(layer):
+    ...     print(name, tuple(tensor.shape))
+    weight (2, 4)
+    bias (2,)
+    """
+    check_bool("rank0_only", rank0_only)
+    check_dtype(dtype)
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"max_bytes must be a positive integer, got {max_bytes!r}.")
+    return WeightStream(module, rank0_only, dtype, max_bytes)
+
+
+class WeightStream(Iterator[tuple[str, torch.Tensor]]):
+    """The iterator of ``stream_unsharded``."""
+
+    def __init__(
+        self, module: nn.Module, rank0_only: bool, dtype: torch.dtype | None, max_bytes: int
+    ) -> None:
+        self._is_over = True  # until everything is checked: see __del__
+        weights = weights_of(module, _CALLER)
+        check_have_values(weights, _CALLER)
+        meshes = meshes_of(module, weights)
+        self._agreement = Agreement(meshes, f"({_CALLER})")
+        ranks = ranks_of_meshes(meshes)
+        if rank0_only:
+            self._agreement.check_copies(weights, len(ranks))
+        first = ranks[0] if meshes else 0  # a plain module may be on all ranks of the job
+        self._target = first if rank0_only else None
+        self._dtype = dtype
+        self._num_weights = len(weights)
+        self._num_done = 0
+        self._batches = deque(batches(weights, max_bytes, dtype))
+        self._ready: deque[tuple[str, Unsharded]] = deque()
+        # Without a gather there is nothing to agree about.
+        self._must_agree = not self._agreement.is_alone and any(w.sharded_axes for w in weights)
+        self._is_over = False
+
+    def __iter__(self) -> Self:
+        """Return itself: a stream is read once."""
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        """Return the next name and tensor. **Collective** where the next batch begins."""
+        while not self._ready:
+            if self._is_over or not self._batches:
+                self._is_over = True
+                raise StopIteration
+            self._gather_next()
+        name, unsharded = self._ready.popleft()
+        with torch.no_grad():
+            return name, unsharded()
+
+    def close(self) -> None:
+        """End the stream, and tell the other ranks. It may be called again.
+
+        **Collective:** unless the stream is at its last batch: the other ranks go on to their next
+        batch, or close their streams.
+        """
+        self._close(Intent.STOP)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(Intent.STOP if kind is None else Intent.FAIL)
+
+    def __del__(self) -> None:
+        # A for loop drops its iterator when it is left. The group may be gone by then.
+        if not self._is_over and not sys.is_finalizing() and dist.is_initialized():
+            self.close()
+
+    def _close(self, intent: Intent) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._ready.clear()
+        if self._must_agree and self._batches:
+            self._agreement.reach(intent)
+
+    def _gather_next(self) -> None:
+        """Agree with the other ranks, and gather the next batch."""
+        self._is_over = True  # unless all goes well
+        batch = self._batches[0]
+        packed, error = self._pack(batch)
+        if self._must_agree:
+            verdict = self._agreement.reach(Intent.GO_ON if error is None else Intent.FAIL)
+            if error is None and verdict.intent is not Intent.GO_ON:
+                self._end_because_of(verdict, batch[0])
+                return
+        if error is not None:
+            raise error
+        self._batches.popleft()
+        found: dict[str, Unsharded] = {}
+        if self._target in (None, own_rank()):
+            found.update(copies(batch, self._dtype))
+        while packed:  # each buffer is freed once it is sent
+            found.update(packed.pop(0).gather(self._target, batch[0].fqn))
+        self._ready.extend((each.fqn, found[each.fqn]) for each in batch if each.fqn in found)
+        self._num_done += len(batch)
+        self._is_over = False
+
+    def _pack(self, batch: list[Weight]) -> tuple[list[Packed], Exception | None]:
+        try:
+            return pack(batch, self._dtype), None
+        except Exception as error:  # out of memory, say: the other ranks must know
+            return [], error
+
+    def _end_because_of(self, verdict: Verdict, weight: Weight) -> None:
+        has_stopped = verdict.intent is Intent.STOP
+        if has_stopped and self._target is not None and self._target != own_rank():
+            return  # nothing is missing here, where nothing is yielded
+        what = "stopped iterating over" if has_stopped else "failed inside"
+        raise RuntimeError(
+            f"rank {verdict.rank} {what} {_CALLER} before {weight.fqn!r}, so this rank has got "
+            f"{self._num_done} of {self._num_weights} tensors only; stop at the same tensor on all "
+            "ranks, or iterate to the end on all."
+        )
+
+
+# --- shard_table -----------------------------------------------------------------------------
+
+
+class HeldRange(NamedTuple):
+    """What one rank holds of a tensor: the block that begins at ``offsets`` and has ``sizes``."""
+
+    rank: int  # global
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class ShardedTensorRow(NamedTuple):
+    """One tensor of ``shard_table``: its name, unsharded shape, dtype, and who holds what."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as "bfloat16"
+    shards: tuple[HeldRange, ...]
+
+
+def shard_table(module: nn.Module) -> list[ShardedTensorRow]:
+    """Return which rank holds which block of which tensor, for a receiver that pulls shards itself.
+
+    Rows are in the order of ``module.state_dict()``. The block of a rank is its local tensor
+    (``state_dict()[name].to_local()``), which has the shape ``sizes`` and is contiguous where the
+    parameter belongs to a unit. Replicas are listed with each of their ranks, ranks without
+    elements are not. All are tuples, strings and numbers: ``json.dumps`` takes the table.
+
+    Not a collective: it follows from the placements. It also serves modules on the meta device.
+
+    Raises:
+        NotImplementedError: A parameter is of a tensor subclass, such as float8.
+        RuntimeError: A forward or backward runs, gradients are pending, or the module is inside
+            ``unsharded_params``.
+
+    >>> import torch, meshard
+    >>> from meshard.checkpoint import shard_table
+    >>> row = shard_table(meshard.fully_shard(torch.nn.Linear(4, 2)))[0]
+    >>> row.name, row.shape, row.dtype
+    ('weight', (2, 4), 'float32')
+    >>> row.shards
+    (HeldRange(rank=0, offsets=(0, 0), sizes=(2, 4)),)
+    """
+    weights = weights_of(module, "shard_table")
+    everywhere = ranks_of_meshes(meshes_of(module, weights))
+    return [_row_of(weight, everywhere) for weight in weights]
+
+
+def _row_of(weight: Weight, everywhere: list[int]) -> ShardedTensorRow:
+    if weight.mesh is None:
+        boxes = [(rank, weight.own_box) for rank in everywhere]
+    else:
+        boxes = [(rank, weight.box_at(place)) for rank, place in coordinates(weight.mesh)]
+    shards = (HeldRange(rank, box.offsets, box.sizes) for rank, box in boxes if box.numel)
+    return ShardedTensorRow(
+        weight.fqn, weight.shape, str(weight.dtype).removeprefix("torch."), tuple(shards)
+    )

@@ -1,0 +1,240 @@
+"""The weights of a module, and which rank holds which part of each.
+
+A part is a **box**: a contiguous block ``[offsets, offsets + sizes)`` of the unsharded tensor. Its
+local tensor has the shape ``sizes``. Boxes follow from the placements, without communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshard._engine.param_group import sharded_params
+from meshard._engine.unit import units_in
+from meshard._mesh.mesh_info import device_of
+from meshard._torch.dtensor import is_plain, local_of, plain_of
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: where it begins in each dim, and how long it is there."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Return what to index the unsharded tensor with."""
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+    @classmethod
+    def of_all(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is the whole tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weight:
+    """A parameter or persistent buffer, as ``state_dict()`` has it: a DTensor, or whole.
+
+    Tied parameters are several weights with one ``tensor``, which is that of the module.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The unsharded shape."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weight at rest."""
+        return self.tensor.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds of it: its own memory, no copy."""
+        return plain_of(self.tensor)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh that it lies over; None if it is no DTensor."""
+        return self.tensor.device_mesh if isinstance(self.tensor, DTensor) else None
+
+    @property
+    def sharded_axes(self) -> tuple[int, ...]:
+        """The axes of the mesh that it is cut over, and of more than one rank."""
+        if not isinstance(self.tensor, DTensor):
+            return ()
+        mesh = self.tensor.device_mesh
+        placements = enumerate(self.tensor.placements)
+        return tuple(
+            axis for axis, each in placements if not each.is_replicate() and mesh.size(axis) > 1
+        )
+
+    def box_at(self, coordinate: Sequence[int]) -> Box:
+        """Return the box of the rank at ``coordinate`` of the mesh, a number for each axis."""
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        if isinstance(self.tensor, DTensor):
+            mesh = self.tensor.device_mesh
+            for axis in _axes_in_order(self.tensor):
+                dim, count = self.tensor.placements[axis].dim, mesh.size(axis)  # type: ignore[attr-defined]  # not Replicate
+                chunk = math.ceil(sizes[dim] / count)
+                start = min(chunk * coordinate[axis], sizes[dim])
+                offsets[dim] += start
+                sizes[dim] = min(chunk, sizes[dim] - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    @property
+    def own_box(self) -> Box:
+        """The box that this rank holds."""
+        return self.box_at(() if self.mesh is None else coordinate_of(self.mesh))
+
+
+def _axes_in_order(tensor: DTensor) -> list[int]:
+    """Return the axes that cut ``tensor``, in the order in which they do.
+
+    The first axis cuts first, but for a strided placement: that one cuts after the axes to its
+    right that have ``split_factor`` ranks together.
+    """
+    order: list[int] = []
+    for axis in reversed(range(tensor.device_mesh.ndim)):
+        placement = tensor.placements[axis]
+        if placement == Replicate():
+            continue
+        factor = getattr(placement, "split_factor", 1)  # only the strided one has it
+        same_dim = [other for other in order if _dim(tensor, other) == _dim(tensor, axis)]
+        cuts = itertools.accumulate(map(tensor.device_mesh.size, same_dim), lambda a, b: a * b)
+        before = next((n for n, product in enumerate(cuts, 1) if product == factor), 0)
+        position = order.index(same_dim[before - 1]) + 1 if factor > 1 and before else 0
+        order.insert(position, axis)
+    return order
+
+
+def _dim(tensor: DTensor, axis: int) -> int:
+    dim: int = tensor.placements[axis].dim  # type: ignore[attr-defined]  # not Replicate
+    return dim
+
+
+def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return this rank's position on each axis."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # a module holds DTensors of its own meshes only
+    return tuple(coordinate)
+
+
+def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the global rank and the coordinate of each rank of a mesh, in its order."""
+    places = itertools.product(*(range(mesh.size(axis)) for axis in range(mesh.ndim)))
+    return zip(mesh.mesh.flatten().tolist(), places, strict=True)
+
+
+def own_rank() -> int:
+    """Return this process's global rank: 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# --- of a module -----------------------------------------------------------------------------
+
+
+def weights_of(module: nn.Module, caller: str) -> list[Weight]:
+    """Return what ``module.state_dict()`` has, in its order, as it is at rest; or raise."""
+    for unit in units_in(module):
+        unit.lifecycle.check_between_steps(unit, caller)
+        unit.group.check_not_summoned(f"read by {caller}")
+    state = module.state_dict(keep_vars=True)
+    # The user's unshard() may last, or modules hold what a forward has left.
+    at_rest = {
+        id(param.unsharded): param.sharded
+        for unit in units_in(module)
+        for param in sharded_params(unit.group)
+    }
+    weights = [
+        Weight(fqn, at_rest.get(id(value), value))
+        for fqn, value in state.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    for weight in weights:
+        _check_readable(weight, caller)
+    return weights
+
+
+def _check_readable(weight: Weight, caller: str) -> None:
+    if not is_plain(weight.local):
+        raise NotImplementedError(
+            f"{weight.fqn!r} is a {type(weight.local).__name__}, whose values {caller} cannot read "
+            "as one ordinary tensor; convert it before, or save the module's state_dict() with "
+            "torch.distributed.checkpoint."
+        )
+    if isinstance(weight.tensor, DTensor):
+        partial = [each for each in weight.tensor.placements if each.is_partial()]
+        if partial:
+            raise NotImplementedError(
+                f"{weight.fqn!r} has the placement {partial[0]}, a sum that has not been taken; "
+                "redistribute it to Shard or Replicate before."
+            )
+        local = tuple(local_of(weight.tensor).shape)
+        if local != weight.own_box.sizes:
+            raise NotImplementedError(
+                f"{weight.fqn!r} has a local tensor of shape {local} on this rank, where its "
+                f"placements {weight.tensor.placements} on {weight.mesh} say "
+                f"{weight.own_box.sizes}; such uneven placements are not supported."
+            )
+
+
+def check_are_held(module: nn.Module, weights: Iterable[Weight]) -> None:
+    """Raise if ``state_dict()`` has made a weight, so that writing to it would change nothing."""
+    held = [*module.parameters(), *module.buffers()]
+    held += [param.sharded for unit in units_in(module) for param in sharded_params(unit.group)]
+    ids = {id(tensor) for tensor in held}
+    for weight in weights:
+        if id(weight.tensor) not in ids:
+            raise NotImplementedError(
+                f"{weight.fqn!r} is neither a parameter nor a buffer: a hook of state_dict() has "
+                "made it, so it cannot be filled in place; use load_state_dict."
+            )
+
+
+def check_have_values(weights: Iterable[Weight], caller: str) -> None:
+    """Raise, naming them, if weights are on the meta device."""
+    meta = [weight.fqn for weight in weights if weight.local.is_meta]
+    if meta:
+        raise ValueError(
+            f"{len(meta)} tensors are on the meta device and have no values for {caller}, first "
+            f"{meta[0]!r}; give them values by meshard.materialize, load_state_dict or "
+            "meshard.checkpoint.load_pretrained first."
+        )
+
+
+def meshes_of(module: nn.Module, weights: Iterable[Weight]) -> list[DeviceMesh]:
+    """Return the meshes of all weights and of all units, the largest first."""
+    found = [weight.mesh for weight in weights if weight.mesh is not None]
+    found += [unit.group.spec.mesh_info.mesh for unit in units_in(module) if unit.params]
+    return sorted(dict.fromkeys(found), key=lambda mesh: -mesh.size())
+
+
+def ranks_of_meshes(meshes: Iterable[DeviceMesh]) -> list[int]:
+    """Return the global ranks of all meshes, in order; without a mesh, this rank."""
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    return sorted(ranks) or [own_rank()]
+
+
+def device_of_weights(meshes: Sequence[DeviceMesh]) -> torch.device:
+    """Return the device that small tensors are sent from."""
+    return device_of(meshes[0]) if meshes else torch.device("cpu")

@@ -1,0 +1,154 @@
+"""Models on the meta device, before weights are loaded: memory, and buffers that no file has.
+
+Files hold parameters and persistent buffers. A non-persistent buffer, such as the frequencies of
+rotary embeddings, is computed by a constructor. On the meta device that was in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from meshard._engine.param_group import sharded_params
+from meshard._engine.unit import joined, own_class, units_in
+from meshard.initialization import leave_meta
+
+
+@contextlib.contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build models whose parameters are on the meta device and whose buffers have values.
+
+    ``torch.device("meta")`` leaves buffers without values too, and no file has those that are not
+    persistent. Inside this block each parameter moves to the meta device when its module gets it:
+    one has memory at a time, and its initialisation costs nothing.
+
+    >>> import torch
+    >>> from meshard.checkpoint import meta_parameters
+    >>> with meta_parameters():
+    ...     norm = torch.nn.BatchNorm1d(2)
+    >>> norm.weight.device.type, norm.running_var.tolist()
+    ('meta', [1.0, 1.0])
+    """
+    move: Any = _on_meta  # torch's type leaves out that a hook may return another parameter
+    hook = register_module_parameter_registration_hook(move)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    if param is None or param.is_meta:  # None keeps it: a tie stays one parameter
+        return None
+    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+
+# --- buffers that are in no file -------------------------------------------------------------
+
+
+def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return values for the non-persistent buffers that are on the meta device, by name.
+
+    They are those of models of Hugging Face's kind, whose constructor takes their ``config``: one
+    is built beside, without parameters. A ValueError names those for which there is none.
+    """
+    lacking = _lacking_buffers(module)
+    found: dict[str, torch.Tensor] = {}
+    causes = []
+    for prefix, inner in _configured(module):
+        if not any(_is_inside(fqn, prefix) for fqn in lacking.keys() - found.keys()):
+            continue
+        try:
+            beside = _built_beside(inner)
+        except Exception as error:  # whatever a constructor raises
+            causes.append(f"{own_class(inner).__name__}(config) raised {error!r}")
+            continue
+        for name, buffer in beside.named_buffers(remove_duplicate=False):
+            fqn = joined(prefix, name)
+            if fqn in lacking and lacking[fqn].shape == buffer.shape and not buffer.is_meta:
+                found[fqn] = buffer.to(lacking[fqn].dtype)
+    left = [fqn for fqn in lacking if fqn not in found]
+    if left:
+        raise ValueError(
+            f"{len(left)} buffers are on the meta device and in no file, because they are not "
+            f"persistent: {', '.join(map(repr, left[:8]))}{', ...' if len(left) > 8 else ''}. "
+            "Build the model inside meshard.checkpoint.meta_parameters() instead of "
+            'torch.device("meta"), or call meshard.materialize(module) before load_pretrained.'
+            + "".join(f" ({cause}.)" for cause in causes)
+        )
+    return found
+
+
+def _lacking_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    # By identity: a hook may have changed names.
+    persistent = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    return {
+        fqn: buffer
+        for fqn, buffer in module.named_buffers(remove_duplicate=False)
+        if buffer.is_meta and id(buffer) not in persistent
+    }
+
+
+def _configured(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that can be built from their ``config`` alone, with names."""
+    outermost: list[str] = []
+    for fqn, inner in module.named_modules():
+        is_one = hasattr(own_class(inner), "from_pretrained") and hasattr(inner, "config")
+        if is_one and not any(_is_inside(fqn, prefix) for prefix in outermost):
+            outermost.append(fqn)
+            yield fqn, inner
+
+
+def _is_inside(fqn: str, prefix: str) -> bool:
+    return not prefix or fqn == prefix or fqn.startswith(prefix + ".")
+
+
+def _built_beside(module: nn.Module) -> nn.Module:
+    build: Any = own_class(module)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), meta_parameters():
+        beside: nn.Module = build(module.config)
+    return beside
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def leave_meta_device(
+    module: nn.Module, device: torch.device, buffers: dict[str, torch.Tensor]
+) -> None:
+    """Give memory to what is on the meta device, and to non-persistent buffers their values.
+
+    Shards stay the same parameters. Other parameters become new ones, once for all their names.
+    """
+    for unit in units_in(module):
+        if sharded_params(unit.group):
+            leave_meta(unit.group)
+    given: dict[torch.Tensor, torch.Tensor] = {}
+    for fqn, inner in module.named_modules():
+        held: Any
+        for held in (inner._parameters, inner._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in given:
+                    given[tensor] = _with_memory(tensor, device, buffers.get(joined(fqn, name)))
+                held[name] = given[tensor]
+        # Plain attributes may be second names of a buffer.
+        for name, value in list(vars(inner).items()):
+            if isinstance(value, torch.Tensor) and value in given:
+                setattr(inner, name, given[value])
+
+
+def _with_memory(
+    tensor: torch.Tensor, device: torch.device, values: torch.Tensor | None
+) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        empty = torch.empty_like(tensor.detach(), device=device)
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return torch.empty_like(tensor, device=device) if values is None else values.to(device)

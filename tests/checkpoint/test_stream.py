@@ -1,0 +1,407 @@
+"""Unsharded weights as a stream, on all ranks or on one, also where a rank stops early."""
+
+import copy
+import gc
+import json
+import math
+import random
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import meshard
+from meshard import CommLedger
+from meshard.checkpoint import shard_table, stream_unsharded
+from tests.checkpoint.layouts import LAYOUTS, ON_FOUR, lay_out
+from tests.support import expert_meshes, extensions
+from tests.support.cases import CASES
+from tests.support.models import seeded
+from tests.support.parity import assert_same
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.sharding import shard_blocks
+
+
+def dict_of(stream):
+    """Return what a stream yields, in order."""
+    pairs = list(stream)
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def check_streams(name):
+    model, plain = lay_out(name)
+    expected = plain.state_dict()
+    for max_bytes in (1, 300, 2**28):
+        got = dict_of(stream_unsharded(model, max_bytes=max_bytes))
+        assert_same(got, expected, bitwise=True)
+        first = dict_of(stream_unsharded(model, max_bytes=max_bytes, rank0_only=True))
+        assert_same(first, expected if dist.get_rank() == 0 else {}, bitwise=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_streamed_is_the_state_dict_of_the_plain_model(name):
+    check_streams(name)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_it_is_so_on_meshes_of_four_ranks(name):
+    check_streams(name)
+
+
+def test_a_module_without_units_streams_without_a_process_group():
+    model = CASES["tied_inside"].build()
+    got = dict_of(stream_unsharded(model, rank0_only=True))
+    assert_same(got, model.state_dict(), bitwise=True)
+    got["blocks.0.first.weight"].zero_()
+    assert model.blocks[0].first.weight.any()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_floating_point_tensors_are_cast_and_others_are_not(dtype):
+    model, plain = lay_out("buffers")
+    expected = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in plain.state_dict().items()
+    }
+    assert_same(dict_of(stream_unsharded(model, dtype=dtype)), expected, bitwise=True)
+
+
+@on_ranks(2)
+def test_a_narrower_dtype_is_what_is_sent():
+    model, _ = lay_out("sharded")
+    payloads = {}
+    for dtype in (None, torch.bfloat16):
+        with CommLedger(model) as ledger:
+            dict_of(stream_unsharded(model, dtype=dtype))
+        payloads[dtype] = sum(e.payload_bytes for e in ledger.events if e.op == "all_gather")
+    assert payloads[torch.bfloat16] < 0.6 * payloads[None]
+
+
+@on_ranks(2)
+def test_units_stay_sharded_and_no_forward_hook_runs():
+    model, _ = lay_out("sharded")
+    calls = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda *_: calls.append(1))
+    held = dict(model.named_parameters())
+    versions = {name: param.to_local()._version for name, param in held.items()}
+    for _ in stream_unsharded(model, max_bytes=1000):
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert not calls
+    for name, param in model.named_parameters():
+        assert param is held[name] and param.to_local()._version == versions[name]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["forward", "unshard"])
+def test_of_a_unit_that_is_unsharded_the_shards_are_read(by):
+    plain = seeded(nn.Linear(4, 4))
+    model = meshard.fully_shard(copy.deepcopy(plain), reshard_after_forward=False)
+    model(torch.ones(1, 4)) if by == "forward" else model.unshard()
+    assert not isinstance(model.weight, DTensor)
+    for _ in stream_unsharded(model):
+        pass
+    (weight, _) = shard_table(model)
+    assert [shard.sizes for shard in weight.shards] == [(2, 4), (2, 4)]
+    assert_same(dict_of(stream_unsharded(model)), plain.state_dict(), bitwise=True)
+
+
+@on_ranks(4)
+def test_experts_are_streamed_and_to_one_rank_only_if_all_ranks_have_the_same():
+    plain = expert_meshes.build()
+    model = expert_meshes.shard(expert_meshes.build(), "flat")
+    assert_same(dict_of(stream_unsharded(model)), plain.state_dict(), bitwise=True)
+    got = dict_of(stream_unsharded(model, rank0_only=True))
+    assert_same(got, plain.state_dict() if dist.get_rank() == 0 else {}, bitwise=True)
+    with torch.no_grad():
+        model.blocks[1].expert.weight.to_local().add_(dist.get_rank() // 2)
+    with pytest.raises(NotImplementedError, match=r"'blocks\.1\.expert\.weight'.*rank0_only"):
+        stream_unsharded(model, rank0_only=True)
+
+
+# --- refusals ------------------------------------------------------------------------------
+
+
+def test_what_has_no_values_is_named():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"4 tensors are on the meta device.*'0\.weight'"):
+        stream_unsharded(model)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"dtype": torch.int8}, TypeError, "floating-point"),
+        ({"dtype": "bfloat16"}, TypeError, "'bfloat16'"),
+        ({"max_bytes": 0}, ValueError, "max_bytes"),
+        ({"max_bytes": True}, ValueError, "max_bytes"),
+        ({"rank0_only": 1}, TypeError, "rank0_only"),
+    ],
+)
+def test_wrong_arguments_are_refused(kwargs, error, text):
+    with pytest.raises(error, match=text):
+        stream_unsharded(nn.Linear(2, 2), **kwargs)
+
+
+@on_ranks(2)
+def test_it_is_refused_inside_unsharded_params_and_inside_a_forward():
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    with (
+        meshard.unsharded_params(model),
+        pytest.raises(RuntimeError, match="inside unsharded_params"),
+    ):
+        stream_unsharded(model)
+    refused = []
+
+    def inside(module, args):
+        with pytest.raises(RuntimeError, match="stream_unsharded was called inside"):
+            stream_unsharded(model)
+        refused.append(True)
+
+    outer = meshard.fully_shard(nn.Sequential(nn.ReLU(), model))
+    outer[0].register_forward_pre_hook(inside)
+    outer(torch.ones(1, 2))
+    assert refused
+
+
+@on_ranks(2)
+def test_a_tensor_subclass_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    model[0].weight = nn.Parameter(extensions.Int8OnWire(model[0].weight.detach()))
+    meshard.fully_shard(model)
+    with pytest.raises(NotImplementedError, match=r"'0\.weight' is a Int8OnWire"):
+        stream_unsharded(model)
+
+
+# --- stopping early ------------------------------------------------------------------------
+
+
+def small_batches(**kwargs):
+    return stream_unsharded(shard_blocks(CASES["mlp_stack"].build()), max_bytes=1, **kwargs)
+
+
+@on_ranks(2)
+def test_all_ranks_may_stop_at_different_tensors():
+    for number, _ in enumerate(small_batches()):
+        if number == 3:
+            break
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_where_one_rank_stops_the_others_raise_and_name_it():
+    if dist.get_rank() == 1:
+        for name, _ in small_batches():
+            if name == "blocks.0.up.bias":
+                break
+    else:
+        got = []
+        with pytest.raises(RuntimeError, match=r"rank 1 stopped.*'blocks\.0\.down\.weight'.*4 of"):
+            got += small_batches()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_where_one_rank_raises_in_its_loop_the_other_raises_too():
+    def consume():
+        for name, _ in small_batches():
+            if dist.get_rank() == 0 and name == "blocks.1.up.weight":
+                raise KeyError(name)
+
+    with pytest.raises(KeyError if dist.get_rank() == 0 else RuntimeError):
+        consume()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_where_the_only_reader_stops_the_loops_of_the_others_end():
+    count = 0
+    for _ in small_batches(rank0_only=True):
+        count += 1
+        if count == 2:
+            break
+    assert count == (2 if dist.get_rank() == 0 else 0)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_with_block_tells_a_failure_of_the_only_reader():
+    def read():
+        with small_batches(rank0_only=True) as stream:
+            for _ in stream:
+                raise KeyError("no place")
+
+    with pytest.raises(KeyError if dist.get_rank() == 0 else RuntimeError, match=r"place|rank 0"):
+        read()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_stream_that_is_dropped_before_it_began_tells_the_others():
+    if dist.get_rank() == 0:
+        stream = small_batches()
+        del stream
+        gc.collect()
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 0 stopped.*'scale'.*0 of"):
+            next(small_batches())
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_stream_that_is_over_stays_over():
+    stream = small_batches()
+    assert len(list(stream)) == 14
+    assert list(stream) == []
+    stream.close()
+    stream = small_batches()
+    next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+    dist.barrier()
+
+
+def collected(stream, delays, stop):
+    """Return what a rank gets until it stops, and the error that it gets."""
+    got = {}
+    try:
+        for name, tensor in stream:
+            time.sleep(next(delays))
+            got[name] = tensor
+            if stop == len(got) - 1:
+                break
+    except RuntimeError as error:
+        return got, str(error)
+    return got, None
+
+
+def stop_somewhere(rounds, seed, layout="uneven"):
+    """Iterate with random delays; in each round some ranks stop somewhere, or none."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model, plain = lay_out(layout)
+    expected = plain.state_dict()
+    names = list(expected)
+    shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    delays = iter(lambda: own.choice([0, 0, 0.001, 0.004]), None)
+    for _ in range(rounds):
+        stops = [shared.choice([None, *range(len(names))]) for _ in range(num_ranks)]
+        rank0_only = shared.random() < 0.3
+        kwargs = {"max_bytes": shared.choice([1, 60, 2000]), "rank0_only": rank0_only}
+        got, error = collected(stream_unsharded(model, **kwargs), delays, stops[rank])
+        assert_same(got, {name: expected[name] for name in names[: len(got)]}, bitwise=True)
+        if error is not None:
+            named = int(re.match(r"rank (\d+) stopped", error)[1])
+            assert named != rank and stops[named] is not None
+            assert not rank0_only
+        elif rank0_only and rank:
+            assert not got
+        else:
+            assert len(got) == (len(names) if stops[rank] is None else stops[rank] + 1)
+        # What comes next finds no collective that some ranks alone have entered.
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == num_ranks
+
+
+@on_ranks(2)
+def test_delays_and_stops_leave_no_rank_in_a_collective():
+    stop_somewhere(rounds=10, seed=0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["hsdp", "tensor_parallel"])
+def test_they_leave_none_on_two_axes(layout):
+    stop_somewhere(rounds=6, seed=2, layout=layout)
+
+
+@pytest.mark.full
+@on_ranks(2, timeout=250)
+def test_two_hundred_delays_and_stops_leave_no_rank_in_a_collective():
+    stop_somewhere(rounds=200, seed=1)
+
+
+# --- shard_table ---------------------------------------------------------------------------
+
+
+def block_of(shard):
+    pairs = zip(shard.offsets, shard.sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+
+def check_table(name):
+    model, plain = lay_out(name)
+    expected = plain.state_dict()
+    table = shard_table(model)
+    state = model.state_dict()
+    assert [row.name for row in table] == list(expected)
+    rank = dist.get_rank()
+    for row in table:
+        assert row.shape == tuple(expected[row.name].shape)
+        assert row.dtype == str(expected[row.name].dtype).removeprefix("torch.")
+        counted = torch.zeros(row.shape, dtype=torch.int)
+        for shard in row.shards:
+            block = block_of(shard)
+            counted[block] += 1
+            if shard.rank == rank:
+                value = state[row.name]
+                local = value.to_local() if isinstance(value, DTensor) else value
+                assert_same(local, expected[row.name][block], bitwise=True, what=row.name)
+        assert counted.unique().numel() == 1 and counted.min() >= 1, row.name
+    plain_data = json.loads(json.dumps(table))
+    assert plain_data[0][:2] == [table[0].name, list(table[0].shape)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_table_says_which_block_each_rank_holds(name):
+    check_table(name)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_the_table_is_right_on_meshes_of_four_ranks(name):
+    check_table(name)
+
+
+@on_threads(8)
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
+@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5)])
+@pytest.mark.parametrize("shard_dim", [0, 1])
+def test_both_are_right_where_two_axes_have_cut_a_parameter_before(placements, shape, shard_dim):
+    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(values, world["cp", "tp"], placements))
+    meshard.fully_shard(model, world["dp"], shard_placement_fn=lambda _: Shard(shard_dim))
+    assert_same(dict_of(stream_unsharded(model)), {"weight": values}, bitwise=True)
+    (row,) = shard_table(model)
+    counted = torch.zeros(shape)
+    for shard in row.shards:
+        counted[block_of(shard)] += 1
+        if shard.rank == dist.get_rank():
+            assert_same(model.weight.to_local().detach(), values[block_of(shard)], bitwise=True)
+    assert counted.eq(1).all()
+
+
+@on_fake_ranks(4, rank=2)
+def test_the_table_needs_neither_values_nor_communication():
+    with torch.device("meta"):
+        model = nn.Linear(3, 6, bias=False)
+    meshard.fully_shard(model, init_device_mesh("cpu", (4,)))
+    (row,) = shard_table(model)
+    assert [(shard.rank, shard.offsets, shard.sizes) for shard in row.shards] == [
+        (0, (0, 0), (2, 3)),
+        (1, (2, 0), (2, 3)),
+        (2, (4, 0), (2, 3)),
+    ]
