@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Reducing, Rows, profiled
-from meshard._comm.gradient_buffer import GradientLayout
-from meshard._comm.operands import ScalarOperands
-from meshard._comm.unused_params import UnusedParamMarks
+from meshard._comm.gradient_buffer import GradientLayout, ScalarOperands, UnusedParamMarks
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 

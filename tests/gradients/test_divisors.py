@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm.operands import ScalarOperands
+from meshard._comm.gradient_buffer import ScalarOperands
 from meshard.foreach_reduce import divide_, resolve_divisors
 
 factors = st.one_of(
