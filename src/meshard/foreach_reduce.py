@@ -376,12 +376,13 @@ class Reduction:
 
     def free_if_sent(self) -> bool:
         """Free what was sent, if all ranks have received it. Return whether that is done."""
-        return self._stages_done > 0 or self._scattered.free_if_sent()
+        return self._scattered.free_if_sent()
 
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks
         with self._comm.on_stream(CommStream.SCATTER):
             self._pending.wait()
+            self._scattered.free_if_sent()  # before the all-reduce takes memory
             self._unused = marks.read(self._result)
             self._divide(self._result, self._divisors.after_scatter)
             if self._partial is not None:
