@@ -158,7 +158,7 @@ class GradientAccumulator:
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
-        self.is_replicated = isinstance(unit_params, ReplicatedParams)
+        self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
         self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion

@@ -21,8 +21,6 @@ from meshard._gradients.published import (
     PublishedGrads,
     in_one_layout,
     is_clear,
-    mark,
-    mark_of,
     take_edit,
     unrecorded,
 )
@@ -44,9 +42,8 @@ class ReplicatedGrads(PublishedGrads):
         self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
-        self._mark = Mark()
+        self._mark = Mark()  # of the .grad that were set last
         self._published: FlatGradients | None = None
-        self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
         # The range of each large parameter in the bucket, in the parameter's shape.
@@ -255,7 +252,7 @@ class ReplicatedGrads(PublishedGrads):
 
     def _set_all(self, grads: FlatGradients) -> None:
         self._published = grads
-        self._addresses = {}
+        self._mark = Mark()
         for index, local in grads.shards(0):
             param = self._params[index]
             shaped = param.shaped(local)
@@ -263,9 +260,7 @@ class ReplicatedGrads(PublishedGrads):
                 shaped = shaped.to(param.sharded.dtype)
             elif not self.are_views:
                 shaped = shaped.clone()
-            param.sharded.grad = shaped
-            mark(shaped, self._mark)
-            self._addresses[index] = shaped.data_ptr()
+            self._mark.set_grad(index, param, shaped)
 
     # --- gradients that are in .grad --------------------------------------------------
 
@@ -289,7 +284,7 @@ class ReplicatedGrads(PublishedGrads):
         gradient, own = self._params[index].sharded.grad, self._range_of(index)
         if own is None or gradient is None or gradient.is_sparse:
             return False
-        if mark_of(gradient) is self._mark and gradient.data_ptr() == self._addresses.get(index):
+        if self._mark.is_on(index, gradient):
             return True
         # The same memory under another name: grad.detach(), or a view.
         view = self._params[index].shaped(own)
