@@ -11,6 +11,7 @@ import contextlib
 import copy
 import enum
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -211,6 +212,16 @@ def profiled(what: str, label: str) -> contextlib.AbstractContextManager[Any]:
     if is_profiling():
         return torch.profiler.record_function(f"meshard::{what} {label}")
     return _NOTHING
+
+
+_logger = logging.getLogger("meshard")
+
+
+def log_event(event: str, label: str) -> None:
+    """Log that ``event`` happens to a unit at this moment. Off, it costs one check of a level."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        rank = dist.get_rank() if dist.is_initialized() else -1  # -1: the group was destroyed
+        _logger.debug("rank %d: %s %s", rank, event, label)
 
 
 # --- what the user brings --------------------------------------------------------------------

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
-from meshard._comm.log import log_event
+from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase, log_event
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, TensorHook, check_divide_factor
