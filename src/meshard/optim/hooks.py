@@ -93,7 +93,8 @@ def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     Return the groups of ``params``.
     """
     owners = owners_of(params)
-    _check_may_step(owners)
+    for owner in owners:
+        owner.check_may_step()
     return owners
 
 
@@ -214,7 +215,8 @@ def _before_step(
     before_compiling(_before_compiling)
     if not owners:
         return None
-    _check_may_step(owners)
+    for owner in owners:
+        owner.check_may_step()
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
         # A unit that was resharded after its forward leaves all memory to the optimizer.
@@ -229,11 +231,6 @@ def _before_step(
     return None
 
 
-def _check_may_step(owners: Iterable[ParamGroup]) -> None:
-    for owner in owners:
-        owner.check_may_step()
-
-
 def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
     return any(not owner.gradients.is_replicated for owner in owners)
 
@@ -244,7 +241,8 @@ def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callabl
     def closure_and_check() -> Any:
         with scalar_reads.suspended():
             loss = closure()
-        _check_may_step(owners)
+        for owner in owners:
+            owner.check_may_step()
         return loss
 
     return closure_and_check
