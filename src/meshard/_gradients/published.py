@@ -370,11 +370,15 @@ class ShardedGrads(PublishedGrads):
 
     # --- gradients whose values are still on their way: see HostGrads -----------------
 
+    def _shows_views(self, used: frozenset[int], dtype: torch.dtype) -> bool:
+        """Whether ``.grad`` of the parameters in ``used`` are views of sums in ``dtype``."""
+        params = self._unit_params.params
+        return all(gradient_dtype(params[index].sharded) == dtype for index in used)
+
     def publish_unread(self, new: FlatGradients) -> bool:
         """Do what ``publish`` does if that reads no values; return whether it did."""
         hooked, has_none = self._inspect(new)
-        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in new.used}
-        if hooked or not has_none or dtypes != {new.flat.dtype}:
+        if hooked or not has_none or not self._shows_views(new.used, new.flat.dtype):
             return False
         self._set_all(new)
         return True
@@ -388,12 +392,11 @@ class ShardedGrads(PublishedGrads):
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
             return None
-        used = shown.grads.used | new.used
-        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in used}
-        if not dtypes == {shown.grads.flat.dtype} == {new.flat.dtype}:
+        sums, used = shown.grads.flat, shown.grads.used | new.used
+        if sums.dtype != new.flat.dtype or not self._shows_views(used, sums.dtype):
             return None
         self._set_more(shown, new.used)
-        return shown.grads.flat
+        return sums
 
 
 class HostGrads(PublishedGrads):
