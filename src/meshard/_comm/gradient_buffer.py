@@ -27,7 +27,7 @@ from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, m
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
-_MAX_OPERANDS = 64
+_MAX_OPERANDS = 64  # a divide factor may change with every batch
 _EXACT = (torch.float32, torch.float64)  # kernels of narrower dtypes use the number as float32
 # In a small buffer, and where there are few elements per mark, adding to every element is faster
 # than indexing some (4 against 120 us for six of six parameters on 4096 ranks).
@@ -70,7 +70,6 @@ class GradientLayout:
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
-        self._operands = ScalarOperands()
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -242,7 +241,7 @@ class GradientLayout:
             # An empty range cannot be marked: count it as used, so that all ranks agree.
             empty = self.ranges.keys() - {each.index for each in self._all_ranges}
             self._marks[used] = UnusedParamMarks(
-                self._all_ranges, self._first_columns, used | empty, self._operands
+                self._all_ranges, self._first_columns, used | empty
             )
         return self._marks[used]
 
@@ -302,28 +301,22 @@ class FlatGradients(NamedTuple):
 # --- marks of unused parameters -------------------------------------------------------------------
 
 
-class ScalarOperands:
-    """Numbers as 0-d tensors, made once per layout.
+@functools.lru_cache(_MAX_OPERANDS)
+def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((), number, dtype=dtype, device="cpu")
+
+
+def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
+    """Return what to pass to an operator with ``other`` instead of ``number``.
 
     torch makes a float64 tensor of a Python number at every call and casts it, which takes longer
     than multiplying a thousand elements. A 0-d CPU tensor of the dtype of the other operand is used
     as it is, with the same result.
     """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-
-    def as_operand(self, number: float, other: torch.Tensor) -> float | torch.Tensor:
-        """Return what to pass to an operator with ``other`` instead of ``number``."""
-        dtype = other.dtype
-        if not other.is_cpu or dtype not in _EXACT:
-            return number
-        key = (number, dtype)
-        if key not in self._made:
-            if len(self._made) >= _MAX_OPERANDS:  # a divide factor that changes with every batch
-                self._made.clear()
-            self._made[key] = torch.full((), number, dtype=dtype, device=other.device)
-        return self._made[key]
+    # Not for a fake tensor, whose mode would make a fake number that others would get later.
+    if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:
+        return _as_tensor(number, other.dtype)
+    return number
 
 
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
@@ -341,10 +334,8 @@ class UnusedParamMarks:
         ranges: Sequence[ParamRange],  # that have elements
         columns: torch.Tensor,  # in a row: of the first element of each range
         used: frozenset[int],  # parameters for which this rank has a gradient
-        operands: ScalarOperands,  # of the unit, whose reductions also divide by them
     ) -> None:
         self.used = used
-        self.operands = operands
         self._indices = [each.index for each in ranges]
         self._columns = columns
         self.all_used = used.issuperset(self._indices)  # then this rank reads no mark
@@ -356,7 +347,7 @@ class UnusedParamMarks:
         columns = self._used_columns
         is_dense = buffer.numel() <= _SMALL or buffer.size(-1) <= _FEW * columns.numel()
         if self.all_used and is_dense:
-            buffer.add_(self.operands.as_operand(0.0, buffer))
+            buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
             # Not index_add_: CUDA adds narrow dtypes in pairs, and the other may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
