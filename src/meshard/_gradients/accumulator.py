@@ -281,7 +281,7 @@ class GradientAccumulator:
 
         A further part of it may follow. Where hooks see what has arrived, ``U`` waits for them.
         """
-        if self._unreduced is None or not settings.arrived_hooks:
+        if self._unreduced is None or not _on_arrived(settings):
             self._unreduced = self.sharded.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
@@ -333,7 +333,7 @@ class GradientAccumulator:
 
     def accumulate(self, settings: ReduceSettings) -> None:
         """Add the arrived gradients to ``U``, once hooks have seen them."""
-        hooks = settings.arrived_hooks
+        hooks = _on_arrived(settings)
         arrived = self._take(may_lack_sums=not hooks)  # which see sums
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
@@ -378,7 +378,7 @@ class GradientAccumulator:
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
         # Hooks see sums.
-        may_lack_sums = self._unreduced is not None and not settings.arrived_hooks
+        may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
         arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
@@ -400,7 +400,8 @@ class GradientAccumulator:
         reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
         self.num_in_flight += 1
         self.has_reduced = True
-        return ReductionInFlight(reduction, layout, publishes, settings.after_hooks)
+        after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
+        return ReductionInFlight(reduction, layout, publishes, after)
 
     def _plan(
         self,
@@ -437,7 +438,8 @@ class GradientAccumulator:
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
     ) -> tuple[Rows, frozenset[int]]:
         """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
-        on_arrived, before = settings.arrived_hooks, settings.before_hooks
+        on_arrived = _on_arrived(settings)
+        before = [hook.before for hook in settings.reduce_hooks if hook.before]
         if self._unreduced is not None:
             _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
@@ -507,6 +509,11 @@ class GradientAccumulator:
             return result
         dropped, self._dropped = self._dropped, frozenset()
         return result.without(dropped)
+
+
+def _on_arrived(settings: ReduceSettings) -> list[TensorHook]:
+    """Return the hooks that see the unsharded gradients of one backward."""
+    return [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
 
 
 def _grads_of(unit_params: UnitParams) -> PublishedGrads:

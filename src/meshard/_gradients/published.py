@@ -40,11 +40,6 @@ class Mark:
     def __reduce__(self) -> Any:
         return bool, (True,)
 
-    def set_grad(self, index: int, param: UnitParam, gradient: torch.Tensor) -> None:
-        """Set the ``.grad`` of a sharded parameter."""
-        param.sharded.grad = gradient
-        self.put_on(index, gradient)
-
     def put_on(self, index: int, gradient: torch.Tensor) -> None:
         """Make a ``.grad`` refer to this object, with the memory that it has now."""
         gradient._meshard_published = self  # type: ignore[attr-defined]  # ours, on torch's object
@@ -267,7 +262,8 @@ class ShardedGrads(PublishedGrads):
             dtype = gradient_dtype(param.sharded)
             if local.dtype != dtype:
                 local = local.to(dtype)
-            shown.set_grad(index, param, wrap_like(param.sharded, local))
+            param.sharded.grad = gradient = wrap_like(param.sharded, local)
+            shown.put_on(index, gradient)
 
     # --- gradients that are in .grad --------------------------------------------------
 

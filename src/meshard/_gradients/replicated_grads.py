@@ -271,7 +271,8 @@ class ReplicatedGrads(PublishedGrads):
                 shaped = shaped.to(param.sharded.dtype)
             elif not self.are_views:
                 shaped = shaped.clone()
-            self._mark.set_grad(index, param, shaped)
+            param.sharded.grad = shaped
+            self._mark.put_on(index, shaped)
 
     # --- gradients that are in .grad --------------------------------------------------
 

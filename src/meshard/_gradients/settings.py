@@ -48,18 +48,3 @@ class ReduceSettings:
     max_input_buffers: int = 3  # units whose unsharded gradients may be in flight, the new one too
     scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
-
-    @property
-    def arrived_hooks(self) -> list[TensorHook]:
-        """The hooks that see the unsharded gradients of one backward."""
-        return [hook.arrived for hook in self.reduce_hooks if hook.arrived]
-
-    @property
-    def before_hooks(self) -> list[TensorHook]:
-        """The hooks that see what is about to be reduced."""
-        return [hook.before for hook in self.reduce_hooks if hook.before]
-
-    @property
-    def after_hooks(self) -> list[TensorHook]:
-        """The hooks that see what is about to be added to ``.grad``: the last one first."""
-        return [hook.after for hook in reversed(self.reduce_hooks) if hook.after]
