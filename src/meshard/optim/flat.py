@@ -196,9 +196,8 @@ class FlatStepper:
         self._inner = inner  # last: until then, the state that users see is what counts
 
     def _find_slices(self, optim_groups: OptimGroups) -> None:
-        numbers: dict[int, int] = {}  # by id: the index of the param group
-        for number, group in enumerate(optim_groups):
-            numbers.update(dict.fromkeys(map(id, group["params"]), number))
+        # By id: the index of the param group.
+        numbers = {id(each): i for i, group in enumerate(optim_groups) for each in group["params"]}
         params = [param for group in optim_groups for param in group["params"]]
         self.slices = []
         for owner in owners_of(params) if self._is_pointwise else ():
@@ -214,10 +213,8 @@ class FlatStepper:
         for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
             keyed = []
             for each in segment.ranges:
-                param, numel = (
-                    unit_params.params[each.index].sharded,
-                    shard.locals[each.index].numel(),
-                )
+                param = unit_params.params[each.index].sharded
+                numel = shard.locals[each.index].numel()
                 apart = id(param) if id(param) in self._apart else None
                 key = numbers.get(id(param)), apart, history_of(self._state.get(param, {}))
                 keyed.append((key, Member(param, each.offset, numel)))

@@ -28,7 +28,6 @@ from meshard._engine.owners import (
     all_owners,
     has_been_sharded,
     on_registered,
-    owner_of,
     owners_of,
     sharded_params_of,
 )
@@ -57,19 +56,12 @@ def find_overlapped(
     """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps."""
     if not overlapped_optimizers:
         return None
-    wanted = (True,) if in_backward else (True, False)
-    held: dict[Optimizer, set[int]] = {}  # the ids of what each of the others steps
-    for param in params:
-        owner = owner_of(param)
-        for each in () if owner is None else owner.overlapped:
-            # None: it has been detached.
-            if each is but or overlapped_optimizers.get(each) not in wanted:
-                continue
-            if each not in held:
-                held[each] = set(map(id, params_in(each)))
-            if id(param) in held[each]:
-                return param
-    return None
+    given, wanted = list(params), (True,) if in_backward else (True, False)
+    stepping = {each for owner in owners_of(given) for each in owner.overlapped} - {but}
+    # Those that have been detached are not among them.
+    others = [each for each in stepping if overlapped_optimizers.get(each) in wanted]
+    held = {id(param) for each in others for param in params_in(each)}
+    return next((param for param in given if id(param) in held), None)
 
 
 @functools.cache
