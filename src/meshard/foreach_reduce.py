@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Reducing, Rows, profiled
-from meshard._comm.gradient_buffer import GradientLayout
-from meshard._comm.operands import ScalarOperands
-from meshard._comm.unused_params import UnusedParamMarks
+from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks, as_operand
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
@@ -241,20 +239,20 @@ def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return one if one is other else torch.promote_types(one, other)
 
 
-def divide_(tensor: torch.Tensor, divisor: Fraction, operands: ScalarOperands) -> None:
+def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
     """Divide in place. Rounds once where the divisor or its reciprocal is a float."""
     numerator, denominator = divisor.as_integer_ratio()
     if numerator == denominator:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
         # The reciprocal is exact: a power of two, or a divisor such as 1 / 7.
-        tensor.mul_(operands.as_operand(denominator / numerator, tensor))
+        tensor.mul_(as_operand(denominator / numerator, tensor))
     else:
         # Multiplying by the reciprocal would round twice. Devices do that for a Python number, but
         # not for a tensor. With a dim it is used as it is; 0-d, it would be cast to bfloat16 first.
         quotient = numerator / denominator
         if tensor.is_cpu:
-            tensor.div_(operands.as_operand(quotient, tensor))
+            tensor.div_(as_operand(quotient, tensor))
         else:
             dtype = _wider(tensor.dtype, torch.float32)
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
@@ -338,7 +336,7 @@ class Reduction:
         plan, marks = self._plan, self._marks
         if self._divisors.before_scatter is not _ONE:
             for block in rows:
-                self._divide(block, self._divisors.before_scatter)
+                divide_(block, self._divisors.before_scatter)
         if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
             rows = self._narrowed(rows)
         for block in rows:
@@ -360,9 +358,6 @@ class Reduction:
         )
         return [narrow.copy_(wide)]
 
-    def _divide(self, tensor: torch.Tensor, divisor: Fraction) -> None:
-        divide_(tensor, divisor, self._marks.operands)
-
     @property
     def has_more(self) -> bool:
         """Whether a stage has not been queued."""
@@ -378,14 +373,15 @@ class Reduction:
 
     def free_if_sent(self) -> bool:
         """Free what was sent, if all ranks have received it. Return whether that is done."""
-        return self._stages_done > 0 or self._scattered.free_if_sent()
+        return self._scattered.free_if_sent()
 
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks
         with self._comm.on_stream(CommStream.SCATTER):
             self._pending.wait()
+            self._scattered.free_if_sent()  # before the all-reduce takes memory
             self._unused = marks.read(self._result)
-            self._divide(self._result, self._divisors.after_scatter)
+            divide_(self._result, self._divisors.after_scatter)
             if self._partial is not None:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(self._partial)
@@ -404,7 +400,7 @@ class Reduction:
     def _start_all_reduce(self, group: dist.ProcessGroup) -> None:
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
-            self._divide(self._result, self._divisors.before_all_reduce)
+            divide_(self._result, self._divisors.before_all_reduce)
             self._wire = self._result.to(self._plan.wire_dtype)
             self._marks.write(self._wire, self._unused)
             average, label = self._plan.average, self._plan.label
@@ -421,7 +417,7 @@ class Reduction:
             # A second attribute: the first lives on the scatter stream, and is read on this one.
             self._unused_anywhere = self._marks.read(self._marked)
             self._reduced = self._wire.to(self._plan.accumulate_dtype)
-            self._divide(self._reduced, self._divisors.after_all_reduce)
+            divide_(self._reduced, self._divisors.after_all_reduce)
             self._ends.append(self._comm.record(self._reduced))
 
     def finish(self) -> Reduced:

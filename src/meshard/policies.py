@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
+from typing_extensions import Self
 
 # --- checks of arguments ---------------------------------------------------------------------
 
@@ -62,6 +63,14 @@ def list_of(
 # --- policies --------------------------------------------------------------------------------
 
 
+class _SyncMeaning(NamedTuple):
+    """What a backward does in a mode of ``GradientSync``, for a unit with complete gradients."""
+
+    reduces: bool
+    over_replicas: bool
+    ends_window: bool
+
+
 class GradientSync(enum.Enum):
     """How far the gradients of one backward are reduced.
 
@@ -69,17 +78,36 @@ class GradientSync(enum.Enum):
     and ranks, divided by the divide factor.
     """
 
-    NONE = "none"
+    reduces: bool
+    """Whether gradients are reduced; if not, they are added up on each rank."""
+
+    over_replicas: bool
+    """Whether they are reduced across the replicas too, after the shard group."""
+
+    ends_window: bool
+    """Whether the last backward of a window then ends it: nothing is pending, optimizers step."""
+
+    def __new__(cls, value: str, meaning: _SyncMeaning) -> Self:
+        """Make a member of its value and its meaning."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.reduces, member.over_replicas, member.ends_window = meaning
+        return member
+
+    NONE = "none", _SyncMeaning(reduces=False, over_replicas=False, ends_window=False)
     """No collective: unsharded gradients are added up on each rank."""
 
-    REDUCE_SCATTER = "reduce_scatter"
+    REDUCE_SCATTER = (
+        "reduce_scatter",
+        _SyncMeaning(reduces=True, over_replicas=False, ends_window=False),
+    )
     """Reduce inside the shard group only.
 
     On a 1D mesh of shards that is all, and ``.grad`` is set; only ``FULL`` ends the window, after
     which ``overlap_optimizer`` steps.
     """
 
-    FULL = "full"
+    FULL = "full", _SyncMeaning(reduces=True, over_replicas=True, ends_window=True)
     """Reduce inside the shard group and across the replicas; ``.grad`` is set."""
 
 

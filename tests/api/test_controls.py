@@ -1,5 +1,7 @@
 """Setters of FSDP2, on every unit and at any time between steps."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,6 +55,17 @@ def test_the_last_call_of_the_boolean_setters_counts():
     assert counts_of_a_step(model) == (7, 4, 0)
     model.set_requires_all_reduce(True)
     assert counts_of_a_step(model) == (7, 4, 4)
+
+
+@pytest.mark.parametrize("mode", GradientSync)
+def test_a_mode_does_what_it_says(mode):
+    model = sharded()
+    model.set_gradient_sync(mode)
+    _, num_scattered, num_all_reduced = counts_of_a_step(model)
+    assert (num_scattered > 0) is mode.reduces
+    assert (num_all_reduced > 0) is mode.over_replicas
+    assert bool(meshard.pending_gradients(model)) is not mode.ends_window
+    assert pickle.loads(pickle.dumps(mode)) is GradientSync(mode.value) is mode
 
 
 @pytest.mark.parametrize("inside", GradientSync)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard._engine.build
-from meshard._comm.communicator import Reducing
+from meshard._comm.communicator import Gathered, Reducing
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import backend_name
 from tests.support.fake_device import FakeDevice
@@ -31,7 +31,9 @@ class Issuing(StreamCommunicator):
     """Issues collectives in groups of one rank too, which otherwise have nothing to send."""
 
     def gather(self, source, *, group, label, receive=None):
-        return self._start_gather(source, group, label, receive)
+        flat = source.new_empty(group.size() * source.numel())
+        pending = self._start_all_gather(flat, source, group, label)
+        return Gathered([flat.view(group.size(), -1)], pending, source)
 
     def reduce_scatter(self, rows, sum_dtype, *, group, label, keep_signs=True):
         device = rows[0].device

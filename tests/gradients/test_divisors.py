@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm.operands import ScalarOperands
+from meshard._comm.gradient_buffer import as_operand
 from meshard.foreach_reduce import divide_, resolve_divisors
 
 factors = st.one_of(
@@ -45,7 +45,7 @@ def test_float16_splits_each_groups_share_around_its_own_collective():
 def test_division_rounds_once(divisor):
     values = torch.arange(1.0, 1000.0)
     divided = values.clone()
-    divide_(divided, divisor, ScalarOperands())
+    divide_(divided, divisor)
     exact = [float(Fraction(value) / divisor) for value in values.tolist()]
     assert torch.equal(divided, torch.tensor(exact, dtype=torch.float64).float())
 
@@ -61,7 +61,7 @@ class OnDevice(torch.Tensor):
 def test_a_divisor_keeps_its_digits_off_the_cpu(dtype, divisor):
     values = torch.arange(1.0, 500.0).to(dtype)
     divided = values.clone().as_subclass(OnDevice)
-    divide_(divided, divisor, ScalarOperands())
+    divide_(divided, divisor)
     assert torch.equal(divided.as_subclass(torch.Tensor), values / float(divisor))
 
 
@@ -69,18 +69,17 @@ def test_a_divisor_keeps_its_digits_off_the_cpu(dtype, divisor):
 def test_a_dyadic_factor_is_exact_with_any_number_of_replicas(replicas):
     total = torch.arange(-50.0, 50.0)
     divisors = resolve_divisors(1, replicas, 1.0, torch.float32)
-    numbers = ScalarOperands()
     for divisor in divisors:
-        divide_(total, divisor, numbers)
+        divide_(total, divisor)
     assert torch.equal(total, torch.arange(-50.0, 50.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_number_as_a_tensor_gives_the_same_bits(dtype):
-    numbers, values = ScalarOperands(), torch.randn(999).to(dtype)
+    values = torch.randn(999).to(dtype)
     for number in (0.0, 1 / 3, 0.1, 2.0**-130, 7e30):
-        operand = numbers.as_operand(number, values)
-        assert operand is numbers.as_operand(number, values) or operand == number
+        operand = as_operand(number, values)
+        assert operand is as_operand(number, values) or operand == number
         for operation in (torch.mul, torch.div, torch.add):
             ours, theirs = operation(values, operand), operation(values, number)
             assert ours.dtype == theirs.dtype
@@ -90,5 +89,5 @@ def test_a_number_as_a_tensor_gives_the_same_bits(dtype):
 def test_a_number_lies_where_the_other_operand_does():
     values = torch.ones(3)
     with torch.device("meta"):  # as by torch.set_default_device
-        divide_(values, Fraction(3), ScalarOperands())
+        divide_(values, Fraction(3))
     assert torch.equal(values, torch.full((3,), 1 / 3))

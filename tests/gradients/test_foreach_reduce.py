@@ -1,6 +1,8 @@
 """The reduction of one unit as a function of tensors and process groups."""
 
 import math
+import time
+import weakref
 from fractions import Fraction
 
 import pytest
@@ -10,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshard.foreach_reduce import foreach_reduce
+from meshard._comm.gradient_buffer import GradientLayout
+from meshard._communicators import make_communicator
+from meshard._mesh.layout import ParamLayout
+from meshard.foreach_reduce import ReducePlan, Reduction, foreach_reduce
+from tests.support.ranks import on_ranks
 from tests.support.threads import run_threads
 
 MESHES = [(1,), (2,), (1, 2), (2, 1), (2, 2)]  # (replicas, shards), or shards alone
@@ -175,3 +181,41 @@ def refused():
 
 def test_wrong_arguments_are_refused_before_any_collective():
     run_threads(refused, 1)
+
+
+def are_freed(refs, seconds=5.0):
+    """Whether all tensors are freed, once gloo's threads have dropped the works that are over."""
+    until = time.monotonic() + seconds
+    while any(ref() is not None for ref in refs) and time.monotonic() < until:
+        time.sleep(0.01)
+    return all(ref() is None for ref in refs)
+
+
+@pytest.mark.parametrize("share_memory", [False, True])
+@on_ranks(4)
+def test_what_the_shard_group_has_received_is_freed_while_the_all_reduce_runs(share_memory):
+    shard_group, replicate_group = groups_of((2, 2))
+    cpu, dtype = torch.device("cpu"), torch.float32
+    layout = GradientLayout([ParamLayout(torch.Size([4, 3]), 0, 2)], (0,), cpu)
+    plan = ReducePlan(
+        wire_dtype=dtype,
+        accumulate_dtype=dtype,
+        shard_group=shard_group,
+        replicate_group=replicate_group,
+        replicate_count=2,
+        divide_factor=None,
+        label="unit",
+    )
+    comm = make_communicator(cpu, share_memory=share_memory)
+    rows = comm.send_rows(layout.shard_numel, dtype, device=cpu, group=shard_group)
+    layout.reduce_scatter_copy_in(rows, [torch.full((4, 3), float(dist.get_rank()))])
+    # Where there are several blocks, that of this rank is not sent: the sum is written there.
+    others = rows if len(rows) == 1 else [rows[1 - shard_group.rank()]]
+    sent = [weakref.ref(row) for row in others]
+    del others
+    reduction = Reduction(plan, rows, layout.marks_for(frozenset({0})), None, comm)
+    del rows
+    assert not are_freed(sent, seconds=0)
+    reduction.advance()
+    assert are_freed(sent)
+    assert torch.equal(reduction.finish().shard, torch.full((6,), 1.5))

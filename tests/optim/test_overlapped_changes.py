@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import overlap_optimizer
@@ -20,6 +21,7 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_fake_ranks
 
 
 def compare(name, dtype):
@@ -179,3 +181,21 @@ def replaced():
 
 def test_shards_that_move(run_ranks):
     run_ranks(replaced, 2)
+
+
+@on_fake_ranks(2)
+@pytest.mark.parametrize("make", [overlap_optimizer, meshard.flat_optimizer])
+def test_a_parameter_that_moves_to_the_next_group_has_the_hyperparameters_of_that(make):
+    layer = torch.nn.Linear(4, 4)
+    meshard.fully_shard(layer, init_device_mesh("cpu", (2,)))
+    groups = [{"params": [layer.weight, layer.bias], "lr": 0.0}, {"params": [], "lr": 1.0}]
+    optimizer = make(layer, torch.optim.SGD, groups)
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = layer.bias.to_local().clone()
+    groups = optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())  # in the order of before
+    layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer.bias.to_local(), before)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import enum
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -213,6 +214,16 @@ def profiled(what: str, label: str) -> contextlib.AbstractContextManager[Any]:
     return _NOTHING
 
 
+_logger = logging.getLogger("meshard")
+
+
+def log_event(event: str, label: str) -> None:
+    """Log that ``event`` happens to a unit at this moment. Off, it costs one check of a level."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        rank = dist.get_rank() if dist.is_initialized() else -1  # -1: the group was destroyed
+        _logger.debug("rank %d: %s %s", rank, event, label)
+
+
 # --- what the user brings --------------------------------------------------------------------
 
 
@@ -348,9 +359,16 @@ class Communicator:
         with profiled("all_gather", label):
             custom = None if self._custom is None else self._custom.all_gather
             if custom is None:
-                return self._start_gather(source, group, label, receive)
-            flat = self._allocate_for(source, group, custom)
-            pending = self._in_flight(custom(flat, source, group, self.waits_block_host), source)
+                in_own_memory = self._start_gather(source, group, label, receive)
+                if in_own_memory is not None:
+                    return in_own_memory
+            numel = group.size() * source.numel()
+            flat = self._allocate(numel, source.dtype, source.device, group, custom)
+            if custom is None:
+                pending = self._start_all_gather(flat, source, group, label)
+            else:
+                work = custom(flat, source, group, self.waits_block_host)
+                pending = self._in_flight(work, source)
             return Gathered([flat.view(group.size(), -1)], pending, source)
 
     def reduce_scatter(
@@ -405,16 +423,9 @@ class Communicator:
 
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
-    ) -> GatherInFlight:
-        flat = self._allocate_for(source, group, None)
-        pending = self._start_all_gather(flat, source, group, label)
-        return Gathered([flat.view(group.size(), -1)], pending, source)
-
-    def _allocate_for(
-        self, source: torch.Tensor, group: dist.ProcessGroup, custom: Comm | None
-    ) -> torch.Tensor:
-        numel = group.size() * source.numel()
-        return self._allocate(numel, source.dtype, source.device, group, custom)
+    ) -> GatherInFlight | None:
+        """Start a gather into other memory than a new tensor; None: ``gather`` makes one."""
+        return None
 
     def _allocate(
         self,

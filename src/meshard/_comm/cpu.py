@@ -112,9 +112,9 @@ class WorkCommunicator(Communicator):
 
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
-    ) -> GatherInFlight:
+    ) -> GatherInFlight | None:
         if receive is None:
-            return super()._start_gather(source, group, label, receive)
+            return None
         memory = receive(source, group.size())
         pending = self._start_all_gather(memory.flat, source, group, label)
         return Gathered([memory.rows], pending, source, memory.free)

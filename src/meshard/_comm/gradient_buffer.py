@@ -2,8 +2,14 @@
 
 A buffer is ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. Every parameter
 that takes part has its range in it, whether this rank has a gradient or not, so ranks that use
-different parameters still issue the same collective. A range without a gradient is filled with
-``-0.0``: see ``unused_params``.
+different parameters still issue the same collective.
+
+**Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
+parameter with ``-0.0``; a rank with one makes sure that the first element of the range is not
+``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first element of
+the sum shows whether *any* rank had a gradient, exactly and without an extra byte. Dividing can
+underflow to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that
+has all gradients reads no mark; a rank that lacks some waits for its device to read them.
 """
 
 from __future__ import annotations
@@ -17,12 +23,15 @@ from typing import NamedTuple
 import torch
 
 from meshard._comm.communicator import Rows
-from meshard._comm.operands import ScalarOperands
-from meshard._comm.unused_params import UnusedParamMarks
 from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, matching_parts
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
+_MAX_OPERANDS = 64  # a divide factor may change with every batch
+_EXACT = (torch.float32, torch.float64)  # kernels of narrower dtypes use the number as float32
+# In a small buffer, and where there are few elements per mark, adding to every element is faster
+# than indexing some (4 against 120 us for six of six parameters on 4096 ranks).
+_SMALL, _FEW = 2**14, 8
 _LARGE = 2**18  # elements: from here on bytes matter more than the number of kernels
 
 
@@ -61,7 +70,6 @@ class GradientLayout:
         self._is_by_element = self.regular_numel == len(self.regular) > 1
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
-        self._operands = ScalarOperands()
         self._owned: dict[int, list[_Owned]] = {}
 
     @property
@@ -82,6 +90,10 @@ class GradientLayout:
         sums = itertools.accumulate(each.numel for each in by_size)
         most = by_size[-1].numel
         return frozenset(e.index for e, up_to in zip(by_size, sums, strict=True) if up_to > most)
+
+    @functools.cached_property
+    def _first_columns(self) -> torch.Tensor:
+        return _sent_to(self.device, [each.offset for each in self._all_ranges])
 
     def part_of(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         """Return the range of a parameter, ``[numel]``, in a ``buffer`` of one row."""
@@ -226,10 +238,11 @@ class GradientLayout:
         if used not in self._marks:
             if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step has a new set
                 self._marks.clear()
-            offsets = {each.index: each.offset for each in self._all_ranges if each.numel}
             # An empty range cannot be marked: count it as used, so that all ranks agree.
-            empty = self.ranges.keys() - offsets
-            self._marks[used] = UnusedParamMarks(offsets, used | empty, self.device, self._operands)
+            empty = self.ranges.keys() - {each.index for each in self._all_ranges}
+            self._marks[used] = UnusedParamMarks(
+                self._all_ranges, self._first_columns, used | empty
+            )
         return self._marks[used]
 
     def move(self, buffer: torch.Tensor, to: GradientLayout, used: frozenset[int]) -> torch.Tensor:
@@ -278,9 +291,93 @@ class FlatGradients(NamedTuple):
 
     def without(self, erased: frozenset[int]) -> FlatGradients | None:
         """Remove some gradients in place; return None if ``erased`` are all parameters."""
-        for index in self.used & erased:
-            param_range = self.layout.ranges[index]
-            self.flat.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
+        used = self.used - erased
+        self.layout.mark_unused(self.flat, used)
         if erased.issuperset(self.layout.indices):
             return None
-        return self._replace(used=self.used - erased)
+        return self._replace(used=used)
+
+
+# --- marks of unused parameters -------------------------------------------------------------------
+
+
+@functools.lru_cache(_MAX_OPERANDS)
+def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((), number, dtype=dtype, device="cpu")
+
+
+def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
+    """Return what to pass to an operator with ``other`` instead of ``number``.
+
+    torch makes a float64 tensor of a Python number at every call and casts it, which takes longer
+    than multiplying a thousand elements. A 0-d CPU tensor of the dtype of the other operand is used
+    as it is, with the same result.
+    """
+    # Not for a fake tensor, whose mode would make a fake number that others would get later.
+    if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:
+        return _as_tensor(number, other.dtype)
+    return number
+
+
+def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
+    """Return ``numbers`` on ``device``. With experts this comes in every step: no wait for it."""
+    is_pinned = device.type not in ("cpu", "meta")
+    host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
+    return host.to(device, non_blocking=True)
+
+
+class UnusedParamMarks:
+    """The marks of one rank for one set of gradients. Immutable, reused from step to step."""
+
+    def __init__(
+        self,
+        ranges: Sequence[ParamRange],  # that have elements
+        columns: torch.Tensor,  # in a row: of the first element of each range
+        used: frozenset[int],  # parameters for which this rank has a gradient
+    ) -> None:
+        self.used = used
+        self._indices = [each.index for each in ranges]
+        self._columns = columns
+        self.all_used = used.issuperset(self._indices)  # then this rank reads no mark
+        used_columns = [each.offset for each in ranges if each.index in used]
+        self._used_columns = _sent_to(columns.device, used_columns)
+
+    def mark_sent(self, buffer: torch.Tensor) -> None:
+        """Make ``-0.0`` at the start of used ranges of ``buffer [..., n]`` positive."""
+        columns = self._used_columns
+        is_dense = buffer.numel() <= _SMALL or buffer.size(-1) <= _FEW * columns.numel()
+        if self.all_used and is_dense:
+            buffer.add_(as_operand(0.0, buffer))
+        elif columns.numel():
+            # Not index_add_: CUDA adds narrow dtypes in pairs, and the other may be a mark.
+            buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
+
+    def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return for each range whether it starts with ``-0.0``; ``flat [n]`` or first elements."""
+        # Where there is one element for each range, they are the first ones.
+        first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
+        return torch.signbit(first) & (first == 0)
+
+    def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
+        """Return which ranges no rank used; None if this rank used all."""
+        return None if self.all_used else self.is_marked(raw_sum)
+
+    def first_elements(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the elements of ``flat [n]`` that hold the marks."""
+        return flat.index_select(0, self._columns)
+
+    def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
+        """Restore the marks of ``flat [n]`` to what ``read`` returned."""
+        if not self._columns.numel():
+            return
+        first = self.first_elements(flat) + 0.0
+        if unused is not None:
+            first.masked_fill_(unused, -0.0)
+        flat.index_copy_(0, self._columns, first)
+
+    def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
+        """Return the parameters that some rank used. Waits for the device unless all are known."""
+        if unused is None:
+            return self.used
+        pairs = zip(self._indices, unused.tolist(), strict=True)
+        return self.used | {index for index, is_unused in pairs if not is_unused}

@@ -56,7 +56,6 @@ from meshard._torch.private import (
     skip_dynamo,
     without_modes,
 )
-from meshard.policies import GradientSync
 
 _NOT_DISTRIBUTED = (
     "a module of fully_shard or replicate was used inside torch.distributed.autograd.context(). "
@@ -329,7 +328,6 @@ class Lifecycle:
         self.failure.marks.append("begun")  # cleared below, when its end is sure to be noticed
         self._num_backwards += 1
         run = self.backward = BackwardRun(
-            number=self._num_backwards,
             graph_task=graph_task_id(),
             thread=threading.get_ident(),
             keeps_graph=keeps_graph(),
@@ -404,7 +402,7 @@ class Lifecycle:
             return
         for later in self._ended_passes(run):
             self._end_pass(run, later)
-        of.open(run.number)
+        of.open(self._num_backwards)
         run.reached.append(of)
         # An earlier backward may have taken the gradients of units that this one comes to again.
         for call in of.exits if run.accumulates else ():
@@ -428,8 +426,9 @@ class Lifecycle:
         self, run: BackwardRun, unit: Unit, of: ForwardPass, call: ForwardCall
     ) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
-        has_begun = call.begun_in == run.number  # another output of this call has begun it
-        call.begun_in = run.number
+        # Another output of this call may have begun it.
+        has_begun = call.begun_in == self._num_backwards
+        call.begun_in = self._num_backwards
         self._end_backwards_over(run, of, lambda first: first.entered > call.exited, but=unit)
         run.of = unit.step.in_pass = of
         unit.step.in_call = call
@@ -524,7 +523,7 @@ class Lifecycle:
         # A reentrant checkpoint runs a backward of its own inside this one. A gradient that arrives
         # there is a part: other parts come from outside of the checkpoint, or from the next one.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
-            self._post_backward(run, unit)
+            self._post_backward(unit)
 
     def _end_backward_of(self, run: BackwardRun, unit: Unit, of: ForwardPass | None = None) -> None:
         """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
@@ -540,12 +539,12 @@ class Lifecycle:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
-        if run.accumulates or unit.settings.sync is GradientSync.NONE:
-            self._post_backward(run, unit, is_at_end=of is None)
+        if run.accumulates or not unit.settings.sync.reduces:
+            self._post_backward(unit, is_at_end=of is None)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
-    def _post_backward(self, run: BackwardRun, unit: Unit, *, is_at_end: bool = False) -> None:
+    def _post_backward(self, unit: Unit, *, is_at_end: bool = False) -> None:
         """Reduce or accumulate the gradients of a unit, which are complete.
 
         Not before those of the units inside it, with the last of which this comes here again. At
@@ -554,20 +553,22 @@ class Lifecycle:
         unit.step.are_complete = True
         around: Unit | None = unit
         while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
-            if not is_at_end and (around.has_open_children or self._may_begin_inside(run, around)):
+            if not is_at_end and (around.has_open_children or self._may_begin_inside(around)):
                 return
             if around.step.are_complete:  # if not, the unit has nothing to train
                 around.step.record_taken()
                 sync = around.settings.sync
-                if sync is GradientSync.NONE:
-                    self._queue.accumulate(around.gradients, around.settings)
+                if sync.reduces:
+                    self._start_reduction(
+                        around,
+                        over_replicas=sync.over_replicas,
+                        ends_window=sync.ends_window and self._ends_window,
+                    )
                 else:
-                    is_full = sync is GradientSync.FULL
-                    ends_window = is_full and self._ends_window
-                    self._start_reduction(around, over_replicas=is_full, ends_window=ends_window)
+                    self._queue.accumulate(around.gradients, around.settings)
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
-    def _may_begin_inside(self, run: BackwardRun, unit: Unit) -> bool:
+    def _may_begin_inside(self, unit: Unit) -> bool:
         """Whether the backward of a unit inside ``unit`` is to come.
 
         It may be frozen, and left out by this rank only: other ranks gather for it first.
@@ -575,7 +576,7 @@ class Lifecycle:
         of, call = unit.step.in_pass, unit.step.in_call
         if not unit.children or of is None or call is None:
             return False
-        return StepSchedule.may_begin_inside(of, call, run.number)
+        return StepSchedule.may_begin_inside(of, call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:
@@ -637,7 +638,7 @@ class Lifecycle:
         full = [
             unit
             for unit in reversed(units if run.accumulates else ())
-            if unit.settings.sync is GradientSync.FULL
+            if unit.settings.sync.ends_window
             and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
         for unit in full if self.finalization is None else ():
@@ -695,7 +696,7 @@ class Lifecycle:
         self.abort_if_failed()
         with self._recorded_failure():
             self._take_split_gradients()
-            self.finish_backward(BackwardRun(self._num_backwards))
+            self.finish_backward(BackwardRun())
 
     def _take_split_gradients(self) -> None:
         for unit in self.units():
@@ -761,7 +762,7 @@ class Lifecycle:
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
             if is_over and unit.settings.reshard_after_backward:
                 unit.group.reshard()
-        full = [unit for unit in units if unit.settings.sync is GradientSync.FULL]
+        full = [unit for unit in units if unit.settings.sync.ends_window]
         self.start_flush(full)
         finalization.started = [weakref.ref(unit) for unit in full]
         return finalization.started
@@ -881,7 +882,7 @@ def _check_finds_parameters(unit: Unit) -> None:
     It looks for the parameters of the graph on the modules, where shards are once a forward has
     ended the schedule's ``unshard()``, and writes no gradient of what it does not find.
     """
-    is_split = unit.settings.sync is GradientSync.NONE and keeps_graph()
+    is_split = not unit.settings.sync.reduces and keeps_graph()
     if is_split and not unit.group.is_manually_unsharded:
         raise RuntimeError(
             f"unit {unit.label!r} would get no gradients from this schedule, which computes those "

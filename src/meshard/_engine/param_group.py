@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import CommStream, Communicator, GatherInFlight
+from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
-from meshard._comm.log import log_event
 from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
 from meshard._engine.owners import register_manually_unsharded, register_owner

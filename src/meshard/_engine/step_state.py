@@ -35,7 +35,6 @@ class ForwardRun:
 class BackwardRun:
     """A backward, while it runs."""
 
-    number: int
     graph_task: int = -1  # the autograd run in which it began
     thread: int = 0
     keeps_graph: bool = False  # another backward may follow through its graph

@@ -242,7 +242,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
-        grads = unit.gradients.sharded if unit.gradients.is_replicated else None
+        grads = unit.gradients.sharded
         if isinstance(grads, ReplicatedGrads):
             yield unit, grads
 

@@ -147,6 +147,7 @@ class ReductionInFlight(NamedTuple):
     reduction: Reduction
     layout: GradientLayout
     publishes: bool  # its result goes to .grad, not to the partial
+    after: list[TensorHook]  # the hooks that were registered when it started
 
 
 class GradientAccumulator:
@@ -158,7 +159,7 @@ class GradientAccumulator:
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
-        self.is_replicated = isinstance(unit_params, ReplicatedParams)
+        self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
         self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
@@ -280,7 +281,7 @@ class GradientAccumulator:
 
         A further part of it may follow. Where hooks see what has arrived, ``U`` waits for them.
         """
-        if self._unreduced is None or not any(hook.arrived for hook in settings.reduce_hooks):
+        if self._unreduced is None or not _on_arrived(settings):
             self._unreduced = self.sharded.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
@@ -330,8 +331,9 @@ class GradientAccumulator:
 
     # --- NONE -------------------------------------------------------------------------
 
-    def accumulate(self, hooks: Sequence[TensorHook] = ()) -> None:
-        """Add the arrived gradients to ``U``, once ``hooks`` have seen them."""
+    def accumulate(self, settings: ReduceSettings) -> None:
+        """Add the arrived gradients to ``U``, once hooks have seen them."""
+        hooks = _on_arrived(settings)
         arrived = self._take(may_lack_sums=not hooks)  # which see sums
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
@@ -375,8 +377,9 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        has_hooks = any(hook.arrived for hook in settings.reduce_hooks)  # which see sums
-        arrived = self._take(may_lack_sums=self._unreduced is not None and not has_hooks)
+        # Hooks see sums.
+        may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
+        arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
@@ -397,7 +400,8 @@ class GradientAccumulator:
         reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
         self.num_in_flight += 1
         self.has_reduced = True
-        return ReductionInFlight(reduction, layout, publishes)
+        after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
+        return ReductionInFlight(reduction, layout, publishes, after)
 
     def _plan(
         self,
@@ -434,7 +438,7 @@ class GradientAccumulator:
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
     ) -> tuple[Rows, frozenset[int]]:
         """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
-        on_arrived = [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
+        on_arrived = _on_arrived(settings)
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
         if self._unreduced is not None:
             _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
@@ -469,10 +473,8 @@ class GradientAccumulator:
             layout.shard_numel, wire, device=layout.device, group=group, as_one=as_one
         )
 
-    def finish_reduce(
-        self, in_flight: ReductionInFlight, after: Sequence[TensorHook] = ()
-    ) -> InFlight | None:
-        """Publish a result in ``.grad``, once the hooks ``after`` have seen it; or add it to ``Q``.
+    def finish_reduce(self, in_flight: ReductionInFlight) -> InFlight | None:
+        """Publish a result in ``.grad``, once hooks have seen it; or add it to ``Q``.
 
         Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
@@ -490,7 +492,7 @@ class GradientAccumulator:
             self._partial = result
             return None
         # Hooks run even if no rank has a gradient, because they may communicate.
-        in_flight.layout.run_hooks(after, result.flat, result.used)
+        in_flight.layout.run_hooks(in_flight.after, result.flat, result.used)
         return self.sharded.publish(result) if result.used else None
 
     def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
@@ -507,6 +509,11 @@ class GradientAccumulator:
             return result
         dropped, self._dropped = self._dropped, frozenset()
         return result.without(dropped)
+
+
+def _on_arrived(settings: ReduceSettings) -> list[TensorHook]:
+    """Return the hooks that see the unsharded gradients of one backward."""
+    return [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
 
 
 def _grads_of(unit_params: UnitParams) -> PublishedGrads:

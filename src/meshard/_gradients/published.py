@@ -24,15 +24,34 @@ from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._params.sharded_param import UnitParam
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import UnitParams
-from meshard._torch.dtensor import gradient_dtype, local_of, move_local, wrap_like
+from meshard._torch.dtensor import gradient_dtype, local_of, move_local, plain_of, wrap_like
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, without_torch_function
 
 
 class Mark:
-    """What a ``.grad`` that was set here refers to; neither pickled nor copied with it."""
+    """What each ``.grad`` that was set together refers to, to be told from one that users set.
+
+    It is neither pickled nor copied with them.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: dict[int, int] = {}  # of each .grad, by index: users may replace its memory
 
     def __reduce__(self) -> Any:
         return bool, (True,)
+
+    def put_on(self, index: int, gradient: torch.Tensor) -> None:
+        """Make a ``.grad`` refer to this object, with the memory that it has now."""
+        gradient._meshard_published = self  # type: ignore[attr-defined]  # ours, on torch's object
+        self.addresses[index] = plain_of(gradient).data_ptr()
+
+    def is_on(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether ``gradient`` is the object that was set, and still in the same memory."""
+        return (
+            gradient is not None
+            and getattr(gradient, "_meshard_published", None) is self
+            and plain_of(gradient).data_ptr() == self.addresses.get(index, -1)
+        )
 
 
 class Published(Mark):
@@ -42,18 +61,13 @@ class Published(Mark):
     """
 
     def __init__(self, grads: FlatGradients) -> None:
+        super().__init__()
         self.grads = grads
-        self.addresses: dict[int, int] = {}  # of each .grad, by index: users may replace its memory
 
 
-def mark(gradient: torch.Tensor, by: Mark | None) -> None:
-    """Make ``gradient`` refer to ``by``."""
-    gradient._meshard_published = by  # type: ignore[attr-defined]  # ours, on torch's object
-
-
-def mark_of(gradient: torch.Tensor) -> object:
-    """Return what ``mark`` made this very object refer to."""
-    return getattr(gradient, "_meshard_published", None)
+def forget_mark(gradient: torch.Tensor) -> None:
+    """Let ``gradient`` refer to no mark."""
+    vars(gradient).pop("_meshard_published", None)
 
 
 def is_clear(params: Sequence[UnitParam]) -> bool:
@@ -244,13 +258,12 @@ class ShardedGrads(PublishedGrads):
         for index, local in self._locals(shown.grads):
             if index not in used:
                 continue
-            sharded = self._unit_params.params[index].sharded
-            dtype = gradient_dtype(sharded)
+            param = self._unit_params.params[index]
+            dtype = gradient_dtype(param.sharded)
             if local.dtype != dtype:
                 local = local.to(dtype)
-            sharded.grad = gradient = wrap_like(sharded, local)
-            mark(gradient, shown)
-            shown.addresses[index] = local.data_ptr()
+            param.sharded.grad = gradient = wrap_like(param.sharded, local)
+            shown.put_on(index, gradient)
 
     # --- gradients that are in .grad --------------------------------------------------
 
@@ -276,12 +289,11 @@ class ShardedGrads(PublishedGrads):
                 new = location.empty_like(local)
                 new.copy_(local, non_blocking=True)
                 sources.append(local)
-            shows = moved if self._is_ours(index) else None
+            is_ours = self._is_ours(index)
             move_local(gradient, new)
-            if shows is not None:
-                shows.addresses[index] = new.data_ptr()
-            if mark_of(gradient) is not None:
-                mark(gradient, shows)  # it would keep the old memory
+            forget_mark(gradient)  # it would keep the old memory
+            if is_ours and moved is not None:
+                moved.put_on(index, gradient)
         self._shown = _nothing if moved is None else weakref.ref(moved)
         return sources
 
@@ -290,12 +302,9 @@ class ShardedGrads(PublishedGrads):
         return None if gradient is None else local_of(gradient)
 
     def _is_ours(self, index: int) -> bool:
-        gradient, shown = self._unit_params.params[index].sharded.grad, self._shown()
-        return (
-            shown is not None
-            and gradient is not None
-            and mark_of(gradient) is shown
-            and local_of(gradient).data_ptr() == shown.addresses.get(index, -1)
+        shown = self._shown()
+        return shown is not None and shown.is_on(
+            index, self._unit_params.params[index].sharded.grad
         )
 
     def _locals(self, grads: FlatGradients) -> list[tuple[int, torch.Tensor]]:
@@ -357,11 +366,15 @@ class ShardedGrads(PublishedGrads):
 
     # --- gradients whose values are still on their way: see HostGrads -----------------
 
+    def _shows_views(self, used: frozenset[int], dtype: torch.dtype) -> bool:
+        """Whether ``.grad`` of the parameters in ``used`` are views of sums in ``dtype``."""
+        params = self._unit_params.params
+        return all(gradient_dtype(params[index].sharded) == dtype for index in used)
+
     def publish_unread(self, new: FlatGradients) -> bool:
         """Do what ``publish`` does if that reads no values; return whether it did."""
         hooked, has_none = self._inspect(new)
-        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in new.used}
-        if hooked or not has_none or dtypes != {new.flat.dtype}:
+        if hooked or not has_none or not self._shows_views(new.used, new.flat.dtype):
             return False
         self._set_all(new)
         return True
@@ -375,12 +388,11 @@ class ShardedGrads(PublishedGrads):
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
             return None
-        used = shown.grads.used | new.used
-        dtypes = {gradient_dtype(self._unit_params.params[index].sharded) for index in used}
-        if not dtypes == {shown.grads.flat.dtype} == {new.flat.dtype}:
+        sums, used = shown.grads.flat, shown.grads.used | new.used
+        if sums.dtype != new.flat.dtype or not self._shows_views(used, sums.dtype):
             return None
         self._set_more(shown, new.used)
-        return shown.grads.flat
+        return sums
 
 
 class HostGrads(PublishedGrads):

@@ -12,17 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase
-from meshard._comm.log import log_event
+from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase, log_event
 from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
 from meshard._gradients.published import unrecorded
-from meshard._gradients.settings import ReduceSettings, TensorHook, check_divide_factor
+from meshard._gradients.settings import ReduceSettings, check_divide_factor
 
 
 class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
-    after: list[TensorHook]  # those registered when the reduction started
     on_reduced: Callable[[], None] | None  # called once published; None: the window goes on
 
 
@@ -55,7 +53,7 @@ class ReduceQueue:
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
         """Accumulate the arrived gradients without a collective."""
         with unrecorded():
-            gradients.accumulate([hook.arrived for hook in settings.reduce_hooks if hook.arrived])
+            gradients.accumulate(settings)
 
     def start(
         self,
@@ -79,7 +77,6 @@ class ReduceQueue:
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
-        after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
         if self._comm.waits_block_host:
             # Before this reduction allocates memory: the others were hidden by a unit's backward,
             # and the memory that they free is needed now.
@@ -91,7 +88,7 @@ class ReduceQueue:
         if in_flight is None:
             return
         log_event("reduce", gradients.unit_params.label)
-        self._queue.append(_Queued(gradients, in_flight, after, on_reduced))
+        self._queue.append(_Queued(gradients, in_flight, on_reduced))
         # Only large units: for small ones polling at every gradient costs more than it frees.
         self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
@@ -112,9 +109,9 @@ class ReduceQueue:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        gradients, in_flight, after, on_reduced = self._queue.popleft()
+        gradients, in_flight, on_reduced = self._queue.popleft()
         with unrecorded():
-            leaving = gradients.finish_reduce(in_flight, after)
+            leaving = gradients.finish_reduce(in_flight)
         del in_flight  # its memory is free before an optimizer steps the unit
         log_event("reduced", gradients.unit_params.label)
         self._leaving.wait()  # it keeps the device's memory until compute has waited
@@ -129,7 +126,7 @@ class ReduceQueue:
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
         """Finish all reductions up to the last one of a unit that stops before the replicas."""
-        while any(of is gradients and not in_flight.publishes for of, in_flight, *_ in self._queue):
+        while any(of is gradients and not in_flight.publishes for of, in_flight, _ in self._queue):
             self._finish_oldest()
 
     def finish_all(self) -> None:

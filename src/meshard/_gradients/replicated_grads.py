@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,8 +21,6 @@ from meshard._gradients.published import (
     PublishedGrads,
     in_one_layout,
     is_clear,
-    mark,
-    mark_of,
     take_edit,
     unrecorded,
 )
@@ -36,6 +34,19 @@ class ReplacedCount:
     count: int = 0
 
 
+@dataclass(slots=True)
+class _Received:
+    """The large gradients of a backward, which are put into the bucket as they arrive."""
+
+    layout: GradientLayout
+    bucket: torch.Tensor
+    divisor: int  # by which they are divided
+    params: set[int] = field(default_factory=set)  # whose gradients are there
+
+    def part_of(self, index: int) -> torch.Tensor:
+        return self.layout.part_of(self.bucket, index)
+
+
 class ReplicatedGrads(PublishedGrads):
     """The ``.grad`` of the parameters of one bucket."""
 
@@ -44,17 +55,13 @@ class ReplicatedGrads(PublishedGrads):
         self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
         self.replaced = ReplacedCount()  # shared by all buckets of the module
-        self._mark = Mark()
+        self._mark = Mark()  # of the .grad that were set last
         self._published: FlatGradients | None = None
-        self._addresses: dict[int, int] = {}
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
         # The range of each large parameter in the bucket, in the parameter's shape.
         self._parts: dict[int, torch.Tensor] = {}
-        # Large gradients of a backward, in the bucket as they arrive. None: it is not free.
-        self._received: FlatGradients | None = None
-        self._received_params: set[int] = set()  # which of them are there
-        self._divisor = 1  # by which those are divided
+        self._received: _Received | None = None  # None: the bucket is not free
         self.is_hidden = False  # .grad are new gradients of autograd, or None
         self._is_settled = False  # .grad is shown although the backward goes on
         self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
@@ -168,12 +175,11 @@ class ReplicatedGrads(PublishedGrads):
     def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
         bucket = self.free_memory(layout, dtype)
         if bucket is not None:
-            self._received, self._divisor = FlatGradients(layout, bucket, frozenset()), divisor
-            self._received_params = set()
+            self._received = _Received(layout, bucket, divisor)
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        param = self._params[index]
-        into, gradient = unreduced or self._received, param.unsharded.grad
+        param, received = self._params[index], self._received
+        into, gradient = unreduced or received, param.unsharded.grad
         if into is None or index not in into.layout.packed_early or gradient is None:
             return unreduced
         param.unsharded.grad = None
@@ -184,35 +190,37 @@ class ReplicatedGrads(PublishedGrads):
                 own = param.plain_gradient(gradient)
                 unreduced.layout.part_of(unreduced.flat, index).add_(own)
                 return unreduced._replace(used=unreduced.used | {index})
-            if index in self._received_params:
-                self._parts[index].add_(gradient, alpha=1 / self._divisor)
+            assert received is not None
+            if index in received.params:
+                self._parts[index].add_(gradient, alpha=1 / received.divisor)
             else:
-                copy_multiplied(self._parts[index], gradient, 1 / self._divisor)
-                self._received_params.add(index)
+                copy_multiplied(self._parts[index], gradient, 1 / received.divisor)
+                received.params.add(index)
         return None
 
     def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
         received = self._received
         if received is None:
             return
-        for index in self._received_params:
-            part, last = received.layout.part_of(received.flat, index), gradients[index]
+        for index in received.params:
+            part, last = received.part_of(index), gradients[index]
             if last is not None:
-                part.add_(last, alpha=1 / self._divisor)
+                part.add_(last, alpha=1 / received.divisor)
             gradients[index] = part
 
     def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
         received, self._received = self._received, None
         if received is None:
             return frozenset()
-        is_in_place = rows[0].data_ptr() == received.flat.data_ptr()
-        factor = self._divisor / (divisor if is_in_place else 1)
-        for index in self._received_params if factor != 1 else ():
-            received.layout.part_of(received.flat, index).mul_(factor)
-        return self._received_params if is_in_place else frozenset()
+        is_in_place = rows[0].data_ptr() == received.bucket.data_ptr()
+        factor = received.divisor / (divisor if is_in_place else 1)
+        for index in received.params if factor != 1 else ():
+            received.part_of(index).mul_(factor)
+        return received.params if is_in_place else frozenset()
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
-        self._received_params -= indices
+        if self._received is not None:
+            self._received.params -= indices
 
     # --- publication ------------------------------------------------------------------
 
@@ -255,7 +263,7 @@ class ReplicatedGrads(PublishedGrads):
 
     def _set_all(self, grads: FlatGradients) -> None:
         self._published = grads
-        self._addresses = {}
+        self._mark = Mark()
         for index, local in grads.shards(0):
             param = self._params[index]
             shaped = param.shaped(local)
@@ -264,8 +272,7 @@ class ReplicatedGrads(PublishedGrads):
             elif not self.are_views:
                 shaped = shaped.clone()
             param.sharded.grad = shaped
-            mark(shaped, self._mark)
-            self._addresses[index] = shaped.data_ptr()
+            self._mark.put_on(index, shaped)
 
     # --- gradients that are in .grad --------------------------------------------------
 
@@ -289,7 +296,7 @@ class ReplicatedGrads(PublishedGrads):
         gradient, own = self._params[index].sharded.grad, self._range_of(index)
         if own is None or gradient is None or gradient.is_sparse:
             return False
-        if mark_of(gradient) is self._mark and gradient.data_ptr() == self._addresses.get(index):
+        if self._mark.is_on(index, gradient):
             return True
         # The same memory under another name: grad.detach(), or a view.
         view = self._params[index].shaped(own)

@@ -161,7 +161,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
 
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
-    ) -> GatherInFlight:
+    ) -> GatherInFlight | None:
         channel = self._channel(group)
         if channel is None:
             return super()._start_gather(source, group, label, receive)

@@ -56,6 +56,16 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 _steppers: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
 
 
+def objects_in(optim_groups: OptimGroups) -> list[object]:
+    """Return the parameters in order, and None after each group: one may move to the next group."""
+    return [each for group in optim_groups for each in (*group["params"], None)]
+
+
+def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether both have the same objects in the same order."""
+    return len(found) == len(before) and all(map(is_, found, before))
+
+
 def release_slices() -> None:
     """Make every optimizer let go of the memory of flat shards, which is about to move."""
     for stepper in tuple(_steppers):
@@ -96,7 +106,7 @@ class FlatStepper:
         ``state`` is that of the optimizer that users hold, and ``expose`` writes to it.
         """
         self._state = state
-        if self._inner is None or not self._is_planned(optim_groups):
+        if self._inner is None or not are_same(self._objects_in(optim_groups), self._planned):
             self._plan(optim_groups)
         lacking = [param for each in self.slices for param in each.take_gradient()]
         if lacking:
@@ -165,19 +175,10 @@ class FlatStepper:
 
     # --- what is stepped as one -------------------------------------------------------------
 
-    def _is_planned(self, optim_groups: OptimGroups) -> bool:
-        """Whether the inner optimizer was made for what there is now, object by object."""
-        found = self._objects_in(optim_groups)
-        return len(found) == len(self._planned) and all(map(is_, found, self._planned))
-
     def _objects_in(self, optim_groups: OptimGroups) -> list[object]:
-        found: list[object] = []
-        for group in optim_groups:
-            found += group["params"]
-            found.append(None)  # a parameter may move from one group to the next
-        for flat_slice in self.slices:
-            found += map(local_of, flat_slice.params)
-        return found
+        """Return what the inner optimizer is made for: parameters, and the memory of slices."""
+        locals_ = [local_of(param) for each in self.slices for param in each.params]
+        return [*objects_in(optim_groups), *locals_]
 
     def _plan(self, optim_groups: OptimGroups) -> None:
         """Find slices anew, and make the optimizer that steps them."""
@@ -195,9 +196,8 @@ class FlatStepper:
         self._inner = inner  # last: until then, the state that users see is what counts
 
     def _find_slices(self, optim_groups: OptimGroups) -> None:
-        numbers: dict[int, int] = {}  # by id: the index of the param group
-        for number, group in enumerate(optim_groups):
-            numbers.update(dict.fromkeys(map(id, group["params"]), number))
+        # By id: the index of the param group.
+        numbers = {id(each): i for i, group in enumerate(optim_groups) for each in group["params"]}
         params = [param for group in optim_groups for param in group["params"]]
         self.slices = []
         for owner in owners_of(params) if self._is_pointwise else ():
@@ -213,10 +213,8 @@ class FlatStepper:
         for segment, flat in zip(shard.layout.segments, shard.segments, strict=True):
             keyed = []
             for each in segment.ranges:
-                param, numel = (
-                    unit_params.params[each.index].sharded,
-                    shard.locals[each.index].numel(),
-                )
+                param = unit_params.params[each.index].sharded
+                numel = shard.locals[each.index].numel()
                 apart = id(param) if id(param) in self._apart else None
                 key = numbers.get(id(param)), apart, history_of(self._state.get(param, {}))
                 keyed.append((key, Member(param, each.offset, numel)))

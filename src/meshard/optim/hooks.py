@@ -28,7 +28,6 @@ from meshard._engine.owners import (
     all_owners,
     has_been_sharded,
     on_registered,
-    owner_of,
     owners_of,
     sharded_params_of,
 )
@@ -57,19 +56,12 @@ def find_overlapped(
     """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps."""
     if not overlapped_optimizers:
         return None
-    wanted = (True,) if in_backward else (True, False)
-    held: dict[Optimizer, set[int]] = {}  # the ids of what each of the others steps
-    for param in params:
-        owner = owner_of(param)
-        for each in () if owner is None else owner.overlapped:
-            # None: it has been detached.
-            if each is but or overlapped_optimizers.get(each) not in wanted:
-                continue
-            if each not in held:
-                held[each] = set(map(id, params_in(each)))
-            if id(param) in held[each]:
-                return param
-    return None
+    given, wanted = list(params), (True,) if in_backward else (True, False)
+    stepping = {each for owner in owners_of(given) for each in owner.overlapped} - {but}
+    # Those that have been detached are not among them.
+    others = [each for each in stepping if overlapped_optimizers.get(each) in wanted]
+    held = {id(param) for each in others for param in params_in(each)}
+    return next((param for param in given if id(param) in held), None)
 
 
 @functools.cache
@@ -93,7 +85,8 @@ def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     Return the groups of ``params``.
     """
     owners = owners_of(params)
-    _check_may_step(owners)
+    for owner in owners:
+        owner.check_may_step()
     return owners
 
 
@@ -214,7 +207,8 @@ def _before_step(
     before_compiling(_before_compiling)
     if not owners:
         return None
-    _check_may_step(owners)
+    for owner in owners:
+        owner.check_may_step()
     for owner in owners:
         owner.forget_version()  # it may be interrupted, and then _after_step is not called
         # A unit that was resharded after its forward leaves all memory to the optimizer.
@@ -229,11 +223,6 @@ def _before_step(
     return None
 
 
-def _check_may_step(owners: Iterable[ParamGroup]) -> None:
-    for owner in owners:
-        owner.check_may_step()
-
-
 def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
     return any(not owner.gradients.is_replicated for owner in owners)
 
@@ -244,7 +233,8 @@ def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callabl
     def closure_and_check() -> Any:
         with scalar_reads.suspended():
             loss = closure()
-        _check_may_step(owners)
+        for owner in owners:
+            owner.check_may_step()
         return loss
 
     return closure_and_check

@@ -7,8 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -40,9 +39,11 @@ from meshard.optim.flat import (
     OptimGroups,
     Params,
     StateOnRead,
+    are_same,
     check_is_no_instance,
     list_params,
     loss_of,
+    objects_in,
 )
 from meshard.optim.flat_slices import States
 from meshard.optim.hooks import find_overlapped, overlapped_optimizers
@@ -86,7 +87,7 @@ class OverlappedOptimizer(StateOnRead):
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
-        self._planned: list[torch.Tensor] = []  # the parameters that the steppers are for
+        self._planned: list[object] = []  # the param groups that the steppers are for
         self._stepped: set[UnitStepper] = set()  # in the present window
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
@@ -126,9 +127,7 @@ class OverlappedOptimizer(StateOnRead):
             self._step_clipped(self._max_norm)
         else:
             for stepper in self._fresh_steppers():
-                # Gradients on their way from the device are not in .grad yet.
-                if stepper.has_gradients() or stepper.host_copies is not None:
-                    self._step(stepper)
+                self._step(stepper)
         if self._waits_in_step:
             self.wait()
         return loss
@@ -138,7 +137,7 @@ class OverlappedOptimizer(StateOnRead):
         steppers = self._fresh_steppers()
         for stepper in steppers:
             stepper.group.gradients.settle()
-        grads = [param.grad for param in self._planned if param.grad is not None]
+        grads = [param.grad for param in params_in(self) if param.grad is not None]
         self.total_norm = get_total_norm(grads)
         coefficient = clip_coefficient(self.total_norm, max_norm)
         for stepper in steppers:
@@ -248,14 +247,10 @@ class OverlappedOptimizer(StateOnRead):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        params = params_in(self)
-        is_planned = (
-            len(params) == len(self._planned)
-            and all(map(is_, params, self._planned))
-            # Where no step is taken in backward, replicate may rebuild its buckets.
-            and all(stepper.is_of(unit) for unit, stepper in self._steppers.items())
-        )
-        if not is_planned:
+        # Where no step is taken in backward, replicate may rebuild its buckets.
+        if not are_same(objects_in(self.param_groups), self._planned) or any(
+            stepper._group() is not unit.group for unit, stepper in self._steppers.items()
+        ):
             self._plan()
         return list(self._steppers.values())
 
@@ -282,7 +277,7 @@ class OverlappedOptimizer(StateOnRead):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
             unit.group.overlapped.add(self)
         self._flat_steppers = [stepper.flat for stepper in self._steppers.values()]
-        self._planned = params_in(self)
+        self._planned = objects_in(self.param_groups)
 
 
 class UnitStepper:
@@ -325,15 +320,6 @@ class UnitStepper:
         assert group is not None
         return group
 
-    def is_of(self, unit: Unit) -> bool:
-        """Whether it still steps the parameters of ``unit``."""
-        return self._group() is unit.group
-
-    def has_gradients(self) -> bool:
-        """Whether any ``.grad`` is set; gradients on their way to host memory are not yet."""
-        with without_torch_function():
-            return sum(map(is_, map(_GRADIENT, self.params), repeat(None))) < len(self.params)
-
     def take(
         self, groups: OptimGroups, state: States, coefficient: torch.Tensor | None = None
     ) -> bool:
@@ -346,24 +332,26 @@ class UnitStepper:
         # The worker waits for copies from the device by itself; clipping reads the values here.
         if self._change is not None or not group.gradients.sharded.are_shown:
             group.gradients.settle()
-        if not self.has_gradients():
+        with without_torch_function():
+            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
+            taken = [(param, grad) for param, grad in pairs if grad is not None]
+        if not taken:
             return False
         if group.state is ParamState.GATHERING:
             group.reshard()  # a prefetch that was not used has old weights
-        group.finish_pending_step()  # that of another optimizer
-        with without_torch_function():
-            pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
-            self.taken = [(param, grad) for param, grad in pairs if grad is not None]
+        group.finish_pending_step()  # that of another optimizer, or a deferred one
+        self.taken = taken
+        grads = [grad for _, grad in taken]
         with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
             if self._change is not None:
-                self._change([grad for _, grad in self.taken])
+                self._change(grads)
             if coefficient is not None:
-                scale_gradients([grad for _, grad in self.taken], coefficient)
+                scale_gradients(grads, coefficient)
                 group.comm.hold_until_done([coefficient])
             members = self._members.items()
             self.flat.take([_taken(groups[number], own) for number, own in members], state)
         with without_torch_function():
-            for param in self.params:
+            for param, _ in taken:
                 param.grad = None
         group.record_step()
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard.optim.flat import MakeOptimizer, loss_of
+from meshard.optim.flat import MakeOptimizer
 
 _EMPTY = torch.empty(0)  # between two steps
 
@@ -33,10 +32,8 @@ class UnshardedStep(Optimizer):
         )
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Step all parameters that have a gradient. **Collective:** all ranks of their meshes."""
-        loss = loss_of(closure)
         stepped: list[tuple[torch.Tensor, torch.Tensor]] = []
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update((key, value) for key, value in group.items() if key != "params")
@@ -55,7 +52,6 @@ class UnshardedStep(Optimizer):
         finally:
             for _, unsharded in stepped:
                 unsharded.data, unsharded.grad = _EMPTY, None
-        return loss
 
 
 def _gathered(tensor: torch.Tensor | None) -> torch.Tensor:
