@@ -77,9 +77,8 @@ def run(folder: Path, *, crashes: bool) -> list[tuple[int, float]]:
     # shares with them, and gloo would call these.
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     subprocess.run([*command, str(folder), str(int(crashes))], check=True, env=env)
-    rows: list[tuple[int, float]] = [
-        json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()
-    ]
+    lines = (folder / "losses.jsonl").read_text().splitlines()
+    rows: list[tuple[int, float]] = [json.loads(line) for line in lines]
     return sorted(dict(rows).items())
 
 

@@ -493,6 +493,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def torch_version() -> str:
+    """Return the version of torch, for the record."""
+    return str(torch.__version__)
+
+
 def constant_of(name: str) -> Any:
     """Return the dtype, layout or memory format that is called ``torch.<name>``; else None."""
     value = _find(f"torch.{name}")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._torch.dtensor import is_plain
-from meshard._torch.private import dtype_of
+from meshard._torch.private import dtype_of, torch_version
 from meshard.checkpoint._protocol import dcp_format, parts
 from meshard.checkpoint._protocol.parts import (
     MODEL,
@@ -167,7 +167,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
     }
     return {
         "meshard": _own_version(),
-        "torch": str(torch.__version__),
+        "torch": torch_version(),
         "meshes": sorted(
             ({"shape": list(shape), "names": list(names or ())} for shape, names in meshes),
             key=str,
