@@ -4,7 +4,8 @@
 
 Makes an environment for each row of docs/versions.md in turn (some 5 GB each, from PyPI), installs
 meshard as README.md says, runs ``pytest`` from this checkout, prints a table and writes it into the
-page. With names (``torch-2.12``, ``python-3.13``) only those rows. ``--keep`` leaves environments
+page. Each also writes a checkpoint, and loads those of all environments before it; with ``--keep``,
+of those after it too. With names (``torch-2.12``, ``python-3.13``) only those rows. ``--keep`` leaves environments
 where they are; the next run with the same ``--root`` uses them again.
 """
 
@@ -97,6 +98,14 @@ def run_tests(python: Path, marker: str | None, log: Path) -> str:
     return said[-1] if said else "pytest did not end: " + log.read_text()[-200:]
 
 
+def exchange(python: Path, root: Path) -> None:
+    """Let an environment write a checkpoint and load those of the others, or raise."""
+    command = [python, "-m", "tests.checkpoint.exchange", str(root / "checkpoints")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    (root / "checkpoints").mkdir(exist_ok=True)
+    subprocess.run(command, cwd=CHECKOUT, env=env, timeout=TEST_LIMIT, check=True)
+
+
 def commit() -> str:
     """Return the short name of the commit that is checked out, with a + if files differ."""
     git = ["git", "-C", str(CHECKOUT)]
@@ -145,7 +154,7 @@ def main() -> int:
         parser.error(f"no environment is called {', '.join(sorted(unknown))}")
     root = (chosen.root or Path(tempfile.mkdtemp(prefix="versions-"))).resolve()
     root.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows, kept = [], list[Path]()
     for environment in ENVIRONMENTS:
         if chosen.names and environment.name not in chosen.names:
             continue
@@ -159,8 +168,12 @@ def main() -> int:
         print(rows[-1], flush=True)
         if not chosen.marker:
             write_row(rows[-1])
+        exchange(python, root)
+        kept.append(python)
         if not chosen.keep:
             shutil.rmtree(folder)
+    for python in kept if chosen.keep else ():
+        exchange(python, root)
     print("\n".join(["", *rows]))
     return int(any("failed" in row or "error" in row or "not " in row for row in rows))
 

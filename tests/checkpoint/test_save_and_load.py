@@ -101,6 +101,44 @@ def test_one_process_needs_no_process_group(tmp_path):
     assert_same_values(values_of(other, optimizer), expected)
 
 
+class MasterWeights(torch.optim.Optimizer):
+    """Keeps a float32 copy of each bfloat16 parameter."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["master"] = param.float()
+                state["master"].sub_(param.grad, alpha=group["lr"])
+                param.copy_(state["master"])
+
+
+def test_state_keeps_a_dtype_that_is_wider_than_the_parameters(tmp_path):
+    def built(seed):
+        torch.manual_seed(seed)
+        model = meshard.fully_shard(nn.Linear(4, 4).bfloat16())
+        return model, MasterWeights(model.parameters(), {"lr": 1e-3})
+
+    def step(model, optimizer):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [each["master"].full_tensor().clone() for each in optimizer.state.values()]
+
+    model, optimizer = built(0)
+    step(model, optimizer)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model, optimizer)
+    expected = step(model, optimizer)
+    model, optimizer = built(1)
+    checkpointer.load(model, optimizer)
+    for value, other in zip(step(model, optimizer), expected, strict=True):
+        assert value.dtype == torch.float32
+        assert torch.equal(value, other)
+
+
 def test_tied_tensors_are_stored_once(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(0, net("plain"))

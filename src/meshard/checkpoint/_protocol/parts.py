@@ -151,6 +151,21 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     return {"state": state, "param_groups": groups, **others}
 
 
+def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any]) -> None:
+    """Give an optimizer its state, in the dtypes in which it was saved.
+
+    ``load_state_dict`` of torch casts to the dtype of the parameter, which would round moments that
+    an optimizer keeps in float32 for parameters in bfloat16.
+    """
+    optimizer.load_state_dict(numbered)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, saved in numbered["state"].items():
+        present = optimizer.state[params[number]]
+        for key, value in saved.items():
+            if isinstance(value, torch.Tensor) and value.dtype != present[key].dtype:
+                present[key] = value.to(present[key].device)
+
+
 def placed_like(
     tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -192,7 +192,7 @@ class Restoring:
         self._missing += [join(name, fqn) for fqn in own if fqn not in saved]
         self._unexpected += [join(name, fqn) for fqn in sorted(saved - own.keys())]
         numbered = parts.numbered(optimizer, names, tree)
-        self._then.append(lambda: optimizer.load_state_dict(numbered))
+        self._then.append(lambda: parts.load_optimizer(optimizer, numbered))
 
     def _add_stateful(self, name: str, value: Any) -> None:
         part = self._part(name)
