@@ -2,8 +2,8 @@
 
     python -m tests.checkpoint.exchange FOLDER
 
-Writes a checkpoint named after this torch, if there is none, then loads all that are in the folder,
-by ``Checkpointer`` and of plain ``dcp.save`` alike, and compares every number. ``tests/versions.py``
+Writes a checkpoint named after this torch, if there is none, then loads all that are in the
+folder, by ``Checkpointer`` and of plain ``dcp.save`` alike, and compares every number. ``tests/versions.py``
 runs it in each environment.
 """
 
