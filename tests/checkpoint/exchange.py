@@ -3,8 +3,8 @@
     python -m tests.checkpoint.exchange FOLDER
 
 Writes a checkpoint named after this torch, if there is none, then loads all that are in the
-folder, by ``Checkpointer`` and of plain ``dcp.save`` alike, and compares every number. ``tests/versions.py``
-runs it in each environment.
+folder, by ``Checkpointer`` and of plain ``dcp.save`` alike, and compares every number.
+``tests/versions.py`` runs it in each environment.
 """
 
 import sys
