@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import is_debugging, name_copy, name_root
-from meshard._communicators import make_communicator
+from meshard._comm.divergence import is_debugging, name_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -34,6 +33,7 @@ from meshard._engine.owners import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
+    Root,
     Unit,
     UnitSettings,
     joined,
@@ -445,42 +445,35 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
-    """Name the units inside after their modules, and give all of them one lifecycle."""
-    units = with_siblings(unit)
-    innermost = units[-1]
-    before: dict[Lifecycle, None] = {}
-    seen = set(units)
-    for position, root in enumerate(modules):
-        for fqn, module in root.named_modules():
-            for inner in units_of(module):
-                if inner in seen:
-                    continue
-                seen.add(inner)
-                units.append(inner)
-                before[inner.lifecycle] = None
-                inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
-                inner.step.reset()  # the inner module may have run by itself before
-                if inner.parent is None:
-                    inner.parent = weakref.ref(innermost)
-                    innermost.children.append(weakref.ref(inner))
-    for lifecycle in before:
-        lifecycle.finish_reductions()
-    outer = give_lifecycle(units)
-    for lifecycle in before:
-        if lifecycle.finalization is not None:
-            outer.finalization = ManualFinalization()
-        outer.retained.take_over(lifecycle.retained)
+    """Make ``unit`` the root of the units inside, which get the names of their modules.
 
-
-def give_lifecycle(units: list[Unit], *, copied: Lifecycle | None = None) -> Lifecycle:
-    """Return the lifecycle of these units of one root, in module order, from now on.
-
-    They are copies of units in the lifecycle ``copied``, if there is one.
+    The new root has no lifecycle before its first use. Only if units inside have been used, it
+    takes over what their lifecycles hold.
     """
-    specs = [unit.group.spec for unit in units if unit.params]
-    comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
-    if copied is not None:
-        comm.root_names = name_copy(copied.comm.root_names)
-    else:
-        comm.root_names = name_root(group for spec in specs for group in spec.mesh_info.groups)
-    return Lifecycle(units, comm)
+    own = with_siblings(unit)
+    names: dict[Unit, str] = {}  # of the units inside, in module order
+    for position, module in enumerate(modules):
+        for fqn, each in module.named_modules(prefix=_prefix(position, modules)):
+            for inner in units_of(each):
+                names.setdefault(inner, fqn)
+    for each in own:
+        del names[each]
+    roots = dict.fromkeys(inner.root for inner in names)
+    used = [lifecycle for root in roots if (lifecycle := root.lifecycle) is not None]
+    for lifecycle in used:
+        lifecycle.finish_reductions()
+    for inner, fqn in names.items():
+        inner.fqn = fqn
+        if inner.parent is None:
+            inner.parent = weakref.ref(own[-1])
+            own[-1].children.append(weakref.ref(inner))
+    units = [*own, *names]
+    specs = [each.group.spec for each in units if each.params]
+    groups = (group for spec in specs for group in spec.mesh_info.groups)
+    Root(units, name_root(groups), Lifecycle)
+    for inner in names if used else ():
+        inner.step.reset()  # it may have run by itself
+    for lifecycle in used:
+        if lifecycle.finalization is not None:
+            unit.lifecycle.finalization = ManualFinalization()
+        unit.lifecycle.retained.take_over(lifecycle.retained)

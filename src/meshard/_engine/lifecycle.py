@@ -27,7 +27,9 @@ from torch import nn
 from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
+from meshard._communicators import make_communicator
 from meshard._engine.failure import Failure
+from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
 from meshard._engine.owners import refuse_backward_optimizer
 from meshard._engine.param_group import ParamGroup, ParamState
@@ -38,7 +40,7 @@ from meshard._engine.step_state import (
     ManualFinalization,
     Phase,
 )
-from meshard._engine.unit import Unit, alive, buckets_in
+from meshard._engine.unit import Root, Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -116,9 +118,13 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
 
 
 class Lifecycle:
-    """The steps of one root and all units inside it, which leave their present lifecycle."""
+    """The steps of one root and all units inside it.
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
+    It is made at the first use of one of them, so that ``fully_shard`` of layer after layer makes
+    none.
+    """
+
+    def __init__(self, root: Root) -> None:
         self.forward: ForwardRun | None = None  # while one runs
         self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
         self.failure = Failure()  # shared with the parameter groups
@@ -131,7 +137,7 @@ class Lifecycle:
         self.usual_divide_factor: float | None = None
         # Called before each reduction over replicas: see ``meshard.uneven_batches``.
         self.before_reduction: Callable[[], None] | None = None
-        self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
+        self._units = root.units
         self._num_backwards = 0
         # Whether ranks have compared the values that they brought. fully_shard does under
         # MESHARD_DEBUG=1.
@@ -139,12 +145,12 @@ class Lifecycle:
         # The forwards whose graph exists on this rank; it may differ between ranks.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
-        self._queue = ReduceQueue(comm)
-        for number, unit in enumerate(units):
-            unit.number, unit.lifecycle = number, self
-            unit.reduced_in = -1
-            unit.group.unit_params.label = unit.label
+        for unit in self.units():
             unit.group.failure = self.failure
+        devices = (group.spec.device for group in self.groups() if group.params)
+        comm = make_communicator(next(devices, torch.device("cpu")))
+        comm.root_names = root.names
+        self._queue = ReduceQueue(comm)
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -677,6 +683,14 @@ class Lifecycle:
             and not unit.step.is_in_backward
             and not unit.step.arrived
         }
+
+    def start_manual_unshard(self, unit: Unit) -> ManualUnshard | None:
+        """Start gathering ``unit`` for the user's ``unshard()``; None: it has no parameters.
+
+        **Collective:** the shard group.
+        """
+        unit.step.is_wanted_unsharded = True
+        return unit.group.start_manual_unshard() if unit.params else None
 
     def awaits_backward(self, unit: Unit) -> bool:
         """Whether a forward of ``unit`` has a graph, on this rank, whose backward may come."""

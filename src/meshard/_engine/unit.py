@@ -9,6 +9,7 @@ outputs.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshard._comm.communicator import CommSettings
+from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
@@ -109,7 +111,7 @@ class Unit:
         self.buffer_dtype = policy.buffer_dtype  # in which buffers are kept; None: their own
         self.step = UnitStep()
         self.fqn = ""  # dotted name from the root; "" for the root itself
-        self.number = 0  # position among the units of its root, in module order
+        self.number = 0  # position among the units of its root
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self._open_at = 0  # the position of the child that was found open the last time
@@ -122,7 +124,13 @@ class Unit:
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward in which they were called
         self.group: ParamGroup  # without parameters it communicates nothing
-        self.lifecycle: Lifecycle
+        self.root: Root
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """The lifecycle of its root, which the first use of any unit makes."""
+        lifecycle = self.root.lifecycle
+        return lifecycle if lifecycle is not None else self.root.make_lifecycle()
 
     @property
     def gradients(self) -> GradientAccumulator:
@@ -186,6 +194,33 @@ class Unit:
             is_kept = is_chosen or not each.settings.reshard_after_backward
             if not is_kept and not each.step.is_retained:
                 each.group.forget_version()
+
+
+class Root:
+    """The units that are stepped together: those of the outermost module and all inside it.
+
+    An outer ``fully_shard`` puts them under a new root.
+    """
+
+    _first_use = threading.Lock()
+
+    def __init__(
+        self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
+    ) -> None:
+        self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
+        self.names = names  # see ``name_root``
+        self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
+        self._make = make
+        for number, unit in enumerate(units):
+            unit.root, unit.number, unit.reduced_in = self, number, -1
+            unit.group.unit_params.label = unit.label
+
+    def make_lifecycle(self) -> Lifecycle:
+        """Return the lifecycle, made if there is none: of two threads, one will be refused."""
+        with self._first_use:
+            if self.lifecycle is None:
+                self.lifecycle = self._make(self)
+            return self.lifecycle
 
 
 Referent = TypeVar("Referent")
