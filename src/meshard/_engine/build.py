@@ -29,8 +29,7 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.owners import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, refuse_backward_optimizer
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,

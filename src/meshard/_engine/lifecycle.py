@@ -31,8 +31,7 @@ from meshard._communicators import make_communicator
 from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
-from meshard._engine.owners import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_optimizer
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
     BackwardRun,

@@ -24,7 +24,8 @@ from torch.optim.optimizer import (
 )
 
 from meshard._comm.communicator import StepPhase
-from meshard._engine.owners import (
+from meshard._engine.param_group import (
+    ParamGroup,
     all_owners,
     has_been_sharded,
     on_registered,
@@ -32,7 +33,6 @@ from meshard._engine.owners import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.param_group import ParamGroup
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
