@@ -28,13 +28,13 @@ from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
 from meshard._communicators import make_communicator
-from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
 from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_optimizer
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
     BackwardRun,
+    Failure,
     ForwardRun,
     ManualFinalization,
     Phase,
