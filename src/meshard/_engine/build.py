@@ -36,6 +36,7 @@ from meshard._engine.unit import (
     Unit,
     UnitSettings,
     joined,
+    nest,
     outside_units,
     own_class,
     units_of,
@@ -378,14 +379,16 @@ def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 
 
 def commit(
-    unit: Unit, plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
+    units: list[Unit], plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
-    """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside.
+    """Make ``modules`` the modules of ``units``, which are around the units inside.
 
-    ``plans`` are those of the unit and of its siblings; see ``adopt_module`` for the rest.
+    There is one unit for each plan; see ``adopt_module`` for the rest.
     """
-    chain = with_siblings(unit)
-    for each, unit_plan in zip(chain, plans, strict=True):
+    for sibling in units[1:]:
+        sibling.mesh_name = _name_of_sibling(sibling)
+    unit = nest(units)
+    for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
             # The unit does not know of other modules that hold the original, and so are tied to it.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
@@ -393,12 +396,25 @@ def commit(
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(chain):  # the outermost unit's hooks are to run first before a forward
+    for each in reversed(units):  # the outermost unit's hooks are to run first before a forward
         register_hooks(each)
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
     adopt_inner_units(unit, modules)
+
+
+def _name_of_sibling(unit: Unit) -> str:
+    """Return what tells a unit from its siblings: its mesh, and whether its gather is custom."""
+    mesh_info = unit.group.spec.mesh_info
+    names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
+    if names is None:
+        axes = "x".join(map(str, sizes))
+    else:
+        axes = ", ".join(map("{}={}".format, names, sizes))
+    how = "on" if mesh_info.shard_axis is not None else "replicated on"
+    is_subclass = isinstance(unit.group.unit_params, SubclassParams)
+    return f" {how} {axes}{' (tensor subclasses)' if is_subclass else ''}"
 
 
 _classes: dict[tuple[type, type], type] = {}  # the made classes, by base and original class

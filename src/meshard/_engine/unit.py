@@ -27,9 +27,7 @@ from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings
-from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
-from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
@@ -115,7 +113,7 @@ class Unit:
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self._open_at = 0  # the position of the child that was found open the last time
-        self.siblings: list[Unit] = []  # further units of the same modules: see link_siblings
+        self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # tells siblings apart
         # Called once per window, after the last reduction of the window, in the same order on all
@@ -263,17 +261,6 @@ def outside_units(
             yield from outside_units(joined(prefix, name), child, seen)
 
 
-def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move each buffer that is on the CPU; one of several modules stays one tensor."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_cpu:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(device)
-                module._buffers[name] = moved[buffer]
-
-
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
@@ -313,15 +300,6 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
 
-def link_siblings(units: list[Unit]) -> Unit:
-    """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
-    for unit in units[1:]:
-        is_subclass = isinstance(unit.group.unit_params, SubclassParams)
-        suffix = " (tensor subclasses)" if is_subclass else ""
-        unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix
-    return nest(units)
-
-
 def nest(units: list[Unit]) -> Unit:
     """Put each unit inside the one before, as siblings of the first, and return the first."""
     outer, *siblings = units
@@ -339,11 +317,3 @@ def nest(units: list[Unit]) -> Unit:
 def with_siblings(unit: Unit) -> list[Unit]:
     """Return a unit and its siblings, outermost first."""
     return [unit, *unit.siblings]
-
-
-def _name(mesh_info: MeshInfo) -> str:
-    how = " on" if mesh_info.shard_axis is not None else " replicated on"
-    names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
-    if names is None:
-        return f"{how} {'x'.join(map(str, sizes))}"
-    return f"{how} {', '.join(map('{}={}'.format, names, sizes))}"
