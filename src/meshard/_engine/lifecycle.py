@@ -34,7 +34,6 @@ from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
     BackwardRun,
-    Failure,
     ForwardRun,
     ManualFinalization,
     Phase,
@@ -126,7 +125,7 @@ class Lifecycle:
     def __init__(self, root: Root) -> None:
         self.forward: ForwardRun | None = None  # while one runs
         self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
-        self.failure = Failure()  # shared with the parameter groups
+        self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
         # Not None: windows end in finalize_backward, and not in the last backward.
         self.finalization: ManualFinalization | None = None
@@ -144,8 +143,6 @@ class Lifecycle:
         # The forwards whose graph exists on this rank; it may differ between ranks.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
-        for unit in self.units():
-            unit.group.failure = self.failure
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names

@@ -134,7 +134,7 @@ class ParamGroup:
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # between forward and backward of this step
         self.keeps_storage = False  # reshard does not free the memory of unsharded parameters
-        self.failure = Failure()  # the lifecycle puts that of its root here
+        self.failure: Failure  # that of its root, which puts it here
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
         self.pending_step: AwaitedStep | None = None  # until the next gather

@@ -24,6 +24,7 @@ from meshard._comm.communicator import CommSettings
 from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings
@@ -207,11 +208,12 @@ class Root:
     ) -> None:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self.names = names  # see ``name_root``
+        self.failure = Failure()
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):
             unit.root, unit.number, unit.reduced_in = self, number, -1
-            unit.group.unit_params.label = unit.label
+            unit.group.unit_params.label, unit.group.failure = unit.label, self.failure
 
     def make_lifecycle(self) -> Lifecycle:
         """Return the lifecycle, made if there is none: of two threads, one will be refused."""
