@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from meshard._comm.communicator import Communicator, StepPhase
-from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
 from meshard._communicators import make_communicator
 from meshard._engine.manual_unshard import ManualUnshard
@@ -137,15 +136,15 @@ class Lifecycle:
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
-        # Whether ranks have compared the values that they brought. fully_shard does under
-        # MESHARD_DEBUG=1.
-        self._has_compared = is_debugging()
         # The forwards whose graph exists on this rank; it may differ between ranks.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
+        # Whether ranks have compared the values that they brought: fully_shard does under
+        # MESHARD_DEBUG=1.
+        self._has_compared = comm.is_checked
         self._queue = ReduceQueue(comm)
         self.use(comm)
 
