@@ -161,6 +161,15 @@ def test_a_call_before_the_first_forward(call, is_around):
 # --- a unit around a root that was used ----------------------------------------------------------
 
 
+def collectives_of_a_step(model, is_manual):
+    model.set_manual_backward_finalization(is_manual)
+    with meshard.CommLedger(model) as ledger:
+        train(model)
+        if is_manual:
+            model.finalize_backward()
+    return [(event.op, event.unit) for event in ledger.events]
+
+
 def evaluate(stack):
     with torch.no_grad():
         stack(BATCH)
@@ -225,8 +234,26 @@ def test_a_unit_around_a_root_that_was_used(use, is_manual):
     model, plain = meshard.fully_shard(Whole(stack)), Whole(plain)
     assert len(roots_in(model)) == 1
     assert [unit.label for unit in units_in(model)][:3] == ["(root)", "stack", "stack.blocks.0"]
+    train(plain)
+    collectives = collectives_of_a_step(model, is_manual)
+    assert_same(full_grads(model), full_grads(plain))
+    unused = meshard.fully_shard(Whole(shard_blocks(seeded(MlpStack()))))
+    expected = collectives_of_a_step(unused, is_manual)
+    if use is leave_a_part_unsharded:
+        expected.remove(("all_gather", "stack.blocks.1"))
+    assert collectives == expected
+
+
+@on_threads(2)
+def test_a_graph_from_before_keeps_no_pending_gradient_back():
+    """Its backward may still come as far as the old root knows, and the new root does not."""
+    model, plain = (Whole(seeded(MlpStack())) for _ in range(2))
+    shard_blocks(model.stack)
+    meshard.fully_shard(model.head)
     for each in (model, plain):
-        train(each)
-    if is_manual:
-        model.finalize_backward()
+        leave_gradients_pending(each.stack)
+        keep_a_graph(each.stack)
+    meshard.fully_shard(model)
+    for each in (model, plain):
+        train(each.head)
     assert_same(full_grads(model), full_grads(plain))
