@@ -29,7 +29,6 @@ from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
-from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import (
     TorchDataParallelMeshDims,
     register_as_sharded,
@@ -38,7 +37,7 @@ from meshard._torch.private import (
 )
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
-from meshard.optim.hooks import clear_pending
+from meshard.optim.hooks import watch_optimizers
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -164,7 +163,7 @@ def fully_shard(
     for sharded in modules:
         register_as_sharded(sharded, StageState(units[0], policy))
     tag_left_out(ignored)
-    patch_zero_grad(clear_pending)
+    watch_optimizers()
     return module
 
 

@@ -500,17 +500,21 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 # it. Another tensor may get the id later, so what is found is checked.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-# Called whenever a group registers parameters.
-on_registered: list[Callable[[], None]] = []
+_latest = object()  # another one after each registration
 
 
 def register_owner(owner: ParamGroup) -> None:
     """Record ``owner`` as the group of its sharded parameters, which may be new tensors."""
+    global _latest
     for index, param in enumerate(owner.params):
         _owners[id(param.sharded)] = owner
         owner.indices[id(param.sharded)] = index
-    for call in on_registered:
-        call()
+    _latest = object()
+
+
+def latest_registration() -> object:
+    """Return what is another object once a group has registered parameters since."""
+    return _latest
 
 
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
