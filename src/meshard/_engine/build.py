@@ -465,30 +465,35 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     The new root has no lifecycle before its first use. Only if units inside have been used, it
     takes over what their lifecycles hold.
     """
-    own = with_siblings(unit)
-    names: dict[Unit, str] = {}  # of the units inside, in module order
-    for position, module in enumerate(modules):
-        for fqn, each in module.named_modules(prefix=_prefix(position, modules)):
-            for inner in units_of(each):
-                names.setdefault(inner, fqn)
-    for each in own:
-        del names[each]
-    roots = dict.fromkeys(inner.root for inner in names)
-    used = [lifecycle for root in roots if (lifecycle := root.lifecycle) is not None]
+    own, inside = with_siblings(unit), _units_inside(unit, modules)
+    roots = dict.fromkeys(inner.root for inner in inside)
+    used = [root.lifecycle for root in roots if root.lifecycle is not None]
     for lifecycle in used:
         lifecycle.finish_reductions()
-    for inner, fqn in names.items():
+    for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
             inner.parent = weakref.ref(own[-1])
             own[-1].children.append(weakref.ref(inner))
-    units = [*own, *names]
+    units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
     Root(units, name_root(groups), Lifecycle)
-    for inner in names if used else ():
-        inner.step.reset()  # it may have run by itself
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()
         unit.lifecycle.retained.take_over(lifecycle.retained)
+    for inner in inside if used else ():
+        inner.step.reset()  # it may have run by itself
+
+
+def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:
+    """Return the units inside the modules of ``unit``, in module order, with their names."""
+    inside: dict[Unit, str] = {}
+    for position, module in enumerate(modules):
+        for fqn, each in module.named_modules(prefix=_prefix(position, modules)):
+            for inner in units_of(each):
+                inside.setdefault(inner, fqn)
+    for own in with_siblings(unit):
+        del inside[own]
+    return inside
