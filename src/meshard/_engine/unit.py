@@ -110,7 +110,7 @@ class Unit:
         self.buffer_dtype = policy.buffer_dtype  # in which buffers are kept; None: their own
         self.step = UnitStep()
         self.fqn = ""  # dotted name from the root; "" for the root itself
-        self.number = 0  # position among the units of its root
+        self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self._open_at = 0  # the position of the child that was found open the last time
@@ -201,7 +201,7 @@ class Root:
     An outer ``fully_shard`` puts them under a new root.
     """
 
-    _first_use = threading.Lock()
+    _first_use = threading.RLock()  # a signal handler may come to it again
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
