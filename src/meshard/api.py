@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
@@ -23,11 +25,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
 from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
-from meshard._engine.unit import UnitSettings, link_siblings, move_buffers, unit_of
+from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
-from meshard._params.storage import host_location
-from meshard._torch.patches import patch_zero_grad
+from meshard._params.storage import MemoryLocation
 from meshard._torch.private import (
     TorchDataParallelMeshDims,
     register_as_sharded,
@@ -36,7 +37,7 @@ from meshard._torch.private import (
 )
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
-from meshard.optim.hooks import clear_pending
+from meshard.optim.hooks import watch_optimizers
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -145,7 +146,7 @@ def fully_shard(
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
-    host = host_location(offload_policy, device)
+    host = _host_location(offload_policy, device)
     if is_debugging():
         classes = ", ".join(type(each).__name__ for each in modules)
         for each in plans:
@@ -157,12 +158,12 @@ def fully_shard(
         units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
     if device.type != "cpu":
         inner = itertools.chain.from_iterable(each.modules() for each in modules)
-        move_buffers(inner, device)
-    commit(link_siblings(units), plans, modules, FSDPModule, "FSDP")
+        _move_buffers(inner, device)
+    commit(units, plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
         register_as_sharded(sharded, StageState(units[0], policy))
     tag_left_out(ignored)
-    patch_zero_grad(clear_pending)
+    watch_optimizers()
     return module
 
 
@@ -281,6 +282,42 @@ def _settings(
     else:
         settings.post_forward_group = post_forward_pg(mesh_info, chosen)
     return settings
+
+
+# --- memory --------------------------------------------------------------------------------
+
+_has_warned_of_pinning = False
+
+
+def _host_location(
+    policy: TorchOffloadPolicy | None, device: torch.device
+) -> MemoryLocation | None:
+    """Return the host memory where a policy puts shards; None: they are on ``device``."""
+    global _has_warned_of_pinning
+    if not isinstance(policy, TorchCPUOffloadPolicy):
+        return None
+    if not isinstance(policy.pin_memory, bool):
+        raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
+    host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
+    if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
+        _has_warned_of_pinning = True
+        warnings.warn(
+            f"CPUOffloadPolicy(pin_memory=True): the mesh is on {device.type!r}, so there is no "
+            "device to copy to and host memory is not pinned; pass pin_memory=False.",
+            stacklevel=3,
+        )
+    return host
+
+
+def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move each buffer that is on the CPU; one of several modules stays one tensor."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_cpu:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 # --- the default mesh ----------------------------------------------------------------------

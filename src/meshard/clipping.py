@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.owners import sharded_params_of
+from meshard._engine.param_group import sharded_params_of
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_

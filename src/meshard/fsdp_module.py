@@ -356,12 +356,10 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         unit's next forward if that reshards.
         """
         check_bool("async_op", async_op)
-        groups = _groups(self, recurse=False)
-        for group in groups:
-            group.check_not_summoned("gathered by unshard()")
-        for unit in require_units(self, recurse=False):
-            unit.step.is_wanted_unsharded = True
-        handle = UnshardHandle(groups)
+        units = require_units(self, recurse=False)
+        for unit in units:
+            unit.group.check_not_summoned("gathered by unshard()")
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -568,9 +566,11 @@ refuse_new_methods(FSDPModule, TorchFSDPModule)
 class UnshardHandle:
     """An ``unshard(async_op=True)`` in flight."""
 
-    def __init__(self, groups: list[ParamGroup]) -> None:
+    def __init__(self, units: list[Unit]) -> None:
         self._manual_unshards = [
-            (weakref.ref(group), group.start_manual_unshard()) for group in groups
+            (weakref.ref(unit.group), manual)
+            for unit in units
+            if (manual := unit.lifecycle.start_manual_unshard(unit)) is not None
         ]
 
     def wait(self) -> None:

@@ -38,7 +38,6 @@ from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.sharded_param import UnitParam
 from meshard._params.unit_params import GroupSpec
 from meshard._torch.dtensor import gradient_dtype
-from meshard._torch.patches import patch_zero_grad
 from meshard._torch.private import skip_dynamo, without_modes
 from meshard.accumulation import no_sync
 from meshard.api import (
@@ -51,7 +50,7 @@ from meshard.api import (
 )
 from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
-from meshard.optim.hooks import clear_pending
+from meshard.optim.hooks import watch_optimizers
 from meshard.policies import MixedPrecisionPolicy, check_bool
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
@@ -223,7 +222,7 @@ class Buckets:
             unit.group.unit_params.unhook()
         self._fill(order)
         for unit in self.units:
-            unit.group.failure = unit.lifecycle.failure
+            unit.group.failure = unit.root.failure
             unit.group.unit_params.label = unit.label
             unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
@@ -420,7 +419,7 @@ def replicate(
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
     tag_left_out(ignored)
-    patch_zero_grad(clear_pending)
+    watch_optimizers()
     assert isinstance(module, ReplicateModule)
     return module
 

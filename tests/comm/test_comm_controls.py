@@ -225,7 +225,7 @@ def test_inputs_of_reductions_are_no_more_than_allowed():
 @on_ranks(2)
 def test_a_backend_without_memory_is_used_as_before_until_a_custom_collective_is_set():
     model = meshard.fully_shard(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
-    usual = model._meshard_unit.group.comm
+    usual = model._meshard_unit.lifecycle.comm
     model.set_allocate_memory_from_process_group_for_comm(True)
     assert model._meshard_unit.group.comm is usual
     model(torch.ones(1, 6)).sum().backward()

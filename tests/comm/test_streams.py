@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.build
+import meshard._engine.lifecycle
 from meshard import MixedPrecisionPolicy
 from meshard._comm import streams
 from meshard._comm.communicator import CommStream
@@ -59,7 +59,7 @@ def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
 def test_replicated_gradients_are_reduced_in_their_bucket(monkeypatch, mp_policy):
     device = FakeDevice()
     monkeypatch.setattr(
-        meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(device)
+        meshard._engine.lifecycle, "make_communicator", lambda _: StreamCommunicator(device)
     )
     with fake_group(4):
         model = meshard.replicate(make_model(), mp_policy=mp_policy)
@@ -107,7 +107,7 @@ def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
 def test_a_gather_can_wait_for_the_optimizer_alone(monkeypatch, from_optimizer):
     device, comm = FakeDevice(), []
     monkeypatch.setattr(
-        meshard._engine.build,
+        meshard._engine.lifecycle,
         "make_communicator",
         lambda _: comm.append(StreamCommunicator(device)) or comm[-1],
     )

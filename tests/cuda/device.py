@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import meshard._engine.build
+import meshard._engine.lifecycle
 from meshard._comm.communicator import Gathered, Reducing
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import backend_name
@@ -61,7 +61,7 @@ class Device:
 
     def communicate(self, make=StreamCommunicator):
         """Let the models of this process communicate on streams."""
-        meshard._engine.build.make_communicator = lambda _: make(self.streams)
+        meshard._engine.lifecycle.make_communicator = lambda _: make(self.streams)
 
     def mesh(self, *shape):
         """Return a mesh; without a shape, one axis of all ranks."""

@@ -273,7 +273,7 @@ def test_a_model_made_on_meta_is_filled_on_the_host():
 
 
 def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
-    monkeypatch.setattr(meshard._params.storage, "_has_warned_of_pinning", False)
+    monkeypatch.setattr(meshard.api, "_has_warned_of_pinning", False)
     meshard.fully_shard(nn.Linear(2, 2))  # makes the default group
     # What torch's own does: it has no device, or no driver for the one that it is built for.
     with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA driver"):

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.build
+import meshard._engine.lifecycle
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
@@ -30,7 +30,9 @@ class Run:
         self.host = FakeHost(self.device)
         self.recorder = Recorder(self.device)
         monkeypatch.setattr(
-            meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(self.device)
+            meshard._engine.lifecycle,
+            "make_communicator",
+            lambda _: StreamCommunicator(self.device),
         )
         monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.build
+import meshard._engine.lifecycle
 import meshard.optim.overlap
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
@@ -35,7 +35,7 @@ class Run:
         self.device = FakeDevice()
         self.recorder = Recorder(self.device)
         self.comm = StreamCommunicator(self.device)
-        monkeypatch.setattr(meshard._engine.build, "make_communicator", lambda _: self.comm)
+        monkeypatch.setattr(meshard._engine.lifecycle, "make_communicator", lambda _: self.comm)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.model = make_model()
         for block in self.model[1:4]:

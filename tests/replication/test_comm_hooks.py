@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import meshard
-import meshard._engine.build
+import meshard._engine.lifecycle
 from meshard import CommLedger, MixedPrecisionPolicy
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
@@ -565,7 +565,7 @@ def mean_of_four(state, bucket):
 def test_a_hook_on_a_stream_causes_no_race(monkeypatch, mp_policy):
     device = FakeDevice()
     monkeypatch.setattr(
-        meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(device)
+        meshard._engine.lifecycle, "make_communicator", lambda _: StreamCommunicator(device)
     )
     with fake_group(4):
         model = make_model()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.build
+import meshard._engine.lifecycle
 from meshard._comm.cpu import WorkCommunicator
 from tests.support.parity import assert_same, full_grads
 
@@ -75,14 +75,16 @@ class DelayedReductions(WorkCommunicator):
 def build(communicator, mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(BLOCKS)])
-    original = meshard._engine.build.make_communicator
-    meshard._engine.build.make_communicator = lambda device: communicator()
+    original = meshard._engine.lifecycle.make_communicator
+    meshard._engine.lifecycle.make_communicator = lambda device: communicator()
     try:
         for block in model[1:]:
             meshard.fully_shard(block, mesh)
-        return meshard.fully_shard(model, mesh)
+        meshard.fully_shard(model, mesh)
+        meshard.describe(model)  # a first use, which makes the communicator
+        return model
     finally:
-        meshard._engine.build.make_communicator = original
+        meshard._engine.lifecycle.make_communicator = original
 
 
 def step_times(delayed, mesh_shape):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.build
+import meshard._engine.lifecycle
 from meshard import MixedPrecisionPolicy
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
@@ -24,7 +24,7 @@ def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, is_last=True, 
     """Train three windows of three microbatches; return the device with what it found."""
     device = device or FakeDevice()
     monkeypatch.setattr(
-        meshard._engine.build, "make_communicator", lambda _: StreamCommunicator(device)
+        meshard._engine.lifecycle, "make_communicator", lambda _: StreamCommunicator(device)
     )
     world_size = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
     with fake_group(world_size):

@@ -44,10 +44,12 @@ REMEDY = (
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round, over all models.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: how many roots that use it were made. Per group, because ranks may have models that
-# other ranks do not have, such as the stages of a pipeline. Roots are numbered when they are made:
-# the order in which they run is what is checked. Copies take no number, because one rank alone may
-# have made some, such as a moving average; so copies of one root are not told from one another.
+# By group: how many calls of fully_shard and replicate have made a root that uses it. Per group,
+# because ranks may have models that other ranks do not have, such as the stages of a pipeline.
+# Numbers are taken in these calls, which all ranks of a group make in one order, and not at the
+# first use of a root: the order in which roots run is what is checked. Copies take no number,
+# because one rank alone may have made some, such as a moving average; so copies of one root are not
+# told from one another.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

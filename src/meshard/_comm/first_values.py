@@ -30,10 +30,10 @@ class FirstValues(NamedTuple):
     total: torch.Tensor  # the sum of their samples
 
 
-@torch.no_grad()
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor.
 
+    The tensors are detached, so autograd records nothing of this.
     None: there are none, or one of them has no values or is no ordinary tensor.
     """
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import is_debugging, name_copy, name_root
-from meshard._communicators import make_communicator
+from meshard._comm.divergence import is_debugging, name_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -30,13 +29,14 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.owners import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, refuse_backward_optimizer
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
+    Root,
     Unit,
     UnitSettings,
     joined,
+    nest,
     outside_units,
     own_class,
     units_of,
@@ -379,14 +379,16 @@ def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 
 
 def commit(
-    unit: Unit, plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
+    units: list[Unit], plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
-    """Make ``modules`` the modules of ``unit``, and ``unit`` the parent of the units inside.
+    """Make ``modules`` the modules of ``units``, which are around the units inside.
 
-    ``plans`` are those of the unit and of its siblings; see ``adopt_module`` for the rest.
+    There is one unit for each plan; see ``adopt_module`` for the rest.
     """
-    chain = with_siblings(unit)
-    for each, unit_plan in zip(chain, plans, strict=True):
+    for sibling in units[1:]:
+        sibling.mesh_name = _name_of_sibling(sibling)
+    unit = nest(units)
+    for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
             # The unit does not know of other modules that hold the original, and so are tied to it.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
@@ -394,12 +396,25 @@ def commit(
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(chain):  # the outermost unit's hooks are to run first before a forward
+    for each in reversed(units):  # the outermost unit's hooks are to run first before a forward
         register_hooks(each)
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
         gather_on_access(unit)
     adopt_inner_units(unit, modules)
+
+
+def _name_of_sibling(unit: Unit) -> str:
+    """Return what tells a unit from its siblings: its mesh, and whether its gather is custom."""
+    mesh_info = unit.group.spec.mesh_info
+    names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
+    if names is None:
+        axes = "x".join(map(str, sizes))
+    else:
+        axes = ", ".join(map("{}={}".format, names, sizes))
+    how = "on" if mesh_info.shard_axis is not None else "replicated on"
+    is_subclass = isinstance(unit.group.unit_params, SubclassParams)
+    return f" {how} {axes}{' (tensor subclasses)' if is_subclass else ''}"
 
 
 _classes: dict[tuple[type, type], type] = {}  # the made classes, by base and original class
@@ -445,42 +460,40 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
-    """Name the units inside after their modules, and give all of them one lifecycle."""
-    units = with_siblings(unit)
-    innermost = units[-1]
-    before: dict[Lifecycle, None] = {}
-    seen = set(units)
-    for position, root in enumerate(modules):
-        for fqn, module in root.named_modules():
-            for inner in units_of(module):
-                if inner in seen:
-                    continue
-                seen.add(inner)
-                units.append(inner)
-                before[inner.lifecycle] = None
-                inner.fqn = f"{position}.{fqn}" if len(modules) > 1 else fqn
-                inner.step.reset()  # the inner module may have run by itself before
-                if inner.parent is None:
-                    inner.parent = weakref.ref(innermost)
-                    innermost.children.append(weakref.ref(inner))
-    for lifecycle in before:
-        lifecycle.finish_reductions()
-    outer = give_lifecycle(units)
-    for lifecycle in before:
-        if lifecycle.finalization is not None:
-            outer.finalization = ManualFinalization()
-        outer.retained.take_over(lifecycle.retained)
+    """Make ``unit`` the root of the units inside, which get the names of their modules.
 
-
-def give_lifecycle(units: list[Unit], *, copied: Lifecycle | None = None) -> Lifecycle:
-    """Return the lifecycle of these units of one root, in module order, from now on.
-
-    They are copies of units in the lifecycle ``copied``, if there is one.
+    The new root has no lifecycle before its first use. Only if units inside have been used, it
+    takes over what their lifecycles hold.
     """
-    specs = [unit.group.spec for unit in units if unit.params]
-    comm = make_communicator(specs[0].device if specs else torch.device("cpu"))
-    if copied is not None:
-        comm.root_names = name_copy(copied.comm.root_names)
-    else:
-        comm.root_names = name_root(group for spec in specs for group in spec.mesh_info.groups)
-    return Lifecycle(units, comm)
+    own, inside = with_siblings(unit), _units_inside(unit, modules)
+    roots = dict.fromkeys(inner.root for inner in inside)
+    used = [root.lifecycle for root in roots if root.lifecycle is not None]
+    for lifecycle in used:
+        lifecycle.finish_reductions()
+    for inner, fqn in inside.items():
+        inner.fqn = fqn
+        if inner.parent is None:
+            inner.parent = weakref.ref(own[-1])
+            own[-1].children.append(weakref.ref(inner))
+    units = [*own, *inside]
+    specs = [each.group.spec for each in units if each.params]
+    groups = (group for spec in specs for group in spec.mesh_info.groups)
+    Root(units, name_root(groups), Lifecycle)
+    for lifecycle in used:
+        if lifecycle.finalization is not None:
+            unit.lifecycle.finalization = ManualFinalization()
+        unit.lifecycle.retained.take_over(lifecycle.retained)
+    for inner in inside if used else ():
+        inner.step.reset()  # it may have run by itself
+
+
+def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:
+    """Return the units inside the modules of ``unit``, in module order, with their names."""
+    inside: dict[Unit, str] = {}
+    for position, module in enumerate(modules):
+        for fqn, each in module.named_modules(prefix=_prefix(position, modules)):
+            for inner in units_of(each):
+                inside.setdefault(inner, fqn)
+    for own in with_siblings(unit):
+        del inside[own]
+    return inside

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._engine.build import give_lifecycle
+from meshard._comm.divergence import name_copy
 from meshard._engine.hooks import check_may_pickle, gradient_hook_maker
+from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
+    Root,
     Unit,
     UnitSettings,
     UnitStep,
@@ -102,7 +104,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
 
 def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
-    """Connect the copies with their modules and with one another, in a lifecycle of their own."""
+    """Connect the copies with their modules and with one another, under a root of their own."""
     copies = [memo[id(unit)] for unit in units]
     root_fqn = units[0].fqn
     for unit, copied in zip(units, copies, strict=True):
@@ -122,10 +124,10 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                 if id(owner) in memo:
                     own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
-    source = units[0].lifecycle
-    lifecycle = give_lifecycle(copies, copied=source)
-    lifecycle.is_last_backward = source.is_last_backward
-    lifecycle.finalization = source.finalization and ManualFinalization()
+    source, root = units[0].lifecycle, units[0].root
+    Root(copies, name_copy(root.names), Lifecycle)
+    copies[0].lifecycle.is_last_backward = source.is_last_backward
+    copies[0].lifecycle.finalization = source.finalization and ManualFinalization()
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)

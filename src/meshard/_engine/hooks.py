@@ -1,7 +1,7 @@
 """Hooks on modules, on autograd and on ``load_state_dict``.
 
-A hook holds its unit weakly and finds the lifecycle through it, because an outer ``fully_shard``
-replaces the lifecycle.
+A hook holds its unit weakly and finds the lifecycle through it, because there is none before the
+first use, and an outer ``fully_shard`` replaces it.
 
 ``load_state_dict`` copies or assigns tensors into parameters that are DTensors, and torch refuses
 to mix the two. So before a module loads, each unsharded tensor in its state dict is replaced by

@@ -25,12 +25,11 @@ import torch
 from torch import nn
 
 from meshard._comm.communicator import Communicator, StepPhase
-from meshard._comm.divergence import is_debugging
 from meshard._comm.first_values import warn_if_different
-from meshard._engine.failure import Failure
+from meshard._communicators import make_communicator
+from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
-from meshard._engine.owners import refuse_backward_optimizer
-from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_optimizer
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
     BackwardRun,
@@ -38,7 +37,7 @@ from meshard._engine.step_state import (
     ManualFinalization,
     Phase,
 )
-from meshard._engine.unit import Unit, alive, buckets_in
+from meshard._engine.unit import Root, Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -115,12 +114,16 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
 
 
 class Lifecycle:
-    """The steps of one root and all units inside it, which leave their present lifecycle."""
+    """The steps of one root and all units inside it.
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator) -> None:
+    It is made at the first use of one of them, so that ``fully_shard`` of layer after layer makes
+    none.
+    """
+
+    def __init__(self, root: Root) -> None:
         self.forward: ForwardRun | None = None  # while one runs
         self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
-        self.failure = Failure()  # shared with the parameter groups
+        self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
         # Not None: windows end in finalize_backward, and not in the last backward.
         self.finalization: ManualFinalization | None = None
@@ -130,20 +133,18 @@ class Lifecycle:
         self.usual_divide_factor: float | None = None
         # Called before each reduction over replicas: see ``meshard.uneven_batches``.
         self.before_reduction: Callable[[], None] | None = None
-        self._units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
+        self._units = root.units
         self._num_backwards = 0
-        # Whether ranks have compared the values that they brought. fully_shard does under
-        # MESHARD_DEBUG=1.
-        self._has_compared = is_debugging()
         # The forwards whose graph exists on this rank; it may differ between ranks.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
+        devices = (group.spec.device for group in self.groups() if group.params)
+        comm = make_communicator(next(devices, torch.device("cpu")))
+        comm.root_names = root.names
+        # Whether ranks have compared the values that they brought: fully_shard does under
+        # MESHARD_DEBUG=1.
+        self._has_compared = comm.is_checked
         self._queue = ReduceQueue(comm)
-        for number, unit in enumerate(units):
-            unit.number, unit.lifecycle = number, self
-            unit.reduced_in = -1
-            unit.group.unit_params.label = unit.label
-            unit.group.failure = self.failure
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
@@ -678,6 +679,14 @@ class Lifecycle:
             and not unit.step.is_in_backward
             and not unit.step.arrived
         }
+
+    def start_manual_unshard(self, unit: Unit) -> ManualUnshard | None:
+        """Start gathering ``unit`` for the user's ``unshard()``; None: it has no parameters.
+
+        **Collective:** the shard group.
+        """
+        unit.step.is_wanted_unsharded = True
+        return unit.group.start_manual_unshard() if unit.params else None
 
     def awaits_backward(self, unit: Unit) -> bool:
         """Whether a forward of ``unit`` has a graph, on this rank, whose backward may come."""

@@ -1,10 +1,10 @@
-"""The parameters of a unit, gathered and resharded together."""
+"""The parameters of a unit, gathered and resharded together, and the group of a given tensor."""
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
-from meshard._engine.failure import Failure
 from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
-from meshard._engine.owners import register_manually_unsharded, register_owner
+from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
     ShardedParam,
@@ -28,8 +27,8 @@ from meshard._params.sharded_param import (
 )
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
-from meshard._torch.patches import release_pending
-from meshard._torch.private import is_in_transform
+from meshard._torch.patches import hold_pending, release_pending
+from meshard._torch.private import has_backward_optimizer, is_in_transform
 
 _UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
 
@@ -134,7 +133,7 @@ class ParamGroup:
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # between forward and backward of this step
         self.keeps_storage = False  # reshard does not free the memory of unsharded parameters
-        self.failure = Failure()  # the lifecycle puts that of its root here
+        self.failure: Failure  # that of its root, which puts it here
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
         self.pending_step: AwaitedStep | None = None  # until the next gather
@@ -492,3 +491,78 @@ class ParamGroup:
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:
     """Return the parameters of a group that are sharded: all of them, or none in ``replicate``."""
     return [param for param in group.params if isinstance(param, ShardedParam)]
+
+
+# --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
+
+# Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
+# it. Another tensor may get the id later, so what is found is checked.
+_owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+_manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+_latest = object()  # another one after each registration
+
+
+def register_owner(owner: ParamGroup) -> None:
+    """Record ``owner`` as the group of its sharded parameters, which may be new tensors."""
+    global _latest
+    for index, param in enumerate(owner.params):
+        _owners[id(param.sharded)] = owner
+        owner.indices[id(param.sharded)] = index
+    _latest = object()
+
+
+def latest_registration() -> object:
+    """Return what is another object once a group has registered parameters since."""
+    return _latest
+
+
+def owner_of(param: torch.Tensor) -> ParamGroup | None:
+    """Return the group whose sharded parameter this very tensor is."""
+    owner = _owners.get(id(param))
+    return None if owner is None or owner.index_of(param) is None else owner
+
+
+def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
+    """Return the groups that have one of ``params`` as a sharded parameter, each once."""
+    return list(dict.fromkeys(owner for each in params if (owner := owner_of(each)) is not None))
+
+
+def all_owners() -> set[ParamGroup]:
+    """Return all groups that there are."""
+    return set(_owners.values())
+
+
+def has_been_sharded(param: torch.Tensor) -> bool:
+    """Whether a group has, or had, a sharded parameter with the id of ``param``."""
+    return id(param) in _owners
+
+
+def register_manually_unsharded(owner: ParamGroup) -> None:
+    """Note that ``module.parameters()`` yields unsharded parameters of ``owner`` at present."""
+    for param in owner.params:
+        _manually_unsharded[id(param.unsharded)] = owner
+    hold_pending(owner)  # zero_grad sees the unsharded parameters, and .grad is on the shards
+
+
+def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``params`` with the sharded parameter in the place of every unsharded one."""
+    if not _manually_unsharded:
+        return list(params)
+    given = list(params)
+    owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
+    # By what is unsharded now: the id may have been that of another tensor.
+    sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
+    return [sharded.get(id(param), param) for param in given]
+
+
+def refuse_backward_optimizer(
+    name: str, param: torch.Tensor, error: Callable[[str], Exception]
+) -> None:
+    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps ``param``."""
+    if has_backward_optimizer(param):
+        raise error(
+            f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
+            "steps it before its gradient is reduced, or never. Build the model again without "
+            "them, and call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or "
+            "replicate, which steps in backward too."
+        )

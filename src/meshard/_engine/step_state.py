@@ -1,6 +1,6 @@
-"""The state of a step: the forward and the backward that run, and a finalization by hand.
+"""The state of a step: what runs, what is to be finalized by hand, and what was cut off.
 
-Each is one value, which exists while what it describes goes on.
+A forward, a backward and a finalization are each one value, which exists while it goes on.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import enum
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshard._engine.schedule import ForwardCall, ForwardPass
-from meshard._engine.unit import Unit
+from meshard._torch.private import BackwardCall
+
+if TYPE_CHECKING:  # the groups of units refer to the failure of their root
+    from meshard._engine.schedule import ForwardCall, ForwardPass
+    from meshard._engine.unit import Unit
 
 
 class Phase(enum.Enum):
@@ -67,3 +70,33 @@ class ManualFinalization:
     def record_backward(self, run: BackwardRun) -> None:
         self.is_due = True
         self.is_split |= run.keeps_graph
+
+
+class Failure:
+    """Whether something was cut off, in one root: then the next use begins with cleaning up.
+
+    Where no exception handler is sure to run (in autograd, and while cleaning up) a mark is set
+    before the act and cleared after it.
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[object] = []  # not empty: clean up before the next use
+        self.backward_call: BackwardCall | None = None  # that of the backward that runs
+        self.interrupt: BaseException | None = None  # what Python ignored, and is still to raise
+
+    def has_backward_returned(self) -> bool:
+        """Whether the backward that runs has raised, and autograd did not drop its callback yet.
+
+        The thread of a device may do that after the exception has reached the user.
+        """
+        return self.backward_call is not None and self.backward_call.has_returned()
+
+    def has_happened(self) -> bool:
+        return bool(self.marks) or self.has_backward_returned()
+
+    def clear(self) -> None:
+        """Everything is cleaned up. Raises what was interrupted meanwhile."""
+        self.marks.clear()
+        interrupt, self.interrupt = self.interrupt, None
+        if interrupt is not None:
+            raise interrupt

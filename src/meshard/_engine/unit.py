@@ -9,6 +9,7 @@ outputs.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from meshard._comm.communicator import CommSettings
+from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings
-from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import UnitParam
-from meshard._params.subclass_params import SubclassParams
 from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Unit:
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self._open_at = 0  # the position of the child that was found open the last time
-        self.siblings: list[Unit] = []  # further units of the same modules: see link_siblings
+        self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # tells siblings apart
         # Called once per window, after the last reduction of the window, in the same order on all
@@ -122,7 +123,13 @@ class Unit:
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward in which they were called
         self.group: ParamGroup  # without parameters it communicates nothing
-        self.lifecycle: Lifecycle
+        self.root: Root
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """The lifecycle of its root, which the first use of any unit makes."""
+        lifecycle = self.root.lifecycle
+        return lifecycle if lifecycle is not None else self.root.make_lifecycle()
 
     @property
     def gradients(self) -> GradientAccumulator:
@@ -188,6 +195,34 @@ class Unit:
                 each.group.forget_version()
 
 
+class Root:
+    """The units that are stepped together: those of the outermost module and all inside it.
+
+    An outer ``fully_shard`` puts them under a new root.
+    """
+
+    _first_use = threading.RLock()  # a signal handler may come to it again
+
+    def __init__(
+        self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
+    ) -> None:
+        self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
+        self.names = names  # see ``name_root``
+        self.failure = Failure()
+        self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
+        self._make = make
+        for number, unit in enumerate(units):
+            unit.root, unit.number, unit.reduced_in = self, number, -1
+            unit.group.unit_params.label, unit.group.failure = unit.label, self.failure
+
+    def make_lifecycle(self) -> Lifecycle:
+        """Return the lifecycle, made if there is none: of two threads, one will be refused."""
+        with self._first_use:
+            if self.lifecycle is None:
+                self.lifecycle = self._make(self)
+            return self.lifecycle
+
+
 Referent = TypeVar("Referent")
 
 
@@ -226,17 +261,6 @@ def outside_units(
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
             yield from outside_units(joined(prefix, name), child, seen)
-
-
-def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move each buffer that is on the CPU; one of several modules stays one tensor."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_cpu:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(device)
-                module._buffers[name] = moved[buffer]
 
 
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
@@ -278,15 +302,6 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
 
-def link_siblings(units: list[Unit]) -> Unit:
-    """Make units of the same modules, on several meshes or of two kinds, siblings of the first."""
-    for unit in units[1:]:
-        is_subclass = isinstance(unit.group.unit_params, SubclassParams)
-        suffix = " (tensor subclasses)" if is_subclass else ""
-        unit.mesh_name = _name(unit.group.spec.mesh_info) + suffix
-    return nest(units)
-
-
 def nest(units: list[Unit]) -> Unit:
     """Put each unit inside the one before, as siblings of the first, and return the first."""
     outer, *siblings = units
@@ -304,11 +319,3 @@ def nest(units: list[Unit]) -> Unit:
 def with_siblings(unit: Unit) -> list[Unit]:
     """Return a unit and its siblings, outermost first."""
     return [unit, *unit.siblings]
-
-
-def _name(mesh_info: MeshInfo) -> str:
-    how = " on" if mesh_info.shard_axis is not None else " replicated on"
-    names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
-    if names is None:
-        return f"{how} {'x'.join(map(str, sizes))}"
-    return f"{how} {', '.join(map('{}={}'.format, names, sizes))}"

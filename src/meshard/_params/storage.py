@@ -6,14 +6,11 @@ view of it, so an all-gather sends the buffer as it is.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
-from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 
 from meshard._mesh.layout import FlatLayout
 
@@ -40,25 +37,6 @@ class MemoryLocation:
 
 
 META = MemoryLocation(torch.device("meta"))
-_has_warned_of_pinning = False
-
-
-def host_location(policy: TorchOffloadPolicy | None, device: torch.device) -> MemoryLocation | None:
-    """Return the host memory where a policy puts shards; None: they are on ``device``."""
-    global _has_warned_of_pinning
-    if not isinstance(policy, TorchCPUOffloadPolicy):
-        return None
-    if not isinstance(policy.pin_memory, bool):
-        raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
-    host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
-    if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
-        _has_warned_of_pinning = True
-        warnings.warn(
-            f"CPUOffloadPolicy(pin_memory=True): the mesh is on {device.type!r}, so there is no "
-            "device to copy to and host memory is not pinned; pass pin_memory=False.",
-            stacklevel=3,
-        )
-    return host
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

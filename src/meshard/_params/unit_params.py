@@ -54,7 +54,9 @@ class UnitParams(abc.ABC):
     params: Sequence[UnitParam]  # in the order of the module
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors; known once its root is sharded
-    comm: Communicator  # shared by all units of a root; known once that is sharded
+    # Shared by all units of a root, and made at the first use of one of them. The one before it
+    # communicates nothing; optimizers may ask it to hold tensors, or to free memory.
+    comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie, or would lie, in one buffer
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
     is_one_dtype: bool  # whether compute_dtypes are all the same

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.owners import owners_of
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import ParamGroup, owners_of
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of, plain_of, scalar_reads

@@ -24,25 +24,26 @@ from torch.optim.optimizer import (
 )
 
 from meshard._comm.communicator import StepPhase
-from meshard._engine.owners import (
+from meshard._engine.param_group import (
+    ParamGroup,
     all_owners,
     has_been_sharded,
-    on_registered,
+    latest_registration,
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.param_group import ParamGroup
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
-from meshard._torch.patches import params_in
+from meshard._torch.patches import params_in, patch_zero_grad
 from meshard._torch.private import (
     accumulation_hooks_of,
     before_compiling,
     skip_dynamo,
 )
 
-# Of each optimizer: the ids of its parameters, by group, and the units that it steps.
+# Of each optimizer: the ids of its parameters, by group, and the units that it steps; with the
+# registration after which they were looked up.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 # Those of overlap_optimizer, as they were made, until they are detached: whether they step in
@@ -70,13 +71,10 @@ def _register_hooks() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _on_registered() -> None:
-    """Watch all optimizers from now on, and look up anew which units each of them steps."""
+def watch_optimizers() -> None:
+    """Check all optimizers before they step, from now on, and all ``zero_grad``."""
     _register_hooks()
-    _stepped_by.clear()
-
-
-on_registered.append(_on_registered)
+    patch_zero_grad(clear_pending)
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
@@ -155,7 +153,8 @@ _NEVER_TRAINED = {
 
 def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     """Return the groups that have parameters of ``optimizer``, looked up again if these change."""
-    shape = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+    ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
+    shape = latest_registration(), ids
     known = _stepped_by.get(optimizer)
     if known is not None and known[0] == shape:
         return [owner for ref in known[1] if (owner := ref()) is not None]

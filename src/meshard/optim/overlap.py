@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from meshard._comm.communicator import CommStream, Pending, profiled
 from meshard._comm.host_copies import HostCopies
-from meshard._engine.owners import owner_of
-from meshard._engine.param_group import ParamGroup, ParamState
+from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in

@@ -1,0 +1,259 @@
+"""Roots: what makes them, what may come before their first use, and roots put under another one."""
+
+import copy
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard._engine import lifecycle as lifecycle_file
+from meshard._engine.unit import units_in
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.sharding import shard_blocks
+
+BATCH = torch.arange(12.0).view(2, 6) / 12
+
+
+class Whole(nn.Module):
+    """A stack with a head, for a unit around the stack."""
+
+    def __init__(self, stack):
+        super().__init__()
+        self.stack = stack
+        self.head = seeded(nn.Linear(6, 3), 1)
+
+    def forward(self, x):
+        return self.head(self.stack(x))
+
+
+def train(model):
+    model(BATCH).square().sum().backward()
+
+
+def roots_in(model):
+    return {unit.root for unit in units_in(model)}
+
+
+# --- before the first use ------------------------------------------------------------------------
+
+
+@on_fake_ranks(2)
+def test_nested_calls_make_one_root_and_the_first_use_its_lifecycle():
+    model = shard_blocks(seeded(MlpStack()))
+    (root,) = roots_in(model)
+    assert root.lifecycle is None
+    model.blocks[1](BATCH)  # a part, before the whole
+    assert {unit.lifecycle for unit in units_in(model)} == {root.lifecycle}
+    train(model)
+    assert roots_in(model) == {root}
+
+
+@on_fake_ranks(2)
+def test_two_threads_that_come_first_get_one_lifecycle(monkeypatch):
+    made = []
+
+    def make_slowly(device):
+        made.append(make(device))
+        time.sleep(0.1)
+        return made[-1]
+
+    make = lifecycle_file.make_communicator
+    monkeypatch.setattr(lifecycle_file, "make_communicator", make_slowly)
+    model = shard_blocks(seeded(MlpStack()))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda unit: unit.lifecycle, units_in(model)))
+    assert len(set(found)) == len(made) == 1
+
+
+@on_ranks(2)
+def test_what_one_rank_makes_alone_before_the_first_use_takes_no_name():
+    """Names differ if it did, which the check of collectives would report."""
+    os.environ["MESHARD_DEBUG"] = "1"
+    try:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
+        first = shard_blocks(seeded(MlpStack()), mesh["all"])
+        kept = []
+        if dist.get_rank() == 0:
+            kept = [copy.deepcopy(first), shard_blocks(seeded(MlpStack()), mesh["alone"])]
+            train(kept[1])
+        second = shard_blocks(seeded(MlpStack()), mesh["all"])
+        for model in (second, first):
+            train(model)
+        grads = full_grads(first)
+        assert_same(grads, full_grads(second), bitwise=True)
+        for model in kept[1:]:
+            assert_same(full_grads(model), grads)
+    finally:
+        del os.environ["MESHARD_DEBUG"]
+
+
+def step_an_optimizer(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def clip_and_step_flat(model):
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    meshard.clip_grad_norm_(model, 1.0)
+    meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1).step()
+    model.zero_grad()
+
+
+def unshard_and_reshard(model):
+    model.blocks[0].unshard()
+    assert model.blocks[0].up.weight.shape == (10, 6)
+    model.blocks[0].reshard()
+
+
+def offload_and_onload(model):
+    meshard.offload(model)
+    meshard.onload(model)
+
+
+def use_other_collectives(model):
+    model.set_custom_all_reduce(None)
+    model.set_separate_reduce_scatter_group()
+    meshard.share_comm_ctx([model, shard_blocks(seeded(MlpStack()))])
+
+
+def record(model):
+    with meshard.CommLedger(model.blocks[0]):
+        assert "blocks.0" in meshard.describe(model)
+
+
+CALLS = [
+    step_an_optimizer,
+    clip_and_step_flat,
+    unshard_and_reshard,
+    offload_and_onload,
+    use_other_collectives,
+    record,
+    copy.deepcopy,
+    meshard.pending_gradients,
+    meshard.finalize_gradients,
+    nn.Module.state_dict,
+    meshard.FSDPModule.reset_iter_state,
+]
+
+
+@on_threads(2)
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("is_around", [False, True])
+def test_a_call_before_the_first_forward(call, is_around):
+    """Also one after which a unit comes around the root."""
+    model, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
+    call(model)
+    if is_around:
+        model, plain = meshard.fully_shard(Whole(model)), Whole(plain)
+    for each in (model, plain):
+        train(each)
+    assert_same(full_grads(model), full_grads(plain))
+
+
+# --- a unit around a root that was used ----------------------------------------------------------
+
+
+def collectives_of_a_step(model, is_manual):
+    model.set_manual_backward_finalization(is_manual)
+    with meshard.CommLedger(model) as ledger:
+        train(model)
+        if is_manual:
+            model.finalize_backward()
+    return [(event.op, event.unit) for event in ledger.events]
+
+
+def evaluate(stack):
+    with torch.no_grad():
+        stack(BATCH)
+
+
+def call_a_part(stack):
+    train(stack.blocks[0])
+
+
+def leave_reductions_in_flight(stack):
+    if isinstance(stack, meshard.FSDPModule):
+        stack.set_is_last_backward(False)
+    train(stack)
+
+
+def leave_gradients_pending(stack):
+    if isinstance(stack, meshard.FSDPModule):
+        stack.set_gradient_sync(meshard.GradientSync.NONE)
+    train(stack)
+    if isinstance(stack, meshard.FSDPModule):
+        stack.set_gradient_sync(meshard.GradientSync.FULL)
+
+
+def leave_a_part_unsharded(stack):
+    evaluate(stack)
+    if isinstance(stack, meshard.FSDPModule):
+        stack.blocks[1].unshard()
+
+
+def keep_a_graph(stack):
+    stack.graph = stack(BATCH).sum()
+
+
+def raise_in_backward(stack):
+    if isinstance(stack, meshard.FSDPModule):
+        output = stack.blocks[0](BATCH)
+        output.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stack.blocks[1](output).sum().backward()
+
+
+USES = [
+    evaluate,
+    train,
+    call_a_part,
+    leave_reductions_in_flight,
+    leave_gradients_pending,
+    leave_a_part_unsharded,
+    keep_a_graph,
+    raise_in_backward,
+]
+
+
+@on_threads(2)
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_unit_around_a_root_that_was_used(use, is_manual):
+    stack, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
+    stack.set_manual_backward_finalization(is_manual)
+    for each in (stack, plain):
+        use(each)
+    model, plain = meshard.fully_shard(Whole(stack)), Whole(plain)
+    assert len(roots_in(model)) == 1
+    assert [unit.label for unit in units_in(model)][:3] == ["(root)", "stack", "stack.blocks.0"]
+    train(plain)
+    collectives = collectives_of_a_step(model, is_manual)
+    assert_same(full_grads(model), full_grads(plain))
+    unused = meshard.fully_shard(Whole(shard_blocks(seeded(MlpStack()))))
+    expected = collectives_of_a_step(unused, is_manual)
+    if use is leave_a_part_unsharded:
+        expected.remove(("all_gather", "stack.blocks.1"))
+    assert collectives == expected
+
+
+@on_threads(2)
+def test_a_graph_from_before_keeps_no_pending_gradient_back():
+    """Its backward may still come as far as the old root knows, and the new root does not."""
+    model, plain = (Whole(seeded(MlpStack())) for _ in range(2))
+    shard_blocks(model.stack)
+    meshard.fully_shard(model.head)
+    for each in (model, plain):
+        leave_gradients_pending(each.stack)
+        keep_a_graph(each.stack)
+    meshard.fully_shard(model)
+    for each in (model, plain):
+        train(each.head)
+    assert_same(full_grads(model), full_grads(plain))
