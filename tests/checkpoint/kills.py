@@ -71,6 +71,7 @@ def save(
     checkpointer = Checkpointer(folder / "run", keep=keep)
     acts = Acts(checkpointer, last)
     checkpointer.save(step, *built(value, is_sharded=True))
+    checkpointer.wait()  # for the removal of old ones
     (folder / f"acts-{rank}.json").write_text(json.dumps(acts.seen))
     dist.destroy_process_group()
 

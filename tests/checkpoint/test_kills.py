@@ -28,6 +28,7 @@ def test_files_are_synced_before_the_manifest_appears_and_that_before_anything_g
     checkpointer.save(1, nn.Linear(1, 1))
     acts = Acts(checkpointer, None).seen
     checkpointer.save(2, nn.Linear(1, 1))
+    checkpointer.wait()
     commit = acts.index("rename manifest.json.unfinished manifest.json")
     for file in ("__0_0.distcp", ".metadata", "manifest.json.unfinished"):
         last = max(n for n, act in enumerate(acts) if act == f"write {file}")

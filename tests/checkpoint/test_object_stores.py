@@ -100,6 +100,7 @@ def test_a_request_that_fails_at_any_moment_leaves_the_checkpoint_before(tmp_pat
     checkpointer.save(0, model)
     LocalStore.requests = 0
     checkpointer.save(1, model)
+    checkpointer.wait()
     counts = [None, None]
     dist.all_gather_object(counts, LocalStore.requests)
     step = 1
@@ -110,6 +111,7 @@ def test_a_request_that_fails_at_any_moment_leaves_the_checkpoint_before(tmp_pat
             with contextlib.suppress(CheckpointError), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "old checkpoints in .* could not be removed")
                 checkpointer.save(step + 1, model)
+                checkpointer.wait()
             LocalStore.fails_at = None
             dist.barrier()
             latest = checkpointer.latest_step()

@@ -34,7 +34,8 @@ OPTIMIZERS = {
 def run_of(layout, optimizer, seed):
     model = net(layout, seed)
     made = OPTIMIZERS[optimizer](model)
-    return model, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 10)
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**seed)
+    return model, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 10), scaler
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -42,15 +43,16 @@ def run_of(layout, optimizer, seed):
 @on_ranks(4)
 def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, layout, optimizer):
     torch.manual_seed(dist.get_rank())
-    model, made, scheduler = run_of(layout, optimizer, 0)
+    model, made, scheduler, scaler = run_of(layout, optimizer, 4)
     checkpointer = Checkpointer(tmp_path)
     train(model, made, 3, scheduler)
-    checkpointer.save(3, model, made, scheduler=scheduler)
+    checkpointer.save(3, model, made, scheduler=scheduler, scaler=scaler)
     losses = train(model, made, 3, scheduler)
 
     torch.manual_seed(99)
-    again, made_again, scheduler_again = run_of(layout, optimizer, 1)
-    loaded = checkpointer.load(again, made_again, scheduler=scheduler_again)
+    again, made_again, scheduler_again, scaler_again = run_of(layout, optimizer, 1)
+    loaded = checkpointer.load(again, made_again, scheduler=scheduler_again, scaler=scaler_again)
+    assert scaler_again.get_scale() == 16.0
     assert (loaded.step, loaded.random) == (3, "restored")
     assert torch.equal(train(again, made_again, 3, scheduler_again), losses)
     assert_same_values(values_of(again, made_again), values_of(model, made))

@@ -101,6 +101,7 @@ class Checkpointer:
         self._saver: Saver | None = None  # made by the first save or load, which is collective
         self._staging, self._boxes = Staging(), Boxes()
         self._running: SaveHandle | None = None
+        self._removal: threading.Thread | None = None  # of old checkpoints
 
     # --- save ------------------------------------------------------------------------------
 
@@ -149,21 +150,39 @@ class Checkpointer:
         return self._running
 
     def _tidy(self) -> None:
-        """Remove old checkpoints, once the new one is committed."""
+        """Begin to remove old checkpoints, once the new one is committed. The first rank does."""
         try:
-            self.prune()
+            doomed = self._withdraw()
         except OSError as error:
-            warnings.warn(
-                f"old checkpoints in {self._storage.root} could not be removed: {error}; the next "
-                "save tries again.",
-                stacklevel=4,
-            )
+            self._warn_of(error)
+            return
+        if doomed:
+            # It takes the file system long to free what is large, and nobody needs to wait for it.
+            self._removal = threading.Thread(target=self._remove, args=(doomed,))
+            self._removal.start()
+
+    def _remove(self, folders: list[StepFolder]) -> None:
+        try:
+            for folder in folders:
+                self._storage.remove_folder(folder.name)
+        except OSError as error:
+            self._warn_of(error)
+
+    def _warn_of(self, error: OSError) -> None:
+        warnings.warn(
+            f"old checkpoints in {self._storage.root} could not be removed: {error}; the next save "
+            "tries again.",
+            stacklevel=2,
+        )
 
     def wait(self) -> None:
-        """Wait for a save in the background, if there is one, and raise what went wrong in it."""
+        """Wait for what runs in the background: a save, of which this raises what went wrong."""
         running, self._running = self._running, None
         if running is not None:
             running.wait()
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            removal.join()
 
     def _collective(self) -> Saver:
         if self._saver is None:
@@ -190,14 +209,26 @@ class Checkpointer:
 
         Every save does so by itself. Call it on one rank, while none saves.
         """
+        superfluous = self._superfluous(manifest.committed(self._storage))
+        for folder in self._withdraw():
+            self._storage.remove_folder(folder.name)
+        return sorted(superfluous)
+
+    def _withdraw(self) -> list[StepFolder]:
+        """Make checkpoints that are not to be kept none, and return their folders.
+
+        Their manifests go. So what is left of a removal that is killed does not count.
+        """
         newest = manifest.committed(self._storage)
         superfluous = self._superfluous(newest)
-        for folder in manifest.step_folders(self._storage):
-            if folder != newest.get(folder.step) or folder.step in superfluous:
-                # The manifest goes first: what is left of a removal that is killed does not count.
-                self._storage.remove_file(folder.manifest)
-                self._storage.remove_folder(folder.name)
-        return sorted(superfluous)
+        folders = [
+            each
+            for each in manifest.step_folders(self._storage)
+            if each != newest.get(each.step) or each.step in superfluous
+        ]
+        for folder in folders:
+            self._storage.remove_file(folder.manifest)
+        return folders
 
     def _superfluous(self, newest: dict[int, StepFolder]) -> set[int]:
         if self._keep is None:

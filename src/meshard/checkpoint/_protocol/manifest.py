@@ -40,11 +40,11 @@ class Blob(NamedTuple):
     data_begin: int = 0
     data_size: int = 0
 
-    def checksum_of(self, data: bytes) -> int:
+    def checksum_of(self, data: memoryview) -> int:
         """Return the checksum of the bytes of such a blob."""
-        view, end = memoryview(data), self.data_begin + self.data_size
-        crc = zlib.crc32(view[self.data_begin : end])
-        return zlib.crc32(view[end:], zlib.crc32(view[: self.data_begin], crc))
+        end = self.data_begin + self.data_size
+        crc = zlib.crc32(data[self.data_begin : end])
+        return zlib.crc32(data[end:], zlib.crc32(data[: self.data_begin], crc))
 
 
 class Chunk(NamedTuple):

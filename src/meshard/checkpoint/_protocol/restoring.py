@@ -6,7 +6,6 @@ part takes the rest of its state.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Reader, agree, check, compare, fill, reads_of
-from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest
+from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest, TensorEntry
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
@@ -181,11 +180,12 @@ class Restoring:
         own = {
             names[id(param)]: param for group in optimizer.param_groups for param in group["params"]
         }
-        state = {
-            fqn: self._decoded(each, functools.partial(_return, own[fqn]))
-            for fqn, each in encoded["state"].items()
-            if fqn in own
-        }
+        # What the optimizer has is filled in place, where it fits: no second state is made.
+        present = parts.encode_part(name, parts.optimizer_tree(optimizer, names)).tensors
+        state = {}
+        for fqn, each in encoded["state"].items():
+            if fqn in own:
+                state[fqn] = self._decoded(each, _Placement(present, own[fqn]).of)
         others = {key: each for key, each in encoded.items() if key != "state"}
         tree = {**self._decoded(others, lambda _: None), "state": state}
         saved = {fqn for group in tree["param_groups"] for fqn in group["params"]}
@@ -225,8 +225,10 @@ class Restoring:
         """Decode a tree; its tensors are to be filled, and placed like what ``like`` returns."""
 
         def make(name: str) -> torch.Tensor:
-            entry = self._manifest.tensors[name]
-            made = placed_like(like(name), entry.shape, dtype_of(entry.dtype))
+            entry, present = self._manifest.tensors[name], like(name)
+            made = present
+            if made is None or isinstance(made, nn.Parameter) or not _fits(made, entry):
+                made = placed_like(present, entry.shape, dtype_of(entry.dtype))
             self._targets[name] = made
             return made
 
@@ -246,5 +248,15 @@ class Restoring:
         return "restored"
 
 
-def _return(tensor: torch.Tensor, _: str) -> torch.Tensor:
-    return tensor
+def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:
+    return tensor.shape == entry.shape and tensor.dtype == dtype_of(entry.dtype)
+
+
+class _Placement(NamedTuple):
+    """What tensors of an optimizer are placed like: themselves if there are any, or a parameter."""
+
+    present: dict[str, torch.Tensor]
+    param: torch.Tensor
+
+    def of(self, name: str) -> torch.Tensor:
+        return self.present.get(name, self.param)
