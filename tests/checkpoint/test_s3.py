@@ -1,11 +1,10 @@
 """Checkpoints in S3, of a server on this machine."""
 
+import importlib
 import os
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from meshard.checkpoint import Checkpointer
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
@@ -16,7 +15,9 @@ pytestmark = [pytest.mark.extras, pytest.mark.full]
 @pytest.fixture
 def bucket(monkeypatch):
     """The URL of a bucket; the server forgets it afterwards."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = importlib.import_module("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
@@ -27,6 +28,7 @@ def bucket(monkeypatch):
         "AWS_ENDPOINT_URL": url,
     }.items():
         monkeypatch.setenv(name, value)
+    boto3 = importlib.import_module("boto3")
     boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]).create_bucket(Bucket="bucket")
     yield "s3://bucket/run"
     server.stop()
