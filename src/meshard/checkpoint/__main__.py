@@ -155,7 +155,11 @@ def _progress(title: str, num_bytes: int) -> AbstractContextManager[Callable[[in
 
 def _verify(parsed: Any) -> int:
     checkpointer = Checkpointer(parsed.folder)
-    steps = checkpointer.steps() if parsed.all else [parsed.step or checkpointer.latest_step()]
+    steps = (
+        checkpointer.steps()
+        if parsed.all
+        else [checkpointer.latest_step() if parsed.step is None else parsed.step]
+    )
     code = 0
     for step in steps:
         try:

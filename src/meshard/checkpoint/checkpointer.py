@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class SaveHandle:
             run()
         except BaseException as error:
             self._error = error
+            # The process may end without a call that raises it.
+            print(f"meshard: a checkpoint was not saved: {error}", file=sys.stderr, flush=True)
 
     def done(self) -> bool:
         """Whether the save is over, well or not."""
@@ -47,12 +50,12 @@ class SaveHandle:
         """Wait until the save is committed.
 
         Raises:
-            CheckpointError: It failed, on any rank. It is raised once.
+            CheckpointError: It failed, on any rank. The next call of ``Checkpointer`` raises it
+                too.
         """
         self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
 
 class Checkpointer:
@@ -128,7 +131,7 @@ class Checkpointer:
         self.wait()
         saver = self._collective()
         job = self._job(step, model, optimizer, extra)
-        saver.save(job, self._tidy)
+        saver.save(job, lambda: self._tidy(step))
 
     def async_save(
         self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
@@ -144,16 +147,27 @@ class Checkpointer:
         self.wait()
         saver = self._collective()
         job = self._job(step, model, optimizer, extra)
-        job.sources = self._staging.copy(job.sources)
+        try:
+            job.sources = self._staging.copy(job.sources)
+        except RuntimeError as error:  # no host memory
+            job.problem = f"rank {saver.ranks.rank}: {error}"
 
-        self._running = SaveHandle(lambda: saver.save(job, self._tidy))
+        self._running = SaveHandle(lambda: saver.save(job, lambda: self._tidy(step)))
         return self._running
 
-    def _tidy(self) -> None:
+    def _tidy(self, step: int) -> None:
         """Begin to remove old checkpoints, once the new one is committed. The first rank does."""
         try:
-            doomed = self._withdraw()
-        except OSError as error:
+            newest = self.latest_step()
+            if newest is not None and newest > step:
+                warnings.warn(
+                    f"step {step} was saved beside step {newest}, which load() takes for the "
+                    f"newest one; if that is of an abandoned run, remove its folder in "
+                    f"{self._storage.root}.",
+                    stacklevel=2,
+                )
+            doomed = self._withdraw(step)
+        except Exception as error:  # the checkpoint is committed all the same
             self._warn_of(error)
             return
         if doomed:
@@ -165,10 +179,10 @@ class Checkpointer:
         try:
             for folder in folders:
                 self._storage.remove_folder(folder.name)
-        except OSError as error:
+        except Exception as error:
             self._warn_of(error)
 
-    def _warn_of(self, error: OSError) -> None:
+    def _warn_of(self, error: Exception) -> None:
         warnings.warn(
             f"old checkpoints in {self._storage.root} could not be removed: {error}; the next save "
             "tries again.",
@@ -185,7 +199,8 @@ class Checkpointer:
             removal.join()
 
     def _collective(self) -> Saver:
-        if self._saver is None:
+        is_alone = not dist.is_initialized()  # a group may have been made since the last call
+        if self._saver is None or self._saver.ranks.is_without_group is not is_alone:
             self._saver = Saver(self._storage, Ranks.of(self._process_group))
         return self._saver
 
@@ -198,7 +213,7 @@ class Checkpointer:
             raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
         try:
             return job_of(step, model, optimizer, extra, self._boxes)
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # the other ranks must know, whatever it is
             job = Job(step)
             rank = dist.get_rank() if dist.is_initialized() else 0
             job.problem = f"rank {rank}: {error}"
@@ -210,22 +225,19 @@ class Checkpointer:
         Every save does so by itself. Call it on one rank, while none saves.
         """
         superfluous = self._superfluous(manifest.committed(self._storage))
-        for folder in self._withdraw():
+        for folder in self._withdraw(None):
             self._storage.remove_folder(folder.name)
         return sorted(superfluous)
 
-    def _withdraw(self) -> list[StepFolder]:
+    def _withdraw(self, just_saved: int | None) -> list[StepFolder]:
         """Make checkpoints that are not to be kept none, and return their folders.
 
         Their manifests go. So what is left of a removal that is killed does not count.
         """
-        newest = manifest.committed(self._storage)
-        superfluous = self._superfluous(newest)
-        folders = [
-            each
-            for each in manifest.step_folders(self._storage)
-            if each != newest.get(each.step) or each.step in superfluous
-        ]
+        found = manifest.finished(self._storage)
+        newest = {each.step: each for each in found}
+        superfluous = self._superfluous(newest) - {just_saved}
+        folders = [each for each in found if each != newest[each.step] or each.step in superfluous]
         for folder in folders:
             self._storage.remove_file(folder.manifest)
         return folders
@@ -355,7 +367,7 @@ class Checkpointer:
         if ranks.is_first:
             try:
                 said["folder"] = self._folder_of(step)
-            except CheckpointError as error:
+            except Exception as error:
                 if step is None and self._storage.exists(dcp_format.METADATA):
                     said["folder"] = ""
                 else:
@@ -372,7 +384,7 @@ class Checkpointer:
                 step_folder = StepFolder(*said["folder"])
                 folder = step_folder.name
                 found = manifest.read_manifest(self._storage, step_folder)
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
             problems.append(f"rank {ranks.rank}: {error}")
         agree(ranks, problems, f"the checkpoint {folder} in {self._storage.root} cannot be read:")
         assert found is not None

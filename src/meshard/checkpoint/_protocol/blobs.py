@@ -97,9 +97,14 @@ def data_offset_in_head(head: bytes) -> int | None:
     return None
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with these elements one after the other in host memory."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
 def copied_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the elements of a tensor."""
-    host = tensor.detach().to("cpu").contiguous()
+    host = on_host(tensor)
     return bytes(bytes_of(host))
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from meshard._torch.private import constant_of, dcp_storage_info, dtype_of
 from meshard.checkpoint._protocol.blobs import data_offset, data_offset_in_head
 from meshard.checkpoint._protocol.manifest import (
+    OF_TORCH,
     Blob,
     CheckpointError,
     Chunk,
@@ -230,7 +231,7 @@ def _as_manifest(tensors: dict[str, TensorEntry], nested: dict[Any, Any]) -> Man
             del parts[name]
     step = parts.pop("step", {}).get("tree")
     step = step if type(step) is int else None
-    return Manifest(step, tensors, parts, [], about={"format": "torch.distributed.checkpoint"})
+    return Manifest(step, tensors, parts, [], about={"format": OF_TORCH})
 
 
 def _dtype_of(properties: Any) -> torch.dtype:

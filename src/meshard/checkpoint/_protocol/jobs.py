@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from meshard._torch.dtensor import is_plain
 from meshard._torch.private import dtype_of, torch_version
 from meshard.checkpoint._protocol import dcp_format, parts
+from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
@@ -63,6 +65,7 @@ class Job:
     merged: dict[str, Any] = field(default_factory=dict)  # optimizers, of which ranks have parts
     plain: dict[str, Any] = field(default_factory=dict)  # what may be the same on all ranks
     embedded: dict[str, Any] = field(default_factory=dict)  # the same with tensors in it
+    large: set[str] = field(default_factory=set)  # of these, what has too many tensors for that
     of_rank: dict[str, Any] = field(default_factory=dict)  # what each rank has for itself
     objects: dict[str, bytes] = field(default_factory=dict)  # for torch's ``dcp.load``, as are ...
     paths: dict[str, Any] = field(default_factory=dict)  # ... the keys that lead to each name
@@ -81,14 +84,16 @@ def job_of(
     """
     made = _Collecting(Job(step, about=_about(model)))
     names = made.add_module(MODEL, model)
+    for name, value in extra.items():
+        if isinstance(value, nn.Module):  # an optimizer beside may be that of this one
+            inner = made.add_module(name, value)
+            names = {**{key: join(name, fqn) for key, fqn in inner.items()}, **names}
     optimizers = {} if optimizer is None else {OPTIMIZER: optimizer}
     optimizers |= {name: each for name, each in extra.items() if isinstance(each, Optimizer)}
     for name, each in optimizers.items():
         made.add_optimizer(name, each, names)
     for name, value in extra.items():
-        if isinstance(value, nn.Module):
-            made.add_module(name, value)
-        elif name not in optimizers:
+        if name not in optimizers and not isinstance(value, nn.Module):
             made.add_value(name, value)
     return made.finished(boxes)
 
@@ -125,7 +130,13 @@ class _Collecting:
             tree = value.state_dict()
         encoded = encode_part(name, tree)
         self._job.plain[name] = {"kind": kind, "tree": encoded.tree}
-        self._job.embedded[name] = {"kind": kind, "tree": _with_own(name, tree, encoded.tensors)}
+        own = [each for each in encoded.tensors.values() if not isinstance(each, DTensor)]
+        if sum(each.nbytes for each in own) > _EMBEDDED_BYTES:
+            self._job.large.add(name)
+            crcs = [zlib.crc32(copied_bytes(each)) for each in own]
+            self._job.embedded[name] = {"kind": kind, "tree": encoded.tree, "crcs": crcs}
+        else:
+            self._job.embedded[name] = {"kind": kind, "tree": _with_own(name, tree)}
         self._tensors |= encoded.tensors
         self._nested[name] = tree
 
@@ -138,11 +149,8 @@ class _Collecting:
         return job
 
 
-def _with_own(name: str, tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _with_own(name: str, tree: Any) -> Any:
     """Encode a part with those tensors in it that are no DTensors, which ranks may not share."""
-    own = [each for each in tensors.values() if not isinstance(each, DTensor)]
-    if sum(each.nbytes for each in own) > _EMBEDDED_BYTES:
-        return encode_part(name, tree).tree  # too much for text: taken to be the same on all ranks
     return encode(
         tree,
         lambda path, each: reference(join(*path)) if isinstance(each, DTensor) else embedded(each),
@@ -224,7 +232,7 @@ def items_of(
         shape = tuple(tensor.shape)
         local, placements = _local_of(name, tensor)
         dtype = str(local.dtype).removeprefix("torch.")
-        for first, part in _cut(local):
+        for first, part in _cut(local, is_empty=not tensor.numel()):
             at = (offsets[0] + first, *offsets[1:]) if offsets else ()
             items.append(Item(name, shape, dtype, placements, at, tuple(part.shape)))
             sources.append(part)
@@ -247,11 +255,14 @@ def _local_of(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str,
     return tensor, placements
 
 
-def _cut(local: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+def _cut(local: torch.Tensor, *, is_empty: bool) -> Iterable[tuple[int, torch.Tensor]]:
     """Iterate over parts of about ``CHUNK_BYTES``, with the first row of each."""
     if local.dim() == 0:
         yield 0, local
-    elif local.numel():
+    elif not local.numel():
+        if is_empty:  # no rank has elements of it
+            yield 0, local
+    else:
         rows = max(1, CHUNK_BYTES // (local.nbytes // local.size(0)))
         for first in range(0, local.size(0), rows):
             yield first, local.narrow(0, first, min(rows, local.size(0) - first))

@@ -194,6 +194,7 @@ def fill(reader: Reader, reads: Iterable[Read]) -> None:
             target.is_cpu
             and target.dtype == dtype
             and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
             and rows == read.sizes
         )
         if is_direct:

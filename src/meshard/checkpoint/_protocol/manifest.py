@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what is in it, where each byte of that is, and its checksum.
 
 A folder with a manifest is a checkpoint; a folder without one is not. The manifest is JSON text in
-one form only (sorted keys, no spaces), with a checksum over the rest of it, so that no changed byte
+one form only (no spaces), with a checksum over the rest of it, so that no changed byte
 goes unnoticed.
 """
 
@@ -18,8 +18,10 @@ from meshard.checkpoint._protocol.storage import Storage
 
 NAME = "manifest.json"
 FORMAT = "meshard.checkpoint"
+OF_TORCH = "torch.distributed.checkpoint"
 VERSION = 1  # of the format; a reader refuses a higher one
-_FOLDER = re.compile(r"step-(\d+)(?:\.(\d+))?")
+MARKER = ".meshard"  # an empty file by which we know our folders: what else is there stays
+_FOLDER = re.compile(r"step-(0|[1-9]\d*)(?:\.([1-9]\d*))?")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -102,6 +104,11 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(blob.size for blob in self.blobs())
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether ``torch.distributed.checkpoint.save`` has written it: there are no checksums."""
+        return self.about.get("format") == OF_TORCH
+
 
 # --- as text -------------------------------------------------------------------------------
 
@@ -144,7 +151,7 @@ def to_text(manifest: Manifest) -> bytes:
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _checksum(text: bytes) -> str:
@@ -241,7 +248,25 @@ def step_folders(storage: Storage) -> list[StepFolder]:
 
 def committed(storage: Storage) -> dict[int, StepFolder]:
     """Return the newest finished folder of each step, in the order of steps."""
-    return {each.step: each for each in step_folders(storage) if storage.exists(each.manifest)}
+    return {each.step: each for each in finished(storage)}
+
+
+def finished(storage: Storage) -> list[StepFolder]:
+    """Return all folders that are checkpoints, by step and attempt."""
+    return [each for each in step_folders(storage) if storage.exists(each.manifest)]
+
+
+def remove(storage: Storage, folder: StepFolder) -> None:
+    """Remove a folder, the manifest first: what is left of a removal that is killed is no step."""
+    storage.remove_file(folder.manifest)
+    storage.remove_folder(folder.name)
+
+
+def is_leftover(storage: Storage, folder: StepFolder) -> bool:
+    """Whether a save or a removal that was killed has left a folder."""
+    if storage.exists(folder.manifest):
+        return False
+    return storage.exists(f"{folder.name}/{MARKER}") or not storage.files(folder.name)
 
 
 def read_manifest(storage: Storage, folder: StepFolder) -> Manifest:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshard.checkpoint._protocol.blobs import copied_bytes
@@ -22,8 +23,8 @@ from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, encode, reference
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
-RESERVED = (MODEL, OPTIMIZER, RANDOM)
-# What wrappers put into names: torch.compile, activation checkpointing, DDP.
+RESERVED = (MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify")
+# What wrappers put into names: torch.compile, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -69,7 +70,8 @@ class ModelState(NamedTuple):
 
     tensors: dict[str, torch.Tensor]  # by name; tied ones once
     ties: dict[str, str]  # the other names of tied ones
-    others: dict[str, Any]  # extra state that is no tensor
+    others: dict[str, Any]  # extra state, and what else is no tensor of the module
+    raw: dict[str, str]  # the name of each of these in the module's own state dict
     names: dict[int, str]  # by the id of a parameter
 
 
@@ -79,12 +81,16 @@ def model_state(module: nn.Module) -> ModelState:
     Raises:
         RuntimeError: It holds gradients that are not fully reduced, which would be lost.
     """
-    found = ModelState({}, {}, {}, {})
+    found = ModelState({}, {}, {}, {}, {})
     by_id: dict[int, str] = {}
-    for raw, value in module.state_dict(keep_vars=True).items():
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    state = module.state_dict(keep_vars=True)
+    own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    for raw, value in state.items():
         name = fqn_without_wrappers(raw)
-        if not isinstance(value, torch.Tensor):
-            found.others[name] = value
+        if id(value) not in own:
+            found.others[name], found.raw[name] = value, raw
         elif id(value) in by_id:
             found.ties[name] = by_id[id(value)]
         else:
@@ -124,6 +130,9 @@ def names_of(group: dict[str, Any], names: dict[int, str], optimizer: Optimizer)
     return [names[id(param)] for param in group["params"]]
 
 
+_NAMES = ("params", "param_names")  # of a param group: which parameters it has
+
+
 def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) -> dict[str, Any]:
     """Return a tree of ``optimizer_tree``, perhaps of other groups, for ``load_state_dict``.
 
@@ -136,8 +145,12 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     groups = []
     for group, own in zip(optimizer.param_groups, order, strict=True):
         given = [saved[name] for name in own if name in saved]
-        settings = [{k: v for k, v in each.items() if k != "params"} for each in given]
-        if any(each != settings[0] for each in settings[1:]):
+        settings = [{k: v for k, v in each.items() if k not in _NAMES} for each in given]
+        # Tensors, as of a learning rate, are not read yet.
+        known = [
+            {k: v for k, v in each.items() if not isinstance(v, torch.Tensor)} for each in settings
+        ]
+        if any(each != known[0] for each in known[1:]):
             raise CheckpointError(
                 f"a param group of the {type(optimizer).__name__} has parameters that were saved "
                 f"in groups with other hyperparameters, such as {own[0]!r}; build the optimizer "
@@ -151,8 +164,8 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     return {"state": state, "param_groups": groups, **others}
 
 
-def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any]) -> None:
-    """Give an optimizer its state, in the dtypes in which it was saved.
+def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int]) -> None:
+    """Give an optimizer its state; of the parameters ``keep``, in the dtypes of the checkpoint.
 
     ``load_state_dict`` of torch casts to the dtype of the parameter, which would round moments that
     an optimizer keeps in float32 for parameters in bfloat16.
@@ -160,10 +173,20 @@ def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any]) -> None:
     optimizer.load_state_dict(numbered)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, saved in numbered["state"].items():
-        present = optimizer.state[params[number]]
-        for key, value in saved.items():
-            if isinstance(value, torch.Tensor) and value.dtype != present[key].dtype:
-                present[key] = value.to(present[key].device)
+        if number in keep:
+            present = optimizer.state[params[number]]
+            present.update({key: _uncast(present[key], each) for key, each in saved.items()})
+
+
+def _uncast(present: Any, saved: Any) -> Any:
+    """Return what was cast in the dtype of ``saved``, in lists and dicts too."""
+    if isinstance(saved, torch.Tensor):
+        return present if present.dtype == saved.dtype else saved.to(present.device)
+    if type(saved) is dict:
+        return {key: _uncast(present[key], each) for key, each in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(map(_uncast, present, saved))
+    return present
 
 
 def placed_like(
@@ -207,7 +230,7 @@ def is_stateful(value: object) -> bool:
 def check_names(extra: dict[str, Any]) -> None:
     for name in extra:
         if name in RESERVED:
-            raise ValueError(f"{name!r} is the name of a part of every checkpoint; use another.")
+            raise ValueError(f"{name!r} has a meaning in save() and load(); use another name.")
 
 
 # --- random states -------------------------------------------------------------------------

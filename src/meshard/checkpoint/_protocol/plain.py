@@ -53,7 +53,9 @@ def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path =
     if isinstance(value, torch.Tensor):
         return tensor(path, value)
     if kind in (list, tuple, set, torch.Size):
-        items = [encode(each, tensor, (*path, number)) for number, each in enumerate(value)]
+        # A set has another order in each process.
+        ordered = sorted(value, key=repr) if kind is set else value
+        items = [encode(each, tensor, (*path, number)) for number, each in enumerate(ordered)]
         return items if kind is list else {_KIND: kind.__name__, "items": items}
     if kind in (dict, OrderedDict, Counter):
         pairs = [

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
-from meshard.checkpoint._protocol.loading import Reader, agree, check, compare, fill, reads_of
-from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest, TensorEntry
+from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
+from meshard.checkpoint._protocol.manifest import Manifest, TensorEntry
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
@@ -61,6 +62,7 @@ class Restoring:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._problems: list[str] = []
+        self._random: Any = None  # the random state of this rank
 
     def run(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> Loaded:
         """Load.
@@ -72,22 +74,27 @@ class Restoring:
         """
         try:
             self._prepare(model, optimizer, extra)
-        except (CheckpointError, RuntimeError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # the other ranks must know, whatever it is
             self._problems.append(f"{type(error).__name__}: {error}")
+        # What no rank has: stages of a pipeline have different parameters.
+        others = self._ranks.all_gather(self._unexpected)
+        self._unexpected = [name for name in self._unexpected if all(name in o for o in others)]
         if self._options.strict:
             self._problems += [f"{name} is not in the checkpoint" for name in self._missing]
             self._problems += [
                 f"{name} is in the checkpoint, and not here" for name in self._unexpected
             ]
         self._agree("nothing was loaded")
-        reads = reads_of(self._manifest, self._targets)
+        reads: list[Read] = []
+        self._try(lambda: reads.extend(reads_of(self._manifest, self._targets)))
         if self._options.verify:
             self._try(lambda: check(self._reader, reads))
-            self._agree("nothing was loaded")
+        self._agree("nothing was loaded")
         self._try(lambda: fill(self._reader, reads))
         self._agree("a file could not be read any more, so the model is loaded in part; load again")
         for call in self._then:
-            call()
+            self._try(call)
+        self._agree("a part did not take its state, so that others are loaded and it is not")
         return Loaded(
             self._manifest.step,
             self._extra,
@@ -99,8 +106,8 @@ class Restoring:
     def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except (CheckpointError, OSError, EOFError) as error:
-            self._problems.append(f"rank {self._ranks.rank}: {error}")
+        except Exception as error:  # the other ranks must know, whatever it is
+            self._problems.append(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
 
     def _agree(self, outcome: str) -> None:
         agree(self._ranks, self._problems, f"{self._where} does not load here ({outcome}):")
@@ -110,29 +117,41 @@ class Restoring:
     def _prepare(
         self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
     ) -> None:
+        self._random = self._read_random()
         names = self._add_module(MODEL, model)
+        for name, value in extra.items():
+            if isinstance(value, nn.Module):
+                inner = self._add_module(name, value)
+                names = {**{key: join(name, fqn) for key, fqn in inner.items()}, **names}
         if optimizer is not None:
             self._add_optimizer(OPTIMIZER, optimizer, names)
         for name, value in extra.items():
             if isinstance(value, nn.Module):
-                self._add_module(name, value)
-            elif isinstance(value, Optimizer):
+                continue
+            if isinstance(value, Optimizer):
                 self._add_optimizer(name, value, names)
             elif parts.is_stateful(value):
                 self._add_stateful(name, value)
             elif isinstance(value, torch.Tensor):
-                self._add_tensors({name: value}, {})
-        for name, part in self._manifest.parts.items():
-            if isinstance(part, dict) and part.get("kind") == "value" and name not in extra:
+                self._add_tensor(name, value)
+        saved = self._manifest.rank_parts
+        own = saved[self._ranks.rank] if len(saved) == self._ranks.size else {}
+        for name in (*self._manifest.parts, *own):
+            is_filled = isinstance(extra.get(name), torch.Tensor)
+            part = None if name == RANDOM or is_filled else self._part(name)
+            if isinstance(part, dict) and part.get("kind") == "value":
                 self._extra[name] = self._decoded(part["tree"], lambda _: None)
-        for name in self._own_parts():
-            if name != RANDOM and name not in extra:
-                part = self._part(name)
-                if part is not None and part["kind"] == "value":
-                    self._extra[name] = self._decoded(part["tree"], lambda _: None)
 
-    def _own_parts(self) -> list[str]:
-        return list(self._manifest.rank_parts[0]) if self._manifest.rank_parts else []
+    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._manifest.tensors or name in self._manifest.parts:
+            self._add_tensors({name: tensor}, {})
+            return
+        part = self._part(name)  # each rank has saved its own
+        if part is None:
+            self._missing.append(name)
+        else:
+            value = self._decoded(part["tree"], lambda _: None)
+            self._then.append(lambda: tensor.detach().copy_(value))
 
     def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
         state = model_state(module)
@@ -145,10 +164,12 @@ class Restoring:
             each for each in sorted(there) if each.startswith(f"{name}.") and each not in known
         ]
         if state.others:
-            part = self._manifest.parts.get(name)
-            others = self._decoded(part["tree"], lambda _: None) if part else {}
-            self._missing += [join(name, key) for key in state.others if key not in others]
-            self._then.append(lambda: module.load_state_dict(others, strict=False))
+            part = self._part(name)
+            saved = self._decoded(part["tree"], lambda _: None) if part else {}
+            self._missing += [join(name, key) for key in state.others if key not in saved]
+            others = {state.raw[key]: saved[key] for key in state.others if key in saved}
+            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            self._then.append(lambda: inner.load_state_dict(others, strict=False))
         return state.names
 
     def _add_tensors(self, tensors: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
@@ -161,6 +182,12 @@ class Restoring:
             # What is tied here may have been saved under another of its names.
             named = [name, *others.get(name, ())]
             self._here.update(named)
+            stored = dict.fromkeys(each for each in map(self._stored, named) if each is not None)
+            # torch stores what is tied under each of its names.
+            if len(stored) > 1 and not self._manifest.is_of_torch:
+                self._problems.append(
+                    f"{' and '.join(named)} are tied here, and were saved as {len(stored)} tensors"
+                )
             found = next((each for each in named if self._stored(each) is not None), name)
             targets[found] = tensor
         fitting, compared = compare(self._manifest, targets, cast=self._options.cast)
@@ -177,9 +204,9 @@ class Restoring:
         if encoded is None:
             self._missing.append(name)
             return
-        own = {
-            names[id(param)]: param for group in optimizer.param_groups for param in group["params"]
-        }
+        own: dict[str, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            own.update(zip(parts.names_of(group, names, optimizer), group["params"], strict=True))
         # What the optimizer has is filled in place, where it fits: no second state is made.
         present = parts.encode_part(name, parts.optimizer_tree(optimizer, names)).tensors
         state = {}
@@ -192,7 +219,13 @@ class Restoring:
         self._missing += [join(name, fqn) for fqn in own if fqn not in saved]
         self._unexpected += [join(name, fqn) for fqn in sorted(saved - own.keys())]
         numbered = parts.numbered(optimizer, names, tree)
-        self._then.append(lambda: parts.load_optimizer(optimizer, numbered))
+        keep = {
+            number
+            for number, (fqn, param) in enumerate(own.items())
+            if (entry := self._manifest.tensors.get(join(MODEL, fqn))) is None
+            or dtype_of(entry.dtype) == param.dtype
+        }
+        self._then.append(lambda: parts.load_optimizer(optimizer, numbered, keep))
 
     def _add_stateful(self, name: str, value: Any) -> None:
         part = self._part(name)
@@ -236,15 +269,21 @@ class Restoring:
 
     # --- random states ---------------------------------------------------------------------
 
+    def _read_random(self) -> Any:
+        """Return the state that this rank has saved; None: there are other ranks now."""
+        saved = self._manifest.rank_parts
+        if len(saved) != self._ranks.size or RANDOM not in saved[self._ranks.rank]:
+            return None
+        return decode(self._reader.tree_of(saved[self._ranks.rank][RANDOM]), lambda _: None)
+
     def _restore_random(self) -> str:
         saved = [each[RANDOM] for each in self._manifest.rank_parts if RANDOM in each]
         if not saved:
             return "absent"
-        if len(saved) != self._ranks.size:
+        if self._random is None:
             parts.derive_random_state([blob.crc32 for blob in saved], self._ranks.rank)
             return "derived"
-        tree = self._reader.tree_of(saved[self._ranks.rank])
-        parts.restore_random_state(decode(tree, lambda _: None))
+        parts.restore_random_state(self._random)
         return "restored"
 
 

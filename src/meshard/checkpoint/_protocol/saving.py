@@ -25,7 +25,7 @@ import torch
 
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import dcp_format, manifest
-from meshard.checkpoint._protocol.blobs import bytes_of, frame_of
+from meshard.checkpoint._protocol.blobs import bytes_of, frame_of, on_host
 from meshard.checkpoint._protocol.jobs import Item, Job
 from meshard.checkpoint._protocol.manifest import (
     Blob,
@@ -39,6 +39,9 @@ from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Sink, Storage
 
 # --- what was written ----------------------------------------------------------------------
+
+
+_SMALL = 2**20  # bytes
 
 
 class _Written(NamedTuple):
@@ -77,7 +80,7 @@ class Saver:
         problem, written = "", _Written([], {}, {})
         try:
             written = self._write(job, folder, own_parts)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # the other ranks must know, whatever it is
             problem = self._problem(error, f"{self.storage.root}/{folder.name}")
         found = self.ranks.gather({"problem": problem, "written": written})
         trees = self.ranks.gather(job.merged) if own_parts.is_merged else [job.merged]
@@ -86,8 +89,8 @@ class Saver:
             if not problem:
                 problem = self._try_to_commit(job, folder, own_parts, found, trees)
             if problem:
-                with contextlib.suppress(OSError):
-                    self.storage.remove_folder(folder.name)
+                with contextlib.suppress(Exception):
+                    manifest.remove(self.storage, folder)
             else:
                 tidy()
         problem = self.ranks.broadcast(problem)
@@ -119,6 +122,7 @@ class Saver:
                 "problem": job.problem,
                 "is_known": is_known,
                 "merged": _hash(job.merged),
+                "large": sorted(job.large),
                 "plain": {name: _hash(tree) for name, tree in job.embedded.items()},
             }
         )
@@ -127,11 +131,20 @@ class Saver:
         if len(steps) > 1:
             problems.append(f"ranks save different steps: {steps}")
         names = {name for each in said for name in each["plain"]}
-        different = [
-            name
-            for name in sorted(names)
-            if any(each["plain"].get(name) != said[0]["plain"].get(name) for each in said)
-        ]
+        different = []
+        for name in sorted(names):
+            hashes = [each["plain"].get(name) for each in said]
+            lacking = [rank for rank, each in enumerate(hashes) if each is None]
+            if lacking:
+                problems.append(f"rank(s) {lacking} do not save {name!r}, which other ranks do")
+            elif len(set(hashes)) > 1:
+                different.append(name)
+                if any(name in each["large"] for each in said):
+                    problems.append(
+                        f"{name!r} differs between ranks and has more than 16 MiB of tensors, "
+                        "which is too much to be kept for each rank; let each rank save it under "
+                        "a name of its own on all ranks, or make DTensors of its tensors"
+                    )
         if problems:
             raise CheckpointError(
                 f"step {job.step} was not saved to {self.storage.root}:\n"
@@ -155,7 +168,11 @@ class Saver:
                     holders.setdefault((item.name, item.offsets), []).append((rank, number))
             load = [0] * len(held)
             for each in sorted(holders.values(), key=len):  # what one rank alone has comes first
-                rank, number = min(each, key=lambda one: load[one[0]])
+                rank, number = each[0]
+                # Small ordinary tensors come from the first rank that has them: the statistics of
+                # a BatchNorm differ between ranks, and are to be those of one of them.
+                if held[rank][number].placements or held[rank][number].num_bytes > _SMALL:
+                    rank, number = min(each, key=lambda one: load[one[0]])
                 to_write[rank].append(number)
                 load[rank] += held[rank][number].num_bytes
             for numbers in to_write:
@@ -181,7 +198,7 @@ class Saver:
         if self.ranks.is_first:
             try:
                 folder = self._prepare(job.step)
-            except OSError as error:
+            except Exception as error:
                 problem = self._problem(error, self.storage.root)
         said = self.ranks.broadcast({"folder": folder, "problem": problem})
         if said["problem"]:
@@ -193,12 +210,13 @@ class Saver:
     def _prepare(self, step: int) -> StepFolder:
         attempt = 0
         for each in manifest.step_folders(self.storage):
-            if not self.storage.exists(each.manifest):
-                self.storage.remove_folder(each.name)  # a save or a removal was killed
+            if manifest.is_leftover(self.storage, each):
+                self.storage.remove_folder(each.name)
             elif each.step == step:
                 attempt = each.attempt + 1
         folder = StepFolder(step, attempt)
         self.storage.make_folder(folder.name)
+        self.storage.create(f"{folder.name}/{manifest.MARKER}").close()
         return folder
 
     # --- 3. files --------------------------------------------------------------------------
@@ -242,10 +260,14 @@ class Saver:
         written = [_written(each["written"]) for each in found]
         tensors = _entries(self._plan.written_by, [each.crcs for each in written])
         plain = {name: tree for name, tree in job.plain.items() if name not in parts.different}
+        try:
+            merged = _merge(trees)
+        except ValueError as error:
+            return str(error)
         made = Manifest(
             step=job.step,
             tensors=tensors,
-            parts={**_merge(trees), **plain},
+            parts={**merged, **plain},
             rank_parts=[each.own for each in written],
             ties=job.ties,
             objects=list(written[0].objects.values()),
@@ -258,7 +280,7 @@ class Saver:
             sink.close()
             made.objects.append(Blob(dcp_format.METADATA, 0, len(text), zlib.crc32(text)))
             self.storage.publish(folder.manifest, manifest.to_text(made))
-        except (OSError, ValueError) as error:
+        except Exception as error:
             return self._problem(error, f"{self.storage.root}/{folder.name}")
         return ""
 
@@ -311,7 +333,7 @@ def _what_is_not_covered(items: Iterable[Item]) -> str:
 
 def _write_tensor(sink: Sink, source: torch.Tensor) -> tuple[int, int]:
     """Write a tensor; return the checksum of its blob, and its size."""
-    host = source.detach().to("cpu").contiguous()
+    host = on_host(source)
     data = bytes_of(host)
     crc = zlib.crc32(data)
     head, tail = frame_of(tuple(host.shape), host.dtype).around(crc)
@@ -347,7 +369,12 @@ def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
     for tree in trees:
         for name, each in tree.items():
             present = merged.setdefault(name, {**each, "state": {}, "param_groups": []})
-            present["state"].update(each["state"])
+            for fqn, state in each["state"].items():
+                if present["state"].setdefault(fqn, state) != state:
+                    raise ValueError(f"ranks have different states of {name!r} for {fqn!r}.")
             groups = present["param_groups"]
             groups += [group for group in each["param_groups"] if group not in groups]
+            held = [fqn for group in groups for fqn in group["params"]]
+            if len(set(held)) < len(held):
+                raise ValueError(f"ranks have different hyperparameters in {name!r}.")
     return merged

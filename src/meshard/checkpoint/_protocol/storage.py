@@ -84,8 +84,8 @@ class FolderStorage:
     """A folder on a file system that all ranks see."""
 
     def __init__(self, root: str) -> None:
-        self.root = root
-        self._path = Path(root)
+        self.root = os.path.abspath(root)  # the working directory may change
+        self._path = Path(self.root)
 
     def folders(self) -> list[str]:
         if not self._path.is_dir():
@@ -129,7 +129,8 @@ class FolderStorage:
         self.act("sync", (self._path / path).parent)
 
     def remove_folder(self, folder: str) -> None:
-        for name in self.files(folder):
+        names = self.files(folder)
+        for name in sorted(names, reverse=True):  # the hidden marker of the folder last
             self.act("unlink", self._path / folder / name)
         shutil.rmtree(self._path / folder, ignore_errors=True)
         self.act("sync", self._path)
