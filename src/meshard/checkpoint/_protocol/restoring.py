@@ -143,7 +143,7 @@ class Restoring:
                 self._extra[name] = self._decoded(part["tree"], lambda _: None)
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self._manifest.tensors or name in self._manifest.parts:
+        if name in self._manifest.parts:
             self._add_tensors({name: tensor}, {})
             return
         part = self._part(name)  # each rank has saved its own
