@@ -212,7 +212,8 @@ class Checkpointer:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
         try:
-            return job_of(step, model, optimizer, extra, self._boxes)
+            is_first = self._collective().ranks.is_first
+            return job_of(step, model, optimizer, extra, self._boxes, is_first=is_first)
         except Exception as error:  # the other ranks must know, whatever it is
             job = Job(step)
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -11,7 +11,6 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
@@ -73,9 +72,16 @@ class Job:
 
 
 def job_of(
-    step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], boxes: Boxes
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: dict[str, Any],
+    boxes: Boxes,
+    *,
+    is_first: bool,
 ) -> Job:
-    """Return the job of this rank. ``boxes`` is for all jobs of one ``Checkpointer``.
+    """Return the job of this rank. ``boxes`` is for all jobs of one ``Checkpointer``;
+    the first rank also makes what torch's ``dcp.load`` reads.
 
     Raises:
         RuntimeError: Gradients are pending.
@@ -95,7 +101,7 @@ def job_of(
     for name, value in extra.items():
         if name not in optimizers and not isinstance(value, nn.Module):
             made.add_value(name, value)
-    return made.finished(boxes)
+    return made.finished(boxes, is_first=is_first)
 
 
 class _Collecting:
@@ -140,11 +146,11 @@ class _Collecting:
         self._tensors |= encoded.tensors
         self._nested[name] = tree
 
-    def finished(self, boxes: Boxes) -> Job:
+    def finished(self, boxes: Boxes, *, is_first: bool) -> Job:
         job = self._job
         job.of_rank[RANDOM] = encode(parts.random_state(), lambda *_: None)
         job.items, job.sources = items_of(self._tensors, boxes)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if is_first:
             job.objects, job.paths = dcp_format.flattened(self._nested)
         return job
 
