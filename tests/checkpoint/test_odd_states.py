@@ -1,6 +1,7 @@
 """States that are not the usual ones, and folders that hold something else too."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -152,3 +153,17 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     checkpointer.save(1, nn.Linear(1, 1))
     monkeypatch.chdir(os.sep)
     assert checkpointer.latest_step() == 1
+
+
+@on_ranks(2)
+def test_a_warning_that_is_an_error_leaves_no_rank_waiting(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(300, nn.Linear(1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if dist.get_rank() == 0:
+            with pytest.raises(UserWarning, match="saved beside step 300"):
+                checkpointer.save(110, nn.Linear(1, 1))
+        else:
+            checkpointer.save(110, nn.Linear(1, 1))
+    assert checkpointer.steps() == [110, 300]

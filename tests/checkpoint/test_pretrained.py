@@ -20,9 +20,9 @@ from meshard.checkpoint import (
     load_pretrained,
     meta_parameters,
     pretrained,
+    progress,
     save_pretrained,
     weights_files,
-    weights_progress,
 )
 from tests.checkpoint.layouts import LAYOUTS, ON_FOUR, lay_out
 from tests.support.cases import CASES
@@ -688,7 +688,7 @@ def test_what_would_have_no_values_is_refused_also_without_strict(folder):
 
 def test_without_the_wheels_the_install_command_is_named(monkeypatch, folder):
     monkeypatch.setattr(weights_files, "safe_open", None)
-    monkeypatch.setattr(weights_progress, "tqdm", None)
+    monkeypatch.setattr(progress, "tqdm", None)
     model = nn.Linear(4, 6)
     save_pretrained(model, folder)
     command = re.escape('pip install "meshard[checkpoint]"')

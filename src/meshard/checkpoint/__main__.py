@@ -26,7 +26,7 @@ from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.loading import Read, Reader, check, fill
 from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
 from meshard.checkpoint.checkpointer import Checkpointer
-from meshard.checkpoint.weights_progress import progress_bar
+from meshard.checkpoint.progress import progress_bar
 
 try:
     from safetensors.torch import save_file as _save_file

@@ -149,7 +149,7 @@ class Checkpointer:
         job = self._job(step, model, optimizer, extra)
         try:
             job.sources = self._staging.copy(job.sources)
-        except RuntimeError as error:  # no host memory
+        except Exception as error:  # no host memory; the other ranks must know
             job.problem = f"rank {saver.ranks.rank}: {error}"
 
         self._running = SaveHandle(lambda: saver.save(job, lambda: self._tidy(step)))
@@ -159,13 +159,6 @@ class Checkpointer:
         """Begin to remove old checkpoints, once the new one is committed. The first rank does."""
         try:
             newest = self.latest_step()
-            if newest is not None and newest > step:
-                warnings.warn(
-                    f"step {step} was saved beside step {newest}, which load() takes for the "
-                    f"newest one; if that is of an abandoned run, remove its folder in "
-                    f"{self._storage.root}.",
-                    stacklevel=2,
-                )
             doomed = self._withdraw(step)
         except Exception as error:  # the checkpoint is committed all the same
             self._warn_of(error)
@@ -174,6 +167,12 @@ class Checkpointer:
             # It takes the file system long to free what is large, and nobody needs to wait for it.
             self._removal = threading.Thread(target=self._remove, args=(doomed,))
             self._removal.start()
+        if newest is not None and newest > step:
+            warnings.warn(
+                f"step {step} was saved beside step {newest}, which load() takes for the newest "
+                f"one; if that is of an abandoned run, remove its folder in {self._storage.root}.",
+                stacklevel=2,
+            )
 
     def _remove(self, folders: list[StepFolder]) -> None:
         try:
@@ -223,7 +222,7 @@ class Checkpointer:
     def prune(self) -> list[int]:
         """Remove checkpoints that are not to be kept, and return their steps.
 
-        Every save does so by itself. Call it on one rank, while none saves.
+        Every save does so by itself. Call it on one rank.
         """
         superfluous = self._superfluous(manifest.committed(self._storage))
         for folder in self._withdraw(None):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from meshard._engine.unit import own_class
+from meshard.checkpoint.progress import progress_bar
 from meshard.checkpoint.weights_files import (
     INDEX,
     NUMBERED,
@@ -55,7 +56,6 @@ from meshard.checkpoint.weights_layout import (
     weights_of,
 )
 from meshard.checkpoint.weights_meta import computed_buffers, leave_meta_device
-from meshard.checkpoint.weights_progress import progress_bar
 
 _ASIDE = ".beside.saving"  # a folder for small files, until they are renamed
 _BATCH_BYTES = 64 * 2**20  # unsharded bytes that a writer holds at a time

@@ -7,7 +7,6 @@ tensors of a file at once; it is read through ``safetensors``, block by block.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from meshard.checkpoint._protocol.blobs import bytes_of, on_host
 from meshard.checkpoint.weights_gather import sent_dtype, unsharded_bytes
 from meshard.checkpoint.weights_layout import Box, Weight, own_rank
 
@@ -139,11 +139,8 @@ def plan_files(weights: list[Weight], max_bytes: int, dtype: torch.dtype | None)
 
 def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> None:
     """Append the values of a tensor."""
-    values = tensor.detach().cpu().contiguous()
-    if values.numel():
-        # From its memory: numpy has no bfloat16, and torch may be without numpy.
-        array = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
-        file.write(memoryview(array))
+    values = on_host(tensor)
+    file.write(bytes_of(values))
 
 
 def index_text(files: Sequence[FilePlan]) -> str:

@@ -189,7 +189,12 @@ def from_text(text: bytes, where: str) -> Manifest:
                 f"{where}/{NAME} names the file {name!r}, which is outside of its folder; do not "
                 "use this checkpoint, its manifest was not written by meshard."
             )
-    return _from_content(content)
+    try:
+        return _from_content(content)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"{where}/{NAME} has the right checksum and not the form of format {VERSION}: {error}."
+        ) from error
 
 
 def _from_content(content: dict[str, Any]) -> Manifest:

@@ -77,7 +77,7 @@ class Saver:
         """
         own_parts = self._agree(job)
         folder = self._make_folder(job)
-        problem, written = "", _Written([], {}, {})
+        problem, late, written = "", None, _Written([], {}, {})
         try:
             written = self._write(job, folder, own_parts)
         except Exception as error:  # the other ranks must know, whatever it is
@@ -92,8 +92,12 @@ class Saver:
                 with contextlib.suppress(Exception):
                     manifest.remove(self.storage, folder)
             else:
-                tidy()
-        problem = self.ranks.broadcast(problem)
+                late = _error_of(tidy)
+        self._refuse_if(job, self.ranks.broadcast(problem))
+        if late is not None:  # not before the others know that the checkpoint is committed
+            raise late
+
+    def _refuse_if(self, job: Job, problem: str) -> None:
         if problem:
             raise CheckpointError(
                 f"step {job.step} was not saved to {self.storage.root}:\n{problem}"
@@ -145,11 +149,7 @@ class Saver:
                         "which is too much to be kept for each rank; let each rank save it under "
                         "a name of its own on all ranks, or make DTensors of its tensors"
                     )
-        if problems:
-            raise CheckpointError(
-                f"step {job.step} was not saved to {self.storage.root}:\n"
-                + "\n".join(dict.fromkeys(problems))
-            )
+        self._refuse_if(job, "\n".join(dict.fromkeys(problems)))
         if not all(each["is_known"] for each in said):
             self._plan = self._make_plan(job, fingerprint)
         is_merged = any(each["merged"] != said[0]["merged"] for each in said)
@@ -181,10 +181,7 @@ class Saver:
                 held[rank][number] for rank, numbers in enumerate(to_write) for number in numbers
             )
         said = self.ranks.broadcast({"to_write": to_write, "problem": problem})
-        if said["problem"]:
-            raise CheckpointError(
-                f"step {job.step} was not saved to {self.storage.root}:\n{said['problem']}"
-            )
+        self._refuse_if(job, said["problem"])
         written_by = [
             [items[number] for number in numbers]
             for items, numbers in zip(held, to_write, strict=True)
@@ -201,10 +198,7 @@ class Saver:
             except Exception as error:
                 problem = self._problem(error, self.storage.root)
         said = self.ranks.broadcast({"folder": folder, "problem": problem})
-        if said["problem"]:
-            raise CheckpointError(
-                f"step {job.step} was not saved to {self.storage.root}:\n{said['problem']}"
-            )
+        self._refuse_if(job, said["problem"])
         return StepFolder(*said["folder"])
 
     def _prepare(self, step: int) -> StepFolder:
@@ -290,6 +284,15 @@ class _Parts(NamedTuple):
 
     different: frozenset[str]  # so each rank writes its own
     is_merged: bool  # ranks hold the optimizer's state of different parameters
+
+
+def _error_of(call: Callable[[], None]) -> Exception | None:
+    """Return what a call raises; under ``-W error`` that may be a warning."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
 def _hash(value: Any) -> str:
