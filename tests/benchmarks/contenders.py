@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.byte_gpt import GPT, VOCABULARY, Block, GPTConfig
-from meshard import flat_optimizer, fully_shard, replicate
+from meshard import describe, flat_optimizer, fully_shard, replicate
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
 PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
@@ -110,21 +110,32 @@ def make(
     if name == FSDP1:
         return _fsdp1(model, mesh, narrow)
     if name in (REPLICATED, REPLICATED_SENT):
-        with _shared_memory_for(name):
-            return replicate(model, mesh)
+        with _transport_of(name):
+            return _with_transport(replicate(model, mesh))
     return shard_by_units(name, model, mesh, narrow=narrow)
 
 
-def _shared_memory_for(name: str) -> AbstractContextManager[object]:
+def _transport_of(name: str) -> AbstractContextManager[object]:
     wanted = str(int("sockets" not in name))
     return mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=wanted)
+
+
+def _with_transport(model: nn.Module) -> nn.Module:
+    """Choose the transport now, as ``describe`` uses the model: later the variable is another."""
+    wanted = os.environ["MESHARD_SHARED_MEMORY"]
+    if ("MESHARD_SHARED_MEMORY=0" in describe(model)) != (wanted == "0"):
+        raise RuntimeError(f"MESHARD_SHARED_MEMORY={wanted} did not choose the transport.")
+    return model
 
 
 def shard_by_units(name: str, model: GPT, mesh: DeviceMesh, *, narrow: bool = False) -> nn.Module:
     """Return ``model`` with one unit per block, by one of the two ``fully_shard``."""
     shard = torch_fully_shard if name in (PEER, PEER_WHOLE) else fully_shard
-    with _shared_memory_for(name):
+    if shard is torch_fully_shard:
         return _unit_by_unit(shard, model, mesh, "not resharding" not in name, narrow)
+    with _transport_of(name):
+        sharded = _unit_by_unit(shard, model, mesh, "not resharding" not in name, narrow)
+        return _with_transport(sharded)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
