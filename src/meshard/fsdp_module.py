@@ -166,7 +166,7 @@ class GradientSetters(_AnyModule):
         check_bool("requires_all_reduce", requires_all_reduce)
         mode = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
         for unit in require_units(self, recurse=recurse):
-            if unit.settings.sync is not GradientSync.NONE:
+            if unit.settings.sync.reduces:
                 unit.settings.sync = mode
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
