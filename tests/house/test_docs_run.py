@@ -71,7 +71,7 @@ def test_every_page_runs(run_page, tmp_path, needs_extras):
 @pytest.mark.full
 def test_the_recipes_run_on_two_ranks_and_generation_gathers_each_unit_once(tmp_path):
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    page = str(ROOT / "docs" / "recipes.md")
+    page = str(ROOT / "docs" / "how-to" / "recipes.md")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = ["--redirects", "3", "--log-dir", str(tmp_path)]  # or the lines of ranks would mix
     done = subprocess.run(

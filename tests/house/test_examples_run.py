@@ -245,7 +245,7 @@ def test_the_page_shows_what_the_microbatch_example_prints(tmp_path):
     printed, _, drawn = run_example("hsdp_microbatches.py", tmp_path).strip().rpartition("\n\n")
     assert drawn.endswith("sync_modes.png")
     assert (tmp_path / "sync_modes.png").read_bytes().startswith(PNG_SIGNATURE)
-    page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "gradient-accumulation.md").read_text()
     assert f"```text\n{printed}\n```" in page, printed
 
 
