@@ -4,9 +4,10 @@
 
 Makes an environment for each row of docs/reference/versions.md in turn (some 5 GB each, from PyPI),
 installs meshard as README.md says, runs ``pytest`` from this checkout, prints a table and writes it
-into the page. Each also writes a checkpoint, and loads those of all environments before it; with ``--keep``,
-of those after it too. With names (``torch-2.12``, ``python-3.13``) only those rows. ``--keep``
-leaves environments where they are; the next run with the same ``--root`` uses them again.
+into the page. Each also writes a checkpoint, and loads those of all environments before it; with
+``--keep``, of those after it too. With names (``torch-2.12``, ``python-3.13``) only those rows.
+``--keep`` leaves environments where they are; the next run with the same ``--root`` uses them
+again.
 """
 
 from __future__ import annotations
