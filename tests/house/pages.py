@@ -56,8 +56,8 @@ def serve() -> None:
 
     A line is ``[page, folder, output, seconds, ranks]`` in JSON. Every rank of a page has a process
     that begins as a copy of this one and ends as any other: all that they share is that torch is
-    imported once. With more than one rank they find one another as under torchrun, and the output of
-    rank r is in the file ``output`` with ``.r`` behind its name.
+    imported once. With more than one rank they find one another as under torchrun, and the output
+    of rank r is in the file ``output`` with ``.r`` behind its name.
     """
     import torch.distributed.tensor  # noqa: F401
 
