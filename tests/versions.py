@@ -2,11 +2,12 @@
 
     python tests/versions.py [NAME ...] [--root FOLDER] [--keep] [--marker EXPRESSION]
 
-Makes an environment for each row of docs/versions.md in turn (some 5 GB each, from PyPI), installs
-meshard as README.md says, runs ``pytest`` from this checkout, prints a table and writes it into the
-page. Each also writes a checkpoint, and loads those of all environments before it; with ``--keep``,
-of those after it too. With names (``torch-2.12``, ``python-3.13``) only those rows. ``--keep``
-leaves environments where they are; the next run with the same ``--root`` uses them again.
+Makes an environment for each row of docs/reference/versions.md in turn (some 5 GB each, from PyPI),
+installs meshard as README.md says, runs ``pytest`` from this checkout, prints a table and writes it
+into the page. Each also writes a checkpoint, and loads those of all environments before it; with
+``--keep``, of those after it too. With names (``torch-2.12``, ``python-3.13``) only those rows.
+``--keep`` leaves environments where they are; the next run with the same ``--root`` uses them
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from datetime import date
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-PAGE = CHECKOUT / "docs" / "versions.md"
+PAGE = CHECKOUT / "docs" / "reference" / "versions.md"
 INSTALL_LIMIT, TEST_LIMIT = 1800, 2400  # seconds
 
 

@@ -108,7 +108,7 @@ def test_its_own_init_gives_the_values_of_one_process(run_ranks):
 
 
 def test_the_table_in_the_documents_is_what_describe_prints():
-    page = (ROOT / "docs" / "units.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "units.md").read_text()
     (table,) = re.findall(r"```text\n(unit .*?)\n```", page, re.DOTALL)
     with fake_group(8):
         with torch.device("meta"):

@@ -2,8 +2,9 @@
 
     python tests/benchmarks/memory.py [--ranks 2] [--json]
 
-Beside the measured peak stands what the formula of docs/memory.md gives; it is one for ranks that
-send through sockets. Memory that ranks of one host share counts once, on the rank that has made it.
+Beside the measured peak stands what the formula of docs/explanation/memory.md gives; it is one for
+ranks that send through sockets. Memory that ranks of one host share counts once, on the rank that
+has made it.
 
 The peak of a step in steady state, with everything in it: shards, gradients, AdamW's state,
 activations, what is gathered, and gloo's own buffers. It is that of the resident set of rank 0, in

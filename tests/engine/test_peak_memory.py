@@ -1,4 +1,4 @@
-"""Peak memory of a training step, against the formula of docs/memory.md."""
+"""Peak memory of a training step, against the formula of docs/explanation/memory.md."""
 
 import os
 from pathlib import Path

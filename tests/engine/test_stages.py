@@ -1,4 +1,4 @@
-"""What a parameter and its gradient are at each stage: the table of docs/design/architecture.md."""
+"""What a parameter and its gradient are at each stage, as docs/maintain/architecture.md says."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""State per rank of models that fit on no machine here: the table of docs/memory.md.
+"""State per rank of models that fit on no machine here: the table of docs/explanation/memory.md.
 
 The modules, units and optimizer are real; their tensors are on the meta device, and the ranks are
 those of a group that only pretends to communicate.
@@ -29,7 +29,7 @@ ROWS = {
 
 
 def rows_of_page():
-    page = (ROOT / "docs" / "memory.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "memory.md").read_text()
     return [(shape, cells.split(" | ")) for shape, cells in ROW.findall(page)]
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ def run(page: Path) -> None:
 def serve() -> None:
     """Run pages of which each is named in a line of the input, and print their exit codes.
 
-    A line is ``[page, folder, output, seconds]`` in JSON. Every page has a process that begins as a
-    copy of this one and ends as any other: all that they share is that torch is imported once.
+    A line is ``[page, folder, output, seconds, ranks]`` in JSON. Every rank of a page has a process
+    that begins as a copy of this one and ends as any other: all that they share is that torch is
+    imported once. With more than one rank they find one another as under torchrun, and the output
+    of rank r is in the file ``output`` with ``.r`` behind its name.
     """
     import torch.distributed.tensor  # noqa: F401
 
@@ -62,17 +65,40 @@ def serve() -> None:
 
     gc.freeze()  # else every copy ends by walking what was imported
     while request := sys.stdin.readline():
-        page, folder, output, seconds = json.loads(request)
-        child = os.fork()
-        if not child:
-            signal.alarm(seconds)
-            os.chdir(folder)
-            file = os.open(output, os.O_CREAT | os.O_WRONLY, 0o600)
-            os.dup2(file, sys.stdout.fileno())
-            os.dup2(file, sys.stderr.fileno())
-            run(Path(page))
-            return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        page, folder, output, seconds, ranks = json.loads(request)
+        port = _free_port()
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if not child:
+                signal.alarm(seconds)
+                os.chdir(folder)
+                name = output
+                if ranks > 1:
+                    name = f"{output}.{rank}"
+                    os.environ.update(_environment(rank, ranks, port))
+                file = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600)
+                os.dup2(file, sys.stdout.fileno())
+                os.dup2(file, sys.stderr.fileno())
+                run(Path(page))
+                return
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(next((code for code in codes if code), 0), flush=True)
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    numbers["MASTER_PORT"] = port
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(each) for name, each in numbers.items()}}
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ NEED_EXTRAS = {
 
 @pytest.fixture(scope="module")
 def run_page():
-    """``run_page(page, folder)``: its exit code and what it printed."""
+    """``run_page(page, folder, ranks)``: its exit code and what it printed."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     server = subprocess.Popen(
         [sys.executable, "-W", "error", "-W", NO_NUMPY, "-m", "tests.house.pages"],
@@ -36,23 +36,24 @@ def run_page():
         text=True,
     )
 
-    def run_page(page, folder):
+    def run_page(page, folder, ranks=1):
         output = folder / "output.txt"
-        request = json.dumps([str(page), str(folder), str(output), SECONDS])
+        request = json.dumps([str(page), str(folder), str(output), SECONDS, ranks])
         print(request, file=server.stdin, flush=True)
-        return int(server.stdout.readline()), output.read_text()
+        code = int(server.stdout.readline())
+        return code, "\n".join(each.read_text() for each in sorted(folder.glob("output.txt*")))
 
     with server:  # which closes its input, and waits
         yield run_page
 
 
-def failing_pages(run_page, pages, folder):
+def failing_pages(run_page, pages, folder, ranks=1):
     """Run pages each in a folder of its own; return what the failing ones print."""
     found = []
     for number, page in enumerate(pages):
         own = folder / str(number)
         own.mkdir()
-        code, output = run_page(page, own)
+        code, output = run_page(page, own, ranks)
         if code:
             found.append(f"{page.name}:\n{output}")
     return found
@@ -61,9 +62,10 @@ def failing_pages(run_page, pages, folder):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("needs_extras", [False, pytest.param(True, marks=pytest.mark.extras)])
-def test_every_page_runs(run_page, tmp_path, needs_extras):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_page_runs(run_page, tmp_path, needs_extras, ranks):
     pages = [page for page in PAGES if (page.name in NEED_EXTRAS) is needs_extras]
-    found = failing_pages(run_page, [page for page in pages if blocks(page)], tmp_path)
+    found = failing_pages(run_page, [page for page in pages if blocks(page)], tmp_path, ranks)
     assert not found, "\n".join(found)
 
 
@@ -71,7 +73,7 @@ def test_every_page_runs(run_page, tmp_path, needs_extras):
 @pytest.mark.full
 def test_the_recipes_run_on_two_ranks_and_generation_gathers_each_unit_once(tmp_path):
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    page = str(ROOT / "docs" / "recipes.md")
+    page = str(ROOT / "docs" / "how-to" / "recipes.md")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = ["--redirects", "3", "--log-dir", str(tmp_path)]  # or the lines of ranks would mix
     done = subprocess.run(

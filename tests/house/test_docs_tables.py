@@ -21,7 +21,7 @@ def asked_of(cls):
 
 
 def test_every_argument_and_every_choice_of_fsdp1_has_a_row():
-    rows = first_column((ROOT / "docs" / "from-fsdp1.md").read_text())
+    rows = first_column((ROOT / "docs" / "migrate" / "from-fsdp1.md").read_text())
     asked = asked_of(FullyShardedDataParallel) | asked_of(MixedPrecision)
     asked |= {choice.name for kind in (ShardingStrategy, StateDictType) for choice in kind}
     assert len(asked) > 20 and sorted(asked - rows) == []
@@ -42,6 +42,6 @@ FAIRSCALE = """
 
 
 def test_every_argument_of_fairscale_has_a_row():
-    page = (ROOT / "docs" / "from-fsdp1.md").read_text()
+    page = (ROOT / "docs" / "migrate" / "from-fsdp1.md").read_text()
     rows = first_column(page[page.index("## Coming from fairscale") :])
     assert sorted(set(FAIRSCALE.split()) - rows) == []

@@ -33,7 +33,7 @@ FILE = re.compile(r"`((?:_\w+/|optim/)?\w+\.py)`")
 
 def test_every_file_that_the_design_pages_name_exists():
     missing = []
-    for page in [*ROOT.glob("docs/design/*.md"), ROOT / "docs" / "contributing.md"]:
+    for page in [*ROOT.glob("docs/maintain/*.md"), ROOT / "docs" / "maintain" / "contributing.md"]:
         for name in FILE.findall(page.read_text()):
             if not (ROOT / "src" / "meshard" / name).exists():
                 missing.append(f"{page.relative_to(ROOT)}: {name}")

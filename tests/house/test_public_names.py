@@ -201,7 +201,7 @@ def badly_listed(rows, exported):
 
 
 def test_the_page_of_public_names_lists_each_with_a_line_and_a_link():
-    rows = listed((ROOT / "docs" / "api.md").read_text())
+    rows = listed((ROOT / "docs" / "reference" / "api.md").read_text())
     assert badly_listed(rows, meshard.__all__) == []
 
 

@@ -1,4 +1,4 @@
-"""Optimizers in backward: gradients are freed as docs/optimizer-overlap.md says, to the byte."""
+"""Optimizers in backward free gradients as docs/how-to/optimizer-overlap.md says, to the byte."""
 
 import pytest
 import torch

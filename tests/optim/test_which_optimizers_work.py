@@ -1,6 +1,6 @@
 """Which optimizers work on shards: each is trained beside one process.
 
-The table of docs/optimizers.md says how that ended.
+The table of docs/reference/optimizers.md says how that ended.
 All ranks have the same batch, so that gradients are those of one process, bit for bit, and only the
 optimizer can differ.
 """
@@ -185,7 +185,7 @@ def ways_on(shape):
 
 def rows_of_page():
     """Return the cells of each row of the first table."""
-    page = (ROOT / "docs" / "optimizers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "optimizers.md").read_text()
     table = page.partition("|---|---|---|---|---|\n")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()]
 

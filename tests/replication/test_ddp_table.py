@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-PAGE = Path(__file__).parents[2] / "docs" / "replicate.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "replicate.md"
 OF_JOIN = set(inspect.signature(DistributedDataParallel.join).parameters) - {"self"}
 # There are rows for them, also where torch is older.
 SINCE = {

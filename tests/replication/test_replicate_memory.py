@@ -187,7 +187,7 @@ def compare_peaks(name):
 
 def column_of_page(name):
     """Return the peaks of each peer, of a step and of a microbatch; the same where one stands."""
-    page = (ROOT / "docs" / "replicate.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "replicate.md").read_text()
     table = page.partition("| at the peak |")[2].partition("\n\n")[0]
     header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     cells = [row[1 + header.index(name)].replace(" P", "").split("; ") for row in rows]

@@ -1,4 +1,4 @@
-"""The peak memory of a training step: the formula of docs/memory.md.
+"""The peak memory of a training step: the formula of docs/explanation/memory.md.
 
 For units that compute one after the other inside a root, in one dtype, on a CPU mesh of one axis
 that sends through sockets, under ``GradientSync.FULL``.

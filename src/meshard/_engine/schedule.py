@@ -30,7 +30,7 @@ class ForwardCall:
     has_graph: bool = True  # it ran with grad enabled
     entered: int = -1  # when it began: entries and exits of the pass until then
     first_inside: int = 0  # index in ForwardPass.exits of the first call inside this one
-    exited: int = -1  # likewise
+    exited: int = -1  # when it ended: entries and exits of the pass until then
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
     began_at: int = -1  # the number that the next autograd node had when it began

@@ -472,7 +472,7 @@ def start_all_gather_on(
 def start_all_to_all_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
 ) -> dist.Work:
-    """Start an all-to-all, likewise; ``sizes`` by rank, empty for equal sizes."""
+    """Start an all-to-all without torch's checks; ``sizes`` by rank, empty for equal sizes."""
     if _METHODS_ARE_RENAMED:
         return group.all_to_all_single(output, source, sizes, sizes)
     return group.alltoall_base(output, source, sizes, sizes)

@@ -2,7 +2,7 @@
 
 The shards of a unit lie in one buffer, and so do their gradients. A slice is a range of that buffer
 whose parameters have the same hyperparameters and the same history, so that one kernel sequence
-steps it. Its optimizer state lies likewise: one tensor per key, of which users see views.
+steps it. Its optimizer state is flat too: one tensor per key, of which users see views.
 """
 
 from __future__ import annotations

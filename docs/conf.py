@@ -1,0 +1,52 @@
+"""The site: ``sphinx-build -W -b html docs build/site``."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs" / "_extensions"))
+sys.path.insert(0, str(ROOT / "src"))
+
+project = "meshard"
+author = copyright = "The meshard authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "messages"]
+exclude_patterns = ["_extensions"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
+
+smartquotes = False  # texts of errors stand in the pages as they are
+
+html_theme = "furo"
+html_title = "meshard"
+html_show_sourcelink = False
+html_copy_source = False
+html_extra_path = ["llms.txt"]
+
+_OUTSIDE = re.compile(
+    r"\[([^\]]+)\]\(((?:\.\./)+(?:src|examples|tests|README|CHANGELOG|LICENSE)[^)]*)\)"
+)
+
+
+def _name_files_outside(_app: Any, page: str, source: list[str]) -> None:
+    """Turn links to files that are not in the site into their names in the repository."""
+
+    def named(match: re.Match[str]) -> str:
+        file = match[2].split("#")[0].replace("../", "")
+        return match[1] if file in match[1] else f"{match[1]} (`{file}`)"
+
+    # A page on GitHub draws mermaid; a site that is browsed from disk shows its text.
+    source[0] = _OUTSIDE.sub(named, source[0]).replace("```mermaid", "```text")
+
+
+def setup(app: Any) -> None:
+    """Connect what changes the pages."""
+    app.connect("source-read", _name_files_outside)
