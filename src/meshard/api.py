@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,6 +34,7 @@ from meshard._torch.private import (
     state_of,
     too_new,
 )
+from meshard._torch.user_line import warn_user
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
 from meshard.optim.hooks import watch_optimizers
@@ -301,10 +301,9 @@ def _host_location(
     host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
     if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
         _has_warned_of_pinning = True
-        warnings.warn(
+        warn_user(
             f"CPUOffloadPolicy(pin_memory=True): the mesh is on {device.type!r}, so there is no "
             "device to copy to and host memory is not pinned; pass pin_memory=False.",
-            stacklevel=3,
         )
     return host
 

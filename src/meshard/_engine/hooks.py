@@ -15,7 +15,6 @@ import functools
 import sys
 import threading
 import traceback
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -63,6 +62,7 @@ from meshard._torch.private import (
     tangents_of,
     without_modes,
 )
+from meshard._torch.user_line import warn_user
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -165,7 +165,7 @@ class _ShardsOnly:
         # The user may have replaced them by whole tensors, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
         if has_shards and dist.is_initialized() and dist.get_rank() == 0:
-            warnings.warn(
+            warn_user(
                 "rank 0 pickles a sharded state_dict (torch.save?), which holds its own shards "
                 f"only, and not those of the other {dist.get_world_size() - 1} ranks. For one file "
                 "with whole tensors call get_model_state_dict of "
@@ -173,7 +173,6 @@ class _ShardsOnly:
                 "StateDictOptions(full_state_dict=True, cpu_offload=True); to write all shards, "
                 "torch.distributed.checkpoint.save. If each rank writes a file of its own, "
                 "ignore this.",
-                stacklevel=2,
             )
         return OrderedDict, ()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -55,6 +54,7 @@ from meshard._torch.private import (
     skip_dynamo,
     without_modes,
 )
+from meshard._torch.user_line import warn_user
 
 _NOT_DISTRIBUTED = (
     "a module of fully_shard or replicate was used inside torch.distributed.autograd.context(). "
@@ -324,7 +324,7 @@ class Lifecycle:
             raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
             # Distributed autograd drops the text of the error, so it is said here too.
-            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)
+            warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
         self.failure.marks.append("begun")  # cleared below, when its end is sure to be noticed
         self._num_backwards += 1
