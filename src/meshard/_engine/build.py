@@ -478,7 +478,8 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
-    Root(units, name_root(groups), Lifecycle)
+    root = Root(units, name_root(groups), Lifecycle)
+    root.has_new_buffers = any(each.has_new_buffers for each in roots)
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()

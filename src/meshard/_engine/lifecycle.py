@@ -37,6 +37,7 @@ from meshard._engine.step_state import (
     Phase,
 )
 from meshard._engine.unit import Root, Unit, alive, buckets_in
+from meshard._engine.unwritten import warn_about_unwritten
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -184,6 +185,9 @@ class Lifecycle:
         self.abort_if_failed()
         if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
+            if unit.root.has_new_buffers:
+                unit.root.has_new_buffers = False
+                without_modes(warn_about_unwritten, alive(self.units()[0].modules))
             self._refuse_other_reductions()
             # This is set first, because a second thread or an interrupt may come at any later line.
             self.forward = ForwardRun()
