@@ -20,11 +20,11 @@ from tests.support.models import seeded
 from tests.support.ranks import on_ranks
 from tests.support.stream_steps import run_steps
 
-SHORT = 0.3  # seconds after which a wait is reported here
+SHORT = 0.4  # seconds after which a wait is reported here
 
 
 @contextmanager
-def reports(seconds=SHORT, **environment):
+def reports(seconds=SHORT):
     """Yield the list of what is reported while the block runs."""
     found = []
 
@@ -34,20 +34,22 @@ def reports(seconds=SHORT, **environment):
 
     handler, logger = Kept(), logging.getLogger("meshard")
     logger.addHandler(handler)
-    variables = {"MESHARD_STALL_SECONDS": str(seconds), **environment}
     try:
-        with mock.patch.dict(os.environ, variables):
+        with mock.patch.dict(os.environ, MESHARD_STALL_SECONDS=str(seconds)):
             yield found
     finally:
         logger.removeHandler(handler)
 
 
-def small_model():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    return meshard.fully_shard(seeded(model))
+def warm_model(shared_memory="1"):
+    """Return a model that has run a step, so that nothing has to be prepared any more."""
+    model = meshard.fully_shard(seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=shared_memory):
+        model(torch.ones(1, 4)).sum().backward()
+    return model
 
 
-def come_late(rank, seconds=4 * SHORT):
+def come_late(rank, seconds=3 * SHORT):
     dist.barrier()
     if dist.get_rank() == rank:
         time.sleep(seconds)
@@ -55,9 +57,8 @@ def come_late(rank, seconds=4 * SHORT):
 
 @on_ranks(3)
 def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
+    model = warm_model()
     with reports() as found:
-        model = small_model()
-        model(torch.ones(1, 4))  # ranks find out whether they share memory
         come_late(2)
         model(torch.ones(1, 4))
         if dist.get_rank() == 2:
@@ -65,7 +66,7 @@ def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
             return
         (text,) = found
         happens, remedy = text.split("\n")
-        pattern = rf"rank {dist.get_rank()} has waited 0\.\d+ s for the all_gather of unit "
+        pattern = rf"rank {dist.get_rank()} has waited [\d.]+ s for the all_gather of unit "
         pattern += rf"'\(root\)' \(root \d+\), in {re.escape(__file__)}:\d+: rank 2 has not come\."
         assert re.fullmatch(pattern, happens), happens
         assert "as many microbatches" in remedy and "MESHARD_STALL_SECONDS" in remedy
@@ -73,9 +74,8 @@ def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
 
 @on_ranks(3)
 def test_through_sockets_a_wait_names_the_ranks_of_the_group():
-    with reports(MESHARD_SHARED_MEMORY="0") as found:
-        model = small_model()
-        model(torch.ones(1, 4))
+    model = warm_model("0")
+    with reports() as found:
         come_late(1)
         model(torch.ones(1, 4))
         if dist.get_rank() == 1:
@@ -89,9 +89,8 @@ def test_through_sockets_a_wait_names_the_ranks_of_the_group():
 @pytest.mark.parametrize("shared_memory", ["0", "1"])
 @on_ranks(2)
 def test_a_reduction_that_waits_is_named_too(shared_memory):
-    with reports(MESHARD_SHARED_MEMORY=shared_memory) as found:
-        model = small_model()
-        model(torch.ones(1, 4)).sum().backward()
+    model = warm_model(shared_memory)
+    with reports() as found:
         loss = model(torch.ones(1, 4)).sum()
         come_late(1)
         loss.backward()
@@ -101,9 +100,8 @@ def test_a_reduction_that_waits_is_named_too(shared_memory):
 
 @on_ranks(2)
 def test_each_stall_is_reported_once_and_short_waits_are_not():
+    model = warm_model()
     with reports() as found:
-        model = small_model()
-        model(torch.ones(1, 4))
         come_late(1, SHORT / 4)
         model(torch.ones(1, 4))
         assert not found
@@ -115,9 +113,8 @@ def test_each_stall_is_reported_once_and_short_waits_are_not():
 
 @on_ranks(2)
 def test_zero_seconds_turn_it_off():
+    model = warm_model()
     with reports(0) as found:
-        model = small_model()
-        model(torch.ones(1, 4))
         come_late(1)
         model(torch.ones(1, 4))
         assert not found
@@ -126,13 +123,13 @@ def test_zero_seconds_turn_it_off():
 @on_ranks(2)
 def test_a_number_of_seconds_that_is_none_is_refused_by_name():
     with reports("soon"), pytest.raises(ValueError, match="MESHARD_STALL_SECONDS must be a number"):
-        small_model()(torch.ones(1, 4))
+        warm_model()
 
 
 @on_ranks(2)
 def test_a_rank_that_alone_asks_for_unsharded_parameters_is_told():
+    model = warm_model()
     with reports() as found:
-        model = small_model()
         come_late(1)
         with meshard.unsharded_params(model):
             pass
@@ -142,8 +139,8 @@ def test_a_rank_that_alone_asks_for_unsharded_parameters_is_told():
 
 @on_ranks(2)
 def test_a_rank_that_alone_saves_is_told(tmp_path):
+    model = warm_model()
     with reports() as found:
-        model = small_model()
         store = Checkpointer(tmp_path)
         come_late(1)
         store.save(1, model)
