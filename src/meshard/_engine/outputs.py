@@ -8,8 +8,8 @@ The second part explains errors of torch: about shards beside ordinary tensors (
 torch.Tensor and DTensor"), about dtypes, where buffers are not in the dtype of the parameters, and
 about the meta device, where buffers were left there.
 torch raises them where no Python runs, and a tensor class that checked for the first would slow
-down every operator on shards. So they are explained when they leave the forward of a unit, by what
-the frames of their traceback hold.
+down every operator on shards. So they are explained when they leave the forward of a unit, or a
+module of the root that was called by itself, by what the frames of their traceback hold.
 """
 
 from __future__ import annotations
@@ -206,6 +206,15 @@ _REMEDIES = (
     "* Anywhere else, as in a loss function: with meshard.unsharded_params(module): around "
     "the read."
 )
+_REMEDIES_OUTSIDE = (
+    "What helps:\n"
+    "* Call the module that fully_shard was applied to, which gathers its parameters, and not a "
+    "module inside it.\n"
+    "* Or apply fully_shard to the module that is called too, before the one around it: then it "
+    "gathers its own.\n"
+    "* Or read it inside with meshard.unsharded_params(model), or in a method of the sharded "
+    "module after meshard.register_fsdp_forward_method(module, name)."
+)
 
 
 def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any) -> None:
@@ -312,6 +321,29 @@ def _meta_tensors(outermost: nn.Module) -> list[str]:
     params = outermost.named_parameters(remove_duplicate=False)
     found = [f"buffer {name!r}" for name, buffer in buffers if buffer.is_meta]
     return found + [f"parameter {name!r}" for name, param in params if param.is_meta]
+
+
+def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
+    """Add to torch's message which parameter of ``units`` was read, where none of them is running.
+
+    ``error`` has left a module inside one of them that was called by itself.
+    """
+    if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
+        return
+    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames.reverse()  # innermost first
+    found = _first_known(sharded, frames) or _first_known(sharded, map(_parameters_of, frames))
+    if not found:
+        return
+    names = [repr(joined(each.fqn, param.fqn)) for each, param in found if each is found[0][0]]
+    error.args = (
+        f"{error}\n\nparameter {' or '.join(names)} of unit {found[0][0].label!r} was read outside "
+        "of the forward of that unit, where its modules hold this rank's shard. "
+        f"{_REMEDIES_OUTSIDE}",
+        *error.args[1:],
+    )
+    setattr(error, _EXPLAINED, True)
 
 
 def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:
