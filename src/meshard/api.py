@@ -143,6 +143,8 @@ def fully_shard(
     check_bool("unshard_on_access", unshard_on_access)
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)
+    if mesh is not None and dims is None:
+        _warn_about_order(mesh)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
@@ -232,6 +234,18 @@ def check_mesh(mesh: object) -> None:
     """Raise a TypeError unless ``mesh`` is a mesh or None."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
+
+
+def _warn_about_order(mesh: DeviceMesh) -> None:
+    """Warn if the names of a 2D mesh say that its first axis shards and its second replicates."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 2 and names and "shard" in names[0] and "repl" in names[1]:
+        warn_user(
+            f"{names[0]!r} replicates and {names[1]!r} shards: a 2D mesh is (replicate, shard), "
+            f"whatever its axes are called, and this one is {names}.\nPass dp_mesh_dims="
+            f"DataParallelMeshDims(shard={names[0]!r}, replicate={names[1]!r}), which chooses axes "
+            'by name, or make the mesh with mesh_dim_names=("replicate", "shard").'
+        )
 
 
 def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -135,7 +135,7 @@ def test_the_last_line_states_whether_ranks_use_shared_memory(run_ranks):
         if WHY_UNSUPPORTED:
             assert before == after == f"shared memory: off: {WHY_UNSUPPORTED}"
         else:
-            assert before.endswith("decided at the first collective of each process group")
+            assert before.endswith("not known before the first step")
             assert after == "shared memory: on"
 
 

@@ -122,7 +122,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         if WHY_UNSUPPORTED or not self._is_wanted:
             return f"shared memory: off: {WHY_UNSUPPORTED or f'{_VARIABLE}=0'}"
         if any(group not in self._channels for group in candidates):
-            return "shared memory: decided at the first collective of each process group"
+            return "shared memory: not known before the first step"
         num_open = sum(self._channels[group] is not None for group in candidates)
         if num_open == len(candidates):
             return "shared memory: on"
