@@ -52,7 +52,7 @@ def train(args: Namespace, device: torch.device) -> None:
     ledger = CommLedger()  # stays empty if there is no step left
     history = History(held_out=[(first_step, held_out_loss(model, held_out))])
     train_seconds = 0.0
-    progress = tqdm(range(first_step, last_step), unit="step", disable=dist.get_rank() > 0)
+    progress = tqdm(range(first_step, last_step), unit="step", disable=dist.get_rank() > 0 or None)
     for step in progress:
         started = time.perf_counter()
         windows = corpus.batch(

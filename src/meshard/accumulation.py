@@ -95,7 +95,10 @@ def _microbatches(
 ) -> Iterator[Batch]:
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
+    windows = [unit.gradients.window for unit in units]
     try:
+        for window in windows:
+            window.is_in_loop = True
         for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
             is_last = following is _END
             for lifecycle in lifecycles:
@@ -103,6 +106,8 @@ def _microbatches(
             with gradient_sync(module, GradientSync.FULL if is_last else until_last):
                 yield batch
     finally:
+        for window in windows:
+            window.is_in_loop = False
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
             lifecycle.is_last_backward = was_last
 

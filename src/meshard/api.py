@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,6 +34,7 @@ from meshard._torch.private import (
     state_of,
     too_new,
 )
+from meshard._torch.user_line import warn_user
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.initialization import check_same_start
 from meshard.optim.hooks import watch_optimizers
@@ -143,6 +143,8 @@ def fully_shard(
     check_bool("unshard_on_access", unshard_on_access)
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)
+    if mesh is not None and dims is None:
+        _warn_about_order(mesh)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
@@ -234,6 +236,18 @@ def check_mesh(mesh: object) -> None:
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
 
 
+def _warn_about_order(mesh: DeviceMesh) -> None:
+    """Warn if the names of a 2D mesh say that its first axis shards and its second replicates."""
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 2 and names and "shard" in names[0] and "repl" in names[1]:
+        warn_user(
+            f"{names[0]!r} replicates and {names[1]!r} shards: a 2D mesh is (replicate, shard), "
+            f"whatever its axes are called, and this one is {names}.\nPass dp_mesh_dims="
+            f"DataParallelMeshDims(shard={names[0]!r}, replicate={names[1]!r}), which chooses axes "
+            'by name, or make the mesh with mesh_dim_names=("replicate", "shard").'
+        )
+
+
 def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return ``mp_policy``, which may be torch's, as a policy of meshard."""
     if not isinstance(mp_policy, TorchMixedPrecisionPolicy):
@@ -301,10 +315,9 @@ def _host_location(
     host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
     if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
         _has_warned_of_pinning = True
-        warnings.warn(
+        warn_user(
             f"CPUOffloadPolicy(pin_memory=True): the mesh is on {device.type!r}, so there is no "
             "device to copy to and host memory is not pinned; pass pin_memory=False.",
-            stacklevel=3,
         )
     return host
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
 from meshard._engine.unit import joined, own_class, owned_names, unit_of
 from meshard._mesh.mesh_info import device_of
+from meshard._torch.user_line import warn_user
 from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
 from meshard.initialization import take_values_of_first_rank
@@ -116,11 +116,10 @@ def fully_shard_units(
             fully_shard(modules, **calls[modules[0]])
     unit_names = _unit_names(model)
     if not chosen and len(unit_names) == 1:
-        warnings.warn(
+        warn_user(
             f"fully_shard_units found no repeated blocks in this {own_class(model).__name__}, so "
             f"it is one unit, which is unsharded as a whole. {_BLOCKS} Name its classes of "
             "blocks by units=, or call fully_shard(model) if one unit is what you want.",
-            stacklevel=2,
         )
     return unit_names
 
@@ -369,10 +368,9 @@ def _warn_about_narrow(planned: Planned) -> None:
     narrow = [each for each in trained if is_too_narrow_to_step(each.param.dtype)]
     if narrow:
         fqn, param, _ = narrow[0]
-        warnings.warn(
+        warn_user(
             f"{len(narrow)} trainable parameters, the first is {fqn!r}, are {param.dtype}: an "
             "optimizer that steps them rounds small updates away. Leave them in float32 and pass "
             f"mp_policy=MixedPrecisionPolicy(param_dtype={param.dtype}), which computes and "
             "gathers the same, or set requires_grad to False if they are not trained.",
-            stacklevel=3,
         )

@@ -22,6 +22,7 @@ from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of
+from meshard._engine.unwritten import watching_buffers
 from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
@@ -526,6 +527,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             # set_keep_unsharded_storage(True) does not keep it here.
             group.unit_params.free_unsharded()
 
+        @functools.wraps(fn)  # units inside look whose it is
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
             # A shard is a part of a flat buffer, so it has no memory format like channels_last.
@@ -535,8 +537,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
         for param, *_ in chosen:  # torch swaps DTensors with new ones, which drops grad_dtype
             param.grad = None
-        # Not torch's FSDPModule._apply, which reads torch's own state.
-        result = super(TorchFSDPModule, self)._apply(apply, recurse)
+        with watching_buffers(self, fn):
+            # Not torch's FSDPModule._apply, which reads torch's own state.
+            result = super(TorchFSDPModule, self)._apply(apply, recurse)
         for param, dtype, grad in chosen:
             param.grad_dtype = dtype
             param.grad = None if grad is None else apply(grad).to(dtype)

@@ -25,6 +25,7 @@ from meshard._comm.blocking import (
     gather_to_first,
     scatter_from_first,
 )
+from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, require_units
 from meshard._mesh.layout import matching_parts
@@ -151,6 +152,8 @@ class SummonedUnit:
         self._options = options
         self.group = unit.group
         self.group.summon(options)
+        # Modules may be pickled now, as plain ones.
+        self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)
         unit_ref = weakref.ref(unit)
@@ -205,6 +208,8 @@ class SummonedUnit:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
         self.group.dismiss()
+        if self._had_hooks:
+            register_outside_hooks(self.unit)
 
     @torch.no_grad()
     def write(self, values: list[torch.Tensor]) -> None:

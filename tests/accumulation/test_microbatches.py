@@ -1,9 +1,11 @@
 """The ``microbatches`` loop, which needs nothing but batches."""
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import meshard
+from meshard import GradientSync
 from tests.support.ones import make, values
 from tests.support.threads import run_threads
 
@@ -31,3 +33,27 @@ def from_a_loader():
 
 def test_microbatches_need_no_length():
     assert run_threads(from_a_loader, 4) == [6.0] * 4
+
+
+@pytest.mark.parametrize("until_last", list(GradientSync))
+def test_a_step_inside_the_loop_says_where_it_belongs(until_last):
+    run_threads(step_inside, 4, until_last)
+
+
+def step_inside(until_last):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = meshard.microbatches(model, [1.0, 2.0], until_last=until_last)
+    model(next(loop), None).backward()
+    with pytest.raises(RuntimeError, match=r"after the loop over microbatches\(\), not inside"):
+        optimizer.step()
+    for batch in loop:
+        model(batch, None).backward()
+    optimizer.step()
+    # Elsewhere nothing is said of a loop.
+    optimizer.zero_grad()
+    with meshard.no_sync(model):
+        model(1.0, None).backward()
+    with pytest.raises(RuntimeError, match="holds gradients that are") as error:
+        optimizer.step()
+    assert "loop" not in str(error.value)

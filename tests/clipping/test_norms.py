@@ -2,7 +2,11 @@
 
 import copy
 import math
+import os
+import re
+import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -236,7 +240,7 @@ def strays(how):
     ("how", "named"),
     [
         ("clip", "'head.weight'"),
-        ("step", "one of shape (4, 4)"),
+        ("step", "'head.weight'"),
         ("named", "'head.weight'"),
         ("ignored", None),
     ],
@@ -245,9 +249,37 @@ def test_parameters_in_no_unit_are_warned_about_once(run_ranks, how, named):
     for told in run_ranks(strays, 2, how):
         assert len(told) == (named is not None)
         for text in told:
-            assert "are in no unit (2, the first" in text
-            assert f"the first is {named}" in text
-            assert "ignored_params" in text and "describe" in text
+            happens, remedy = text.split("\n")
+            assert (
+                happens.startswith("ranks drift apart") and "are in no unit (2 in all)" in happens
+            )
+            assert f"{named}, 'head.bias'" in happens
+            assert "fully_shard" in remedy and "ignored_params" in remedy and "describe" in remedy
+
+
+def strays_under_debug():
+    names = re.escape("'head.weight', 'head.bias' are in no unit")
+    with mock.patch.dict(os.environ, MESHARD_DEBUG="1"), pytest.raises(RuntimeError, match=names):
+        strays("step")
+
+
+def test_parameters_in_no_unit_are_an_error_under_debug(run_ranks):
+    run_ranks(strays_under_debug, 2)
+
+
+def where_strays_are_warned_of():
+    model = seeded(WithHead())
+    meshard.fully_shard(model.body)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    line = sys._getframe().f_lineno + 2
+    with pytest.warns(UserWarning, match="are in no unit") as caught:
+        optimizer.step()
+    assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
+
+
+def test_a_warning_points_at_the_line_of_the_user(run_ranks):
+    run_ranks(where_strays_are_warned_of, 2)
 
 
 def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others(run_ranks):

@@ -1,5 +1,7 @@
 """The explanation of torch's error about shards beside ordinary tensors."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.nn import functional
 import meshard
 from tests.support.models import Transformer, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 REMEDIES = [
     "apply fully_shard to the parent instead of this module",
@@ -301,3 +304,82 @@ def loss_reads_the_head():
 
 def test_a_loss_that_reads_the_head_trains_inside_unsharded_params(run_ranks):
     run_ranks(loss_reads_the_head, 2)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class WithInner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Inner()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, ids):
+        return self.head(self.model(ids))
+
+    def get_input_embeddings(self):
+        return self.model.embed
+
+
+def root_around_a_unit():
+    model = seeded(WithInner())
+    meshard.fully_shard(model.model.layers[0])
+    return meshard.fully_shard(model)
+
+
+IDS = torch.tensor([1, 2])
+OUTSIDE = {
+    "the embedding": (lambda model: model.get_input_embeddings()(IDS), "'model.embed.weight'"),
+    "the inner model": (lambda model: model.model(IDS), "'model.embed.weight'"),
+    "the head": (lambda model: model.head(torch.ones(2, 4)), "'head.weight' or 'head.bias'"),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+@pytest.mark.parametrize("when", ["first", "after a step", "of a copy", "of an outer root"])
+@on_ranks(2)
+def test_a_module_of_the_root_that_is_called_by_itself_is_explained(what, when):
+    call, names = OUTSIDE[what]
+    model = root_around_a_unit()
+    if when == "after a step":
+        model(IDS).sum().backward()
+    if when == "of a copy":
+        model = copy.deepcopy(model)
+    if when == "of an outer root":
+        outer = meshard.fully_shard(nn.Sequential(model, nn.Linear(4, 4)))
+        assert outer(IDS).shape == (2, 4)
+        with pytest.raises(RuntimeError, match="got mixed"):
+            call(model)  # a unit inside another one has no such hooks
+        return
+    text = text_of(call, model)
+    assert f"parameter {names} of unit '(root)' was read outside" in text
+    for remedy in ("unsharded_params", "register_fsdp_forward_method", "Call the module that"):
+        assert text.count(remedy) == 1
+    assert model(IDS).shape == (2, 4)  # nothing has changed
+
+
+@on_ranks(1)
+def test_other_errors_of_such_modules_keep_their_text():
+    model = root_around_a_unit()
+    with pytest.raises(TypeError) as caught:
+        model.model("no tensor")
+    assert "unit" not in str(caught.value)
+
+
+@on_ranks(1)
+def test_modules_of_units_without_units_inside_have_no_hook():
+    model = root_around_a_unit()
+    assert len(model.model._forward_hooks) == len(model.head._forward_hooks) == 1
+    alone = meshard.fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    assert not alone[0]._forward_hooks

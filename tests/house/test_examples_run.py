@@ -183,7 +183,9 @@ def test_the_numbers_of_a_run_are_there_if_its_picture_fails(
 @pytest.mark.extras
 def test_the_training_example_trains_and_reports(tmp_path):
     report = tmp_path / "report.json"
-    printed = run_example("train_gpt.py", tmp_path, *TINY, *SMALL_GPT, "--json", str(report))
+    command = EXAMPLES / "train_gpt.py", *TINY, *SMALL_GPT, "--json", report
+    printed, complaints = run_script(tmp_path, *command)
+    assert "step/s" not in complaints  # a progress bar is for a terminal
     assert printed.startswith("2 CPU ranks, 0.1 million parameters, 0.33 million bytes of text")
     values = json.loads(report.read_text())
     assert set(values) >= REPORT_KEYS
@@ -265,3 +267,22 @@ def test_the_map_shows_what_each_rank_holds(tmp_path):
     assert [row[:3] for row in held] == [[str(r), str(r // 2), str(r % 2)] for r in range(4)]
     assert [row[-1] for row in held] == ["rows 0 to 3", "rows 4 to 6"] * 2  # of seven
     assert (tmp_path / "sharding_map.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+# --- what they leave behind ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_git_lists_nothing_that_examples_leave_in_a_checkout():
+    text = (EXAMPLES / "README.md").read_text()
+    written = set(re.findall(r"--(?:save|json|plot) ([\w./]+)", text))
+    for path in EXAMPLES.glob("*.py"):
+        written |= set(re.findall(r'Path\("([\w.]+)"\)', path.read_text()))
+    assert {"run", "loss.png"} <= written
+    paths = [f"{folder}{name}" for folder in ("", "examples/") for name in sorted(written)]
+    # A folder is ignored as one, so this asks for a file in it.
+    paths = [path if "." in path else f"{path}/file" for path in paths]
+    asked = subprocess.run(
+        ["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert asked.stdout.split() == paths

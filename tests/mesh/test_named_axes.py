@@ -1,6 +1,7 @@
 """Named axes of a larger mesh, which shard and replicate."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -291,3 +292,29 @@ def test_a_parameter_on_another_mesh_is_refused(mesh):
     layer = spread(nn.Linear(4, 4), mesh["tp"], [Shard(0)], [Shard(0)])
     text = "'weight' is a DTensor already: .* must lie over the mesh that was passed"
     refused(text, layer, mesh, DataParallelMeshDims(shard="dp"))
+
+
+@pytest.mark.parametrize("names", [("shard", "replicate"), ("dp_shard", "dp_replicate")])
+def test_names_that_say_the_other_way_round_are_warned_of(names):
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        with pytest.warns(UserWarning, match=f"'{names[0]}' replicates") as caught:
+            meshard.fully_shard(nn.Linear(4, 4), mesh)
+        assert "dp_mesh_dims=DataParallelMeshDims" in str(caught[0].message)
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("names", [("replicate", "shard"), None, ("a", "b")])
+def test_other_names_are_not_warned_of(names):
+    with fake_group(4), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+
+
+def test_axes_that_are_chosen_by_name_may_have_any_order():
+    with fake_group(4), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+        dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+        layer = meshard.fully_shard(nn.Linear(4, 4), mesh, dp_mesh_dims=dims)
+        assert layer.weight.placements == (Shard(0), Replicate())

@@ -321,7 +321,7 @@ def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
     monkeypatch.setattr(channel_module, "_NAPS_PER_CHECK", 1)
     met = object.__new__(channel_module.Channel)
     met._processes, met._patience = {1: Ending()}, 60.0
-    met._wait_long(words, 0, 0, 1, "join the collective")
+    met._nap_until(words, 0, 0, 1, "join the collective")
 
 
 def another_size():

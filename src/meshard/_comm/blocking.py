@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import announce
+from meshard._comm.stalls import Waiting, spoken
 from meshard._torch.private import all_gather_single
 
 
@@ -20,7 +21,8 @@ def broadcast(
     if group.size() > 1 and buffer.numel():
         announce("broadcast", buffer, group, label)
         # As bytes: gloo supports neither int16 nor float8.
-        dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
+        with Waiting(spoken(("broadcast", label)), group):
+            dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
 
 
 def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:
@@ -29,7 +31,8 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     if group.size() == 1:
         return gathered.copy_(source)
     announce("all_gather", gathered, group, label)
-    all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
+    with Waiting(spoken(("all_gather", label)), group):
+        all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
     return gathered
 
 
@@ -42,7 +45,8 @@ def exchange_numbers(
     """
     own = torch.tensor(numbers, device=device)
     gathered = own.new_empty(group.size() * len(numbers))
-    all_gather_single(gathered, own, group=group)
+    with Waiting("exchange of numbers that prepares a collective", group):
+        all_gather_single(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
     return rows
 
@@ -54,7 +58,8 @@ def agree_on_max(
     group = dist.group.WORLD if group is None else group
     if group is not None and group.size() > 1:
         announce("all_reduce", value, group, label)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+        with Waiting(spoken(("all_reduce", label)), group):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
 def gather_to_first(
@@ -72,7 +77,8 @@ def gather_to(
         return source.view(1, -1).clone()
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None
     announce("gather", source, group, label, rows=group.size())
-    dist.gather(source, None if rows is None else list(rows), group=group, group_dst=target)
+    with Waiting(spoken(("gather", label)), group):
+        dist.gather(source, None if rows is None else list(rows), group=group, group_dst=target)
     return rows
 
 
@@ -85,4 +91,5 @@ def scatter_from_first(
         output.copy_(rows[0])
         return
     announce("scatter", output, group, label, rows=group.size())
-    dist.scatter(output, None if rows is None else list(rows), group=group, group_src=0)
+    with Waiting(spoken(("scatter", label)), group):
+        dist.scatter(output, None if rows is None else list(rows), group=group, group_src=0)

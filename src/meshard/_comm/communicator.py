@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
+from meshard._comm.stalls import Collective
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
@@ -368,7 +369,7 @@ class Communicator:
                 pending = self._start_all_gather(flat, source, group, label)
             else:
                 work = custom(flat, source, group, self.waits_block_host)
-                pending = self._in_flight(work, source)
+                pending = self._in_flight(work, ("all_gather", label), group, source)
             return Gathered([flat.view(group.size(), -1)], pending, source)
 
     def reduce_scatter(
@@ -403,7 +404,7 @@ class Communicator:
                     total, rows, group, label, keep_signs=keep_signs
                 )
             else:
-                pending = self._start_custom_reduce_scatter(total, rows, group, custom)
+                pending = self._start_custom_reduce_scatter(total, rows, group, label, custom)
         return Reducing(pending, rows, total)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
@@ -417,7 +418,7 @@ class Communicator:
                 return self._start_all_reduce(buffer, group, label)
             op = dist.ReduceOp.SUM
             work = custom(buffer, op=op, group=group, async_op=self.waits_block_host)
-            return self._in_flight(work, buffer)
+            return self._in_flight(work, ("all_reduce", label), group, buffer)
 
     # --- for implementations ---------------------------------------------------------------
 
@@ -463,7 +464,12 @@ class Communicator:
         raise NotImplementedError
 
     def _start_custom_reduce_scatter(
-        self, output: torch.Tensor, rows: Rows, group: dist.ProcessGroup, custom: ReduceScatter
+        self,
+        output: torch.Tensor,
+        rows: Rows,
+        group: dist.ProcessGroup,
+        label: str,
+        custom: ReduceScatter,
     ) -> InFlight:
         (source,) = rows
         received, then = output, None
@@ -471,7 +477,8 @@ class Communicator:
             received = custom.allocate(output.shape, dtype=source.dtype, device=source.device)
             then = functools.partial(output.copy_, received)
         work = custom(received, source.view(-1), group, dist.ReduceOp.SUM, self.waits_block_host)
-        return self._in_flight(work, source, received, then=then)
+        collective = "reduce_scatter", label
+        return self._in_flight(work, collective, group, source, received, then=then)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
@@ -479,7 +486,12 @@ class Communicator:
         raise NotImplementedError
 
     def _in_flight(
-        self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
+        self,
+        work: dist.Work | None,
+        collective: Collective,
+        group: dist.ProcessGroup,
+        *keep: torch.Tensor,
+        then: Callable[[], object] | None = None,
     ) -> InFlight:
         """Return a wait for ``work`` (None: done), then ``then``; ``keep`` lives until it."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from meshard._comm.communicator import (
     RecordedWork,
     Rows,
 )
+from meshard._comm.stalls import Collective, Waiting, spoken
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
 
@@ -59,21 +61,28 @@ _NO_STREAM = contextlib.nullcontext()
 class WorkInFlight:
     """A ``c10d.Work`` (None: done), and what this rank does after it."""
 
-    __slots__ = ("_keep", "_then", "_work")
+    __slots__ = ("_collective", "_group", "_keep", "_then", "_work")
 
     def __init__(
         self,
         work: dist.Work | None,
+        collective: Collective,
+        group: dist.ProcessGroup,
         then: Callable[[], object] | None = None,
         keep: Sequence[torch.Tensor] = (),  # alive until the work is done
     ) -> None:
         self._work = work
+        self._collective = collective
+        self._group = group
         self._then = then
         self._keep = keep
 
     def wait(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            if not self._work.is_completed():
+                with Waiting(spoken(self._collective), self._group):
+                    self._work.wait()
+            self._work.wait()  # raises what the work has raised
             self._work, self._keep = None, ()  # they hold what was sent
         then, self._then = self._then, None  # wait may be called again
         if then is not None:
@@ -122,7 +131,8 @@ class WorkCommunicator(Communicator):
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
-        return WorkInFlight(start_all_gather_on(group, output, source))
+        work = start_all_gather_on(group, output, source)
+        return WorkInFlight(work, ("all_gather", label), group)
 
     def _start_reduce_scatter(
         self,
@@ -135,23 +145,36 @@ class WorkCommunicator(Communicator):
     ) -> InFlight:
         (source,) = rows
         if group.size() == 2:
-            return _exchange(output, source, group)
+            return _exchange(output, source, group, label)
         received = torch.empty_like(source)
         work = start_all_to_all_on(group, received, source, [])
-        return WorkInFlight(work, lambda: sum_rows(output, received, keep_signs=keep_signs))
+        return WorkInFlight(
+            work,
+            ("reduce_scatter", label),
+            group,
+            lambda: sum_rows(output, received, keep_signs=keep_signs),
+        )
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
-        return WorkInFlight(dist.all_reduce(buffer, group=group, async_op=True))
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        return WorkInFlight(work, ("all_reduce", label), group)
 
     def _in_flight(
-        self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
+        self,
+        work: dist.Work | None,
+        collective: Collective,
+        group: dist.ProcessGroup,
+        *keep: torch.Tensor,
+        then: Callable[[], object] | None = None,
     ) -> InFlight:
-        return WorkInFlight(work, then, keep)
+        return WorkInFlight(work, collective, group, then, keep)
 
 
-def _exchange(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> InFlight:
+def _exchange(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
+) -> InFlight:
     """Reduce-scatter between two ranks: each sends the other's row, and nothing to itself.
 
     What comes in is received where the sum will be, if the dtypes are the same.
@@ -162,4 +185,5 @@ def _exchange(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGro
     received = output if output.dtype == source.dtype else torch.empty_like(theirs)
     sizes = [0, theirs.numel()] if group.rank() == 0 else [theirs.numel(), 0]
     work = start_all_to_all_on(group, received, theirs, sizes)
-    return WorkInFlight(work, lambda: sum_two(output, received, own))
+    then = functools.partial(sum_two, output, received, own)
+    return WorkInFlight(work, ("reduce_scatter", label), group, then)

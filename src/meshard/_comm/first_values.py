@@ -7,7 +7,6 @@ bit, and before anything is sharded.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from meshard._comm.blocking import exchange_numbers
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._torch.private import backend_name
+from meshard._torch.user_line import warn_user
 
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLES = 16  # elements of each parameter, which is a few microseconds
@@ -67,14 +67,13 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
         ranks = ranks_of(mesh_info)
         others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
         if others:
-            warnings.warn(
+            warn_user(
                 f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
                 f"differ from rank {ranks[0]}, and nothing was loaded since. Each rank kept its "
                 "part, so what is trained is a mixture of models, and replicas differ for good. "
                 "Seed every rank alike before building the model, load the same file on every "
                 "rank, or call fully_shard_units(..., sync_init=True). MESHARD_DEBUG=1 names the "
                 "parameters.",
-                stacklevel=2,
             )
 
 

@@ -36,23 +36,23 @@ from meshard._comm.communicator import (
     Communicator,
     InFlight,
     Pending,
-    RecordedWork,
     Rows,
     StepPhase,
 )
+from meshard._comm.stalls import Collective, WatchedStream
 from meshard._torch.private import all_gather_single, reduce_scatter_single
 
 
 class _EventInFlight:
     """Work queued on a comm stream, as the event after it. Streams wait; the host goes on."""
 
-    __slots__ = ("_compute", "_device_module", "_event", "_keep")
+    __slots__ = ("_compute", "_device_module", "_keep", "event")
 
     def __init__(
         self, device_module: Any, event: Any, keep: tuple[torch.Tensor, ...], compute: Any
     ) -> None:
         self._device_module = device_module
-        self._event = event
+        self.event = event
         self._keep = keep  # rule 3: what is read there lives until compute has waited
         self._compute = compute  # the stream from which the comm stream was entered
 
@@ -62,14 +62,14 @@ class _EventInFlight:
     abandon = wait
 
     def _order(self, stream: Any) -> None:
-        stream.wait_event(self._event)
+        stream.wait_event(self.event)
         self._keep = ()
 
     def poll(self) -> bool:
         return False  # ordering streams takes no host time, but proves nothing done
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
         self._keep = ()
 
     def __del__(self) -> None:
@@ -95,6 +95,7 @@ class StreamCommunicator(Communicator):
         self._gather_after: list[Any] = []  # at most one event
         self._compute: Any = None  # inside on_stream: the stream that was current before
         self._after: dict[CommStream, list[Pending]] = {}
+        self._watched = WatchedStream(device_module)
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
@@ -144,16 +145,21 @@ class StreamCommunicator(Communicator):
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 
-    def record(self, *keep: torch.Tensor) -> RecordedWork:
+    def record(self, *keep: torch.Tensor) -> _EventInFlight:
         stream = self._device_module.current_stream()
         compute = stream if self._compute is None else self._compute
         return _EventInFlight(self._device_module, stream.record_event(), keep, compute)
+
+    def _record_collective(self, op: str, label: str, *keep: torch.Tensor) -> InFlight:
+        recorded = self.record(*keep)
+        self._watched.add(recorded.event, (op, label))
+        return recorded
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         all_gather_single(output, source, group=group)
-        return self.record(source)
+        return self._record_collective("all_gather", label, source)
 
     def _start_reduce_scatter(
         self,
@@ -170,19 +176,24 @@ class StreamCommunicator(Communicator):
         reduce_scatter_single(received, source.view(-1), group=group)
         if not is_same:
             output.copy_(received)
-        return self.record(source, received)
+        return self._record_collective("reduce_scatter", label, source, received)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
     ) -> InFlight:
         dist.all_reduce(buffer, group=group)
-        return self.record(buffer)
+        return self._record_collective("all_reduce", label, buffer)
 
     def _in_flight(
-        self, work: dist.Work | None, *keep: torch.Tensor, then: Callable[[], object] | None = None
+        self,
+        work: dist.Work | None,
+        collective: Collective,
+        group: dist.ProcessGroup,
+        *keep: torch.Tensor,
+        then: Callable[[], object] | None = None,
     ) -> InFlight:
         if work is not None:
             work.wait()  # the current stream waits, not the host
         if then is not None:
             then()
-        return self.record(*keep)
+        return self._record_collective(*collective, *keep)

@@ -25,6 +25,8 @@ from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
     register_load_hooks,
+    register_outside_hooks,
+    remove_outside_hooks,
     run_in_unit,
 )
 from meshard._engine.lifecycle import Lifecycle
@@ -473,12 +475,17 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
+            if inner.children:  # it was a root around them
+                remove_outside_hooks(inner)
             inner.parent = weakref.ref(own[-1])
             own[-1].children.append(weakref.ref(inner))
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
-    Root(units, name_root(groups), Lifecycle)
+    root = Root(units, name_root(groups), Lifecycle)
+    if inside:
+        register_outside_hooks(unit)
+    root.has_new_buffers = any(each.has_new_buffers for each in roots)
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()

@@ -15,7 +15,6 @@ import functools
 import sys
 import threading
 import traceback
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from meshard._engine.outputs import (
     cast_floats,
     detached_from_others,
     explain,
+    explain_outside,
     left_in,
     may_collect,
     tensors_in,
@@ -63,6 +63,7 @@ from meshard._torch.private import (
     tangents_of,
     without_modes,
 )
+from meshard._torch.user_line import warn_user
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
@@ -165,7 +166,7 @@ class _ShardsOnly:
         # The user may have replaced them by whole tensors, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
         if has_shards and dist.is_initialized() and dist.get_rank() == 0:
-            warnings.warn(
+            warn_user(
                 "rank 0 pickles a sharded state_dict (torch.save?), which holds its own shards "
                 f"only, and not those of the other {dist.get_world_size() - 1} ranks. For one file "
                 "with whole tensors call get_model_state_dict of "
@@ -173,7 +174,6 @@ class _ShardsOnly:
                 "StateDictOptions(full_state_dict=True, cpu_offload=True); to write all shards, "
                 "torch.distributed.checkpoint.save. If each rank writes a file of its own, "
                 "ignore this.",
-                stacklevel=2,
             )
         return OrderedDict, ()
 
@@ -327,6 +327,54 @@ def run_in_unit(
     for each in reversed(with_siblings(unit)):
         method = partial(ModuleHooks(each).run, module, method)
     return method(*args, **kwargs)
+
+
+class _OutsideHook(UnitHook):
+    """The hook of a module inside the root, which users may call by itself, as an embedding."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output is None:  # this is all that torch.compile sees
+            self._explain(module)
+
+    @skip_dynamo
+    def _explain(self, module: nn.Module) -> None:
+        unit = self._unit()
+        if unit is None or not has_raised(module):
+            return
+        lifecycle = unit.root.lifecycle
+        if lifecycle is None or lifecycle.phase is Phase.IDLE:
+            explain_outside(sys.exc_info()[1], alive(unit.root.units))
+
+
+def register_outside_hooks(unit: Unit) -> None:
+    """Register hooks by which modules of ``unit``, and of no unit inside it, explain errors.
+
+    A hook costs each call of its module a microsecond or two, so only a root around other units
+    has them, whose own modules are few.
+    """
+    if unit.params and not unit.gradients.is_replicated:
+        for module in _modules_inside(unit):
+            module.register_forward_hook(_OutsideHook(unit), always_call=True)
+
+
+def remove_outside_hooks(unit: Unit) -> bool:
+    """Undo ``register_outside_hooks``; return whether there was any hook."""
+    found = [
+        (module, number)
+        for module in _modules_inside(unit)
+        for number, hook in module._forward_hooks.items()
+        if isinstance(hook, _OutsideHook)
+    ]
+    for module, number in found:
+        del module._forward_hooks[number]
+        module._forward_hooks_always_called.pop(number, None)
+    return bool(found)
+
+
+def _modules_inside(unit: Unit) -> list[nn.Module]:
+    modules = alive(unit.modules)
+    inside = [each for module in modules for _, each in outside_units("", module, set())]
+    return [each for each in dict.fromkeys(inside) if each not in modules]
 
 
 class Watched(NamedTuple):

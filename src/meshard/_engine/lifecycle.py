@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -38,6 +37,7 @@ from meshard._engine.step_state import (
     Phase,
 )
 from meshard._engine.unit import Root, Unit, alive, buckets_in
+from meshard._engine.unwritten import warn_about_unwritten
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -55,6 +55,7 @@ from meshard._torch.private import (
     skip_dynamo,
     without_modes,
 )
+from meshard._torch.user_line import warn_user
 
 _NOT_DISTRIBUTED = (
     "a module of fully_shard or replicate was used inside torch.distributed.autograd.context(). "
@@ -184,6 +185,9 @@ class Lifecycle:
         self.abort_if_failed()
         if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
+            if unit.root.has_new_buffers:
+                unit.root.has_new_buffers = False
+                without_modes(warn_about_unwritten, alive(self.units()[0].modules))
             self._refuse_other_reductions()
             # This is set first, because a second thread or an interrupt may come at any later line.
             self.forward = ForwardRun()
@@ -324,7 +328,7 @@ class Lifecycle:
             raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
             # Distributed autograd drops the text of the error, so it is said here too.
-            warnings.warn(_NOT_DISTRIBUTED, stacklevel=2)
+            warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
         self.failure.marks.append("begun")  # cleared below, when its end is sure to be noticed
         self._num_backwards += 1

@@ -8,7 +8,6 @@ leave the module with a tensor that is never filled again (an error).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshard._params.sharded_param import UnitParam
 from meshard._torch.dtensor import place_like, plain_of, set_local
 from meshard._torch.private import version_of
+from meshard._torch.user_line import warn_user
 
 
 class _Installed(NamedTuple):
@@ -62,12 +62,11 @@ class ManualUnshard:
             elif version_of(unsharded) != before.version:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
-            warnings.warn(
+            warn_user(
                 f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after "
                 "unshard(), and these edits are lost: they were made to a copy. Edit unsharded "
                 "parameters inside meshard.unsharded_params(module), or the shards after "
                 "reshard().",
-                stacklevel=4,
             )
         if not cast:
             return ""
@@ -118,10 +117,9 @@ class KeptInstalled:
             if version_of(param.unsharded) != version:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
-            warnings.warn(
+            warn_user(
                 f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after a "
                 "forward that has left them unsharded (reshard_after_forward=False, or the root), "
                 "and these edits are lost: they were made to a copy. Call reshard() on the unit "
                 "before, or edit them inside meshard.unsharded_params(module).",
-                stacklevel=4,
             )

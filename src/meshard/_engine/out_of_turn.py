@@ -11,7 +11,6 @@ changed.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 
@@ -21,6 +20,7 @@ from meshard._engine.param_group import ParamState, refuse_transforms
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.unit import Unit, alive
 from meshard._torch.private import keeps_graph, skip_dynamo
+from meshard._torch.user_line import warn_user
 
 # --- gathered ahead ---------------------------------------------------------------------------
 
@@ -151,13 +151,12 @@ class RetainedUnits:
             return  # this is a recomputation, in the backward of the unit
         if unit not in _warned:
             _warned.add(unit)
-            warnings.warn(
+            warn_user(
                 f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was "
                 "found, so the beginning of its backward cannot be seen; it stays unsharded until "
                 "a backward ended. Return the tensors that gradients come back through; if they "
                 "are inside an object, make its class a dataclass, or register it "
                 "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node).",
-                stacklevel=2,
             )
         if self._hidden_in is not of:
             self._hidden_in = of

@@ -4,11 +4,12 @@ They are found in what torch's pytree flattens (tuples, lists, dicts, named tupl
 classes, such as the outputs of Hugging Face models), in dataclasses, and in subclasses of dict and
 of named tuples. Other objects are not searched. Tensors and flat tuples cost no walk over a tree.
 
-The second part explains two errors of torch: about shards beside ordinary tensors ("got mixed
-torch.Tensor and DTensor"), and about dtypes, where buffers are not in the dtype of the parameters.
+The second part explains errors of torch: about shards beside ordinary tensors ("got mixed
+torch.Tensor and DTensor"), about dtypes, where buffers are not in the dtype of the parameters, and
+about the meta device, where buffers were left there.
 torch raises them where no Python runs, and a tensor class that checked for the first would slow
-down every operator on shards. So they are explained when they leave the forward of a unit, by what
-the frames of their traceback hold.
+down every operator on shards. So they are explained when they leave the forward of a unit, or a
+module of the root that was called by itself, by what the frames of their traceback hold.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._engine.manual_unshard import listed
 from meshard._engine.unit import Unit, alive, joined, outside_units, units_in
+from meshard._engine.unwritten import REMEDY
 from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
@@ -186,10 +188,11 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool)
     return map_tensors(alias, output)
 
 
-# --- the errors about mixed tensors and about dtypes ----------------------------------------
+# --- errors of torch that are explained --------------------------------------------------
 
 _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _ABOUT_DTYPES = re.compile("dtype|(scalar|data|input|weight|bias) ?type", re.IGNORECASE)
+_ABOUT_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 _EXPLAINED = "_meshard_is_explained"
 _PASSED = "_meshard_passed"  # ids of the units whose forward the error has left unexplained
 _Sharded = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
@@ -203,10 +206,19 @@ _REMEDIES = (
     "* Anywhere else, as in a loss function: with meshard.unsharded_params(module): around "
     "the read."
 )
+_REMEDIES_OUTSIDE = (
+    "What helps:\n"
+    "* Call the module that fully_shard was applied to, which gathers its parameters, and not a "
+    "module inside it.\n"
+    "* Or apply fully_shard to the module that is called too, before the one around it: then it "
+    "gathers its own.\n"
+    "* Or read it inside with meshard.unsharded_params(model), or in a method of the sharded "
+    "module after meshard.register_fsdp_forward_method(module, name)."
+)
 
 
 def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any) -> None:
-    """Add to torch's message what the cause may be, and what helps, if it is one of the two errors.
+    """Add to torch's message what the cause may be, and what helps, if it is one of these errors.
 
     ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
@@ -216,6 +228,8 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
     with contextlib.suppress(Exception):  # which would hide the error that is being explained
         if _TEXT_OF_TORCH in str(error):
             text = _explanation(error, unit, module, inputs)
+        elif _ABOUT_META.search(str(error)) and (held := _meta_tensors(_outermost(module, unit))):
+            text = f"On the meta device, without values, are {', '.join(held)}. {REMEDY}"
         elif _ABOUT_DTYPES.search(str(error)):
             text = _about_buffers(error, unit, module)
     if not text:
@@ -299,6 +313,37 @@ def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
         "* To leave them in theirs, apply fully_shard without param_dtype to the module that uses "
         "them (to each BatchNorm, say), or cast them in forward, where they are read."
     )
+
+
+def _meta_tensors(outermost: nn.Module) -> list[str]:
+    """Return the names of buffers on the meta device, and of parameters that are in no unit."""
+    buffers = outermost.named_buffers(remove_duplicate=False)
+    params = outermost.named_parameters(remove_duplicate=False)
+    found = [f"buffer {name!r}" for name, buffer in buffers if buffer.is_meta]
+    return found + [f"parameter {name!r}" for name, param in params if param.is_meta]
+
+
+def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
+    """Add to torch's message which parameter of ``units`` was read, where none of them is running.
+
+    ``error`` has left a module inside one of them that was called by itself.
+    """
+    if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
+        return
+    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames.reverse()  # innermost first
+    found = _first_known(sharded, frames) or _first_known(sharded, map(_parameters_of, frames))
+    if not found:
+        return
+    names = [repr(joined(each.fqn, param.fqn)) for each, param in found if each is found[0][0]]
+    error.args = (
+        f"{error}\n\nparameter {' or '.join(names)} of unit {found[0][0].label!r} was read outside "
+        "of the forward of that unit, where its modules hold this rank's shard. "
+        f"{_REMEDIES_OUTSIDE}",
+        *error.args[1:],
+    )
+    setattr(error, _EXPLAINED, True)
 
 
 def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:

@@ -265,6 +265,12 @@ class ParamGroup:
 
     def check_nothing_is_pending(self) -> None:
         if self.gradients.pending:
+            if self.gradients.window.is_in_loop:
+                raise RuntimeError(
+                    "step, clip and save after the loop over microbatches(), not inside: "
+                    f"unit {self.label!r} holds gradients that are {self.gradients.pending}. "
+                    "(zero_grad() inside the loop drops them.)"
+                )
             raise RuntimeError(
                 f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
                 "would be missed; end the window with a backward under GradientSync.FULL (the last "

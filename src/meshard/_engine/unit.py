@@ -209,6 +209,7 @@ class Root:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self.names = names  # see ``name_root``
         self.failure = Failure()
+        self.has_new_buffers = False  # whether to_empty has given memory to some: see unwritten
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):

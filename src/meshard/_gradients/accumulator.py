@@ -114,6 +114,7 @@ class Window:
     """The microbatches whose gradients are added up before an optimizer step, for one unit."""
 
     is_open: bool = False  # some backward was not FULL, and no FULL one has followed
+    is_in_loop: bool = False  # a loop over ``microbatches`` is under way
     _has_divided: bool = False
     _factor: float | None = None
 

@@ -8,7 +8,6 @@ view of the bucket again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -25,6 +24,7 @@ from meshard._gradients.published import (
     unrecorded,
 )
 from meshard._params.replicated_params import ReplicatedParams
+from meshard._torch.user_line import warn_user
 
 
 @dataclass
@@ -252,12 +252,11 @@ class ReplicatedGrads(PublishedGrads):
             return
         if not self.replaced.count:
             names = ", ".join(repr(self._params[i].fqn) for i in sorted(replaced))
-            warnings.warn(
+            warn_user(
                 f".grad of {names} in {self._unit_params.label!r} was replaced by another tensor; "
                 "it is taken over by value, which costs a copy. Change gradients in place "
                 "(grad.mul_(...), grad.copy_(...)) to keep them views of their bucket. This is "
                 "said once; num_replaced_gradients counts.",
-                stacklevel=2,
             )
         self.replaced.count += len(replaced)
 

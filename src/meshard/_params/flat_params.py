@@ -8,7 +8,6 @@ use detects that by identity and moves the values into a flat buffer again.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +22,7 @@ from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMe
 from meshard._params.subclass_params import PRE, SubclassParams, has_own_methods
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams
 from meshard._torch.dtensor import move_local
+from meshard._torch.user_line import warn_user
 from meshard.policies import MixedPrecisionPolicy
 
 
@@ -157,11 +157,10 @@ class FlatParams(ShardedUnitParams):
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
         for param, has_lost in zip(self.params, lost, strict=True):
             if has_lost:
-                warnings.warn(
+                warn_user(
                     f"{PRE} was set on the local tensor of parameter {param.fqn!r} of unit "
                     f"{self.label!r}, which has another local tensor now; set the methods again on "
                     "the new one, or this parameter is gathered like any other.",
-                    stacklevel=2,
                 )
 
     # --- location --------------------------------------------------------------------------

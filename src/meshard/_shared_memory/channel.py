@@ -28,6 +28,7 @@ import torch.distributed as dist
 from meshard._comm.blocking import exchange_numbers
 from meshard._comm.communicator import Rows, StepPhase
 from meshard._comm.divergence import REMEDY
+from meshard._comm.stalls import Waiting
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, FirstFit, Segment, aligned
 from meshard._torch.private import timeout_of
 
@@ -76,9 +77,10 @@ class Channel:
     """The segments and processes of all ranks of a group on one host, by rank."""
 
     def __init__(
-        self, segments: list[Segment], processes: list[int], rank: int, patience: float
+        self, segments: list[Segment], processes: list[int], group: dist.ProcessGroup
     ) -> None:
-        self.rank = rank
+        rank = self.rank = group.rank()
+        self._ranks = dist.get_process_group_ranks(group)  # in the default group
         self.process = processes[rank]
         self.others = [other for other in range(len(segments)) if other != rank]
         self._segments = segments
@@ -90,7 +92,9 @@ class Channel:
         self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
         self._num_text_bytes = 0  # of this rank
         self._name_words: dict[Name, int] = {}
-        self._patience = patience  # seconds after which a wait gives up
+        self._spoken: dict[int, str] = {}  # what they stand for
+        # Seconds after which a wait gives up.
+        self._patience = timeout_of(group, torch.device("cpu")).total_seconds()
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
         self._released_at = 0  # its value when cached memory was last released
@@ -235,10 +239,12 @@ class Channel:
         """Write the text of ``name`` for the other ranks; return where it is, and its checksum."""
         op, unit, root = name
         begin, texts = self._num_text_bytes, self._texts[self.rank]
-        text = f"{op} of unit {unit!r} ({root})".encode()[: len(texts) - 1 - begin]
+        spoken = f"{op} of unit {unit!r} ({root})"
+        text = spoken.encode()[: len(texts) - 1 - begin]
         texts[begin : begin + len(text)] = text
         self._num_text_bytes = min(begin + len(text) + 1, len(texts) - 1)
         word = self._name_words[name] = begin << 32 | zlib.crc32(repr(name).encode())
+        self._spoken[word] = spoken
         return word
 
     def _check_names(self, message: int, other: int) -> None:
@@ -308,15 +314,26 @@ class Channel:
     ) -> None:
         slot = message % _MESSAGES
         for each in self.others if other is None else (other,):
-            own = words[each]
-            if own[slot] <= message:
-                self._wait_long(own, slot, message, each, what)
+            if words[each][slot] <= message:
+                self._wait_long(words, slot, message, each, what)
 
-    def _wait_long(self, own: memoryview, slot: int, message: int, other: int, what: str) -> None:
+    def _wait_long(
+        self, words: list[memoryview], slot: int, message: int, other: int, what: str
+    ) -> None:
+        own = words[other]
         for _ in range(_EAGER):
             os.sched_yield()
             if own[slot] > message:
                 return
+
+        def missing() -> list[int]:
+            return [self._ranks[each] for each in self.others if words[each][slot] <= message]
+
+        spoken = self._spoken.get(self._name[self.rank][slot], "a message")
+        with Waiting(spoken, missing=missing):
+            self._nap_until(own, slot, message, other, what)
+
+    def _nap_until(self, own: memoryview, slot: int, message: int, other: int, what: str) -> None:
         start = time.monotonic()
         for count in itertools.count(1):
             time.sleep(_NAPS[count > _NAPS_PER_CHECK])
@@ -355,8 +372,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     channel = None
     if len(segments) == group.size():
         with contextlib.suppress(OSError):
-            patience = timeout_of(group, cpu).total_seconds()
-            channel = Channel(segments, processes, group.rank(), patience)
+            channel = Channel(segments, processes, group)
     # All or none: a rank that alone reached the others would wait for them for ever.
     is_open = exchange_numbers([int(channel is not None)], group, cpu)
     return channel if all(own for (own,) in is_open) else None

@@ -371,6 +371,13 @@ def num_running_steps() -> int:
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
 # The code of a module's call around its forward, which has the module as ``self``.
 module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
+
+
+def is_of_to_empty(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn`` is what ``module.to_empty()`` applies to parameters and buffers."""
+    return getattr(fn, "__qualname__", "").startswith(f"{nn.Module.to_empty.__qualname__}.")
+
+
 # Flatten nested containers that are registered with torch's pytree, and build them again.
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")

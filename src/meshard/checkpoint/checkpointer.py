@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from meshard._torch.user_line import warn_user
 from meshard.checkpoint._protocol import dcp_format, manifest, parts
 from meshard.checkpoint._protocol.jobs import Boxes, Job, job_of
 from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages
@@ -168,10 +168,9 @@ class Checkpointer:
             self._removal = threading.Thread(target=self._remove, args=(doomed,))
             self._removal.start()
         if newest is not None and newest > step:
-            warnings.warn(
+            warn_user(
                 f"step {step} was saved beside step {newest}, which load() takes for the newest "
                 f"one; if that is of an abandoned run, remove its folder in {self._storage.root}.",
-                stacklevel=2,
             )
 
     def _remove(self, folders: list[StepFolder]) -> None:
@@ -182,10 +181,9 @@ class Checkpointer:
             self._warn_of(error)
 
     def _warn_of(self, error: Exception) -> None:
-        warnings.warn(
+        warn_user(
             f"old checkpoints in {self._storage.root} could not be removed: {error}; the next save "
             "tries again.",
-            stacklevel=2,
         )
 
     def wait(self) -> None:

@@ -10,12 +10,13 @@ get that of the whole parameter.
 from __future__ import annotations
 
 import functools
-import warnings
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -24,6 +25,8 @@ from torch.optim.optimizer import (
 )
 
 from meshard._comm.communicator import StepPhase
+from meshard._comm.divergence import is_debugging
+from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import (
     ParamGroup,
     all_owners,
@@ -41,6 +44,7 @@ from meshard._torch.private import (
     before_compiling,
     skip_dynamo,
 )
+from meshard._torch.user_line import warn_user
 
 # Of each optimizer: the ids of its parameters, by group, and the units that it steps; with the
 # registration after which they were looked up.
@@ -110,6 +114,7 @@ def warn_about_strays(
 ) -> None:
     """Warn once about parameters with gradients that no unit reduces, beside some that one does.
 
+    Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
     ``names`` by id, as far as they are known.
     """
     if all(owner.spec.mesh_info.mesh.size() == 1 for owner in owners):
@@ -126,18 +131,34 @@ def warn_about_strays(
     ]
     if not strays:
         return
-    first = names.get(id(strays[0]))
-    named = repr(first) if first else f"one of shape {tuple(strays[0].shape)}"
-    for param in strays:
-        tag_tensor(param, TensorTag.LEFT_OUT, names.get(id(param), ""))
-    warnings.warn(
-        f"trainable parameters beside those of fully_shard are in no unit ({len(strays)}, the "
-        f"first is {named}): unless something else reduces their gradients, as DDP does, each rank "
-        "trains them by its own, ranks drift apart, and norms of gradients differ. Apply "
-        "fully_shard to the module around them too, usually the root (print(meshard.describe(model)"
-        ") lists them); if they are reduced, say so by ignored_params.",
-        stacklevel=3,
+    known = {**_names_in_models(strays), **names}
+    shown = [known.get(id(param)) or f"(of shape {tuple(param.shape)})" for param in strays]
+    text = (
+        f"ranks drift apart: trainable parameters {listed(shown)} are in no unit "
+        f"({len(strays)} in all), so each rank steps them by its own gradients, and norms differ.\n"
+        "Apply fully_shard to the module around them too, usually the root, after its layers "
+        "(print(meshard.describe(model)) lists what is in no unit). If something else reduces "
+        "their gradients, as DDP does or a loop of yours, pass them in ignored_params."
     )
+    if is_debugging():
+        raise RuntimeError(text)
+    for param in strays:
+        tag_tensor(param, TensorTag.LEFT_OUT, known.get(id(param), ""))
+    warn_user(text)
+
+
+def _names_in_models(params: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Return the dotted names of ``params`` in the outermost modules that hold them, by id.
+
+    No unit knows of the modules around it. So this searches all objects, for a warning only.
+    """
+    wanted, found = set(map(id, params)), dict[int, str]()
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module) and each.__dict__.get("_parameters") is not None:
+            for name, param in each.named_parameters(remove_duplicate=False):
+                if id(param) in wanted and len(name) > len(found.get(id(param), "")):
+                    found[id(param)] = name
+    return found
 
 
 _NEVER_TRAINED = {

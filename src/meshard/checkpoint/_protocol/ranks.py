@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import broadcast, gather_from_all, gather_to_first
+from meshard._comm.stalls import Waiting
 from meshard.checkpoint._protocol.blobs import copied_bytes
 
 _LABEL = "(checkpoint)"
@@ -36,7 +37,9 @@ class Ranks:
         if len(ranks) == 1:
             return cls(None)
         # A group of its own, because a save in the background communicates beside the training.
-        return cls(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+        with Waiting("process group of a checkpoint", group or dist.group.WORLD):
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return cls(own)
 
     @property
     def is_first(self) -> bool:

@@ -1,0 +1,183 @@
+"""One line in the log for each wait that lasts: for what, since when, and who has not come.
+
+A rank that runs one batch more than the others waits for them until its process group gives up,
+half an hour by default. A thread looks at the waits of this process, and at events of streams. It
+synchronises nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from meshard._comm.divergence import REMEDY
+from meshard._torch.user_line import user_frame
+
+_VARIABLE = "MESHARD_STALL_SECONDS"
+_DEFAULT_SECONDS = 30.0
+_EVENTS = 1024  # collectives of a device that are remembered
+_logger = logging.getLogger("meshard")
+
+# The operation, and the name of its unit.
+Collective = tuple[str, str]
+
+
+def spoken(collective: Collective) -> str:
+    """Return a collective in words."""
+    op, label = collective
+    return f"{op} of unit {label!r}"
+
+
+def stall_seconds() -> float:
+    """Return after how many seconds a wait is reported; 0: never."""
+    text = os.environ.get(_VARIABLE, "")
+    try:
+        return max(0.0, float(text)) if text else _DEFAULT_SECONDS
+    except ValueError:
+        raise ValueError(f"{_VARIABLE} must be a number of seconds, got {text!r}.") from None
+
+
+class Waiting:
+    """A context in which this thread waits for other ranks."""
+
+    __slots__ = ("_began", "_group", "_is_reported", "_missing", "_seconds", "_thread", "_what")
+
+    def __init__(
+        self,
+        what: str,
+        group: dist.ProcessGroup | None = None,
+        missing: Callable[[], list[int]] | None = None,
+    ) -> None:
+        """``missing`` returns the ranks that have not come, if that can be known."""
+        self._what, self._group, self._missing = what, group, missing
+        self._seconds = stall_seconds()
+        self._is_reported = False
+
+    def __enter__(self) -> None:
+        if self._seconds:
+            self._began, self._thread = time.monotonic(), threading.get_ident()
+            _waits[id(self)] = self
+            _watch_from_now_on(self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        _waits.pop(id(self), None)
+
+    def look(self, now: float) -> None:
+        """Report the wait, once, if it has lasted."""
+        if self._is_reported or now - self._began < self._seconds:
+            return
+        self._is_reported = True
+        if self._missing is not None:
+            who = f"{_have(self._missing())} not come"
+        elif self._group is not None:
+            ranks = dist.get_process_group_ranks(self._group)
+            who = f"not all of ranks {', '.join(map(str, ranks))} have come"
+        else:
+            who = "not all ranks have come"
+        frame = user_frame(sys._current_frames().get(self._thread))
+        where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+        _report(f"has waited {now - self._began:.3g} s for the {self._what}{where}: {who}")
+
+
+class WatchedStream:
+    """The collectives that were queued on a device, by the events after them."""
+
+    def __init__(self, device_module: Any) -> None:
+        self._events: deque[tuple[Any, float, Collective]] = deque(maxlen=_EVENTS)
+        self._module = device_module
+        self._device: int | None = None
+        self._seconds = stall_seconds()
+        self._moved_at = 0.0  # when an event was last seen to be over
+        self._reported: Any = None
+        if self._seconds:
+            _streams.append(weakref.ref(self))
+            _watch_from_now_on(self._seconds)
+
+    def add(self, event: Any, collective: Collective) -> None:
+        """Remember a collective, which ends before ``event``. Events of a capture have no time."""
+        is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        if not self._seconds or (is_capturing is not None and is_capturing()):
+            return
+        if self._device is None and hasattr(self._module, "current_device"):
+            self._device = self._module.current_device()
+        self._events.append((event, time.monotonic(), collective))
+
+    def look(self, now: float) -> None:
+        """Report the first collective that is not over, if none has ended for long."""
+        events = self._events
+        with self._on_device():
+            # Younger ones are not asked: asking would end a capture that is under way.
+            while events and now - events[0][1] >= self._seconds and events[0][0].query():
+                events.popleft()
+                self._moved_at = now
+        if not events or now - max(events[0][1], self._moved_at) < self._seconds:
+            return
+        event, queued_at, collective = events[0]
+        if self._reported is not event:
+            self._reported = event
+            _report(
+                f"waits for the {spoken(collective)}, which its device has not finished "
+                f"{now - queued_at:.3g} s after it was queued: other ranks have not come, or the "
+                "device still computes what comes before it"
+            )
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        # Otherwise the thread would open a context on the first device of the host.
+        if self._device is None:
+            return contextlib.nullcontext()
+        guard: contextlib.AbstractContextManager[Any] = self._module.device(self._device)
+        return guard
+
+
+_waits: dict[int, Waiting] = {}  # by id
+_streams: list[weakref.ref[WatchedStream]] = []
+_thread: threading.Thread | None = None
+_pause = 1.0  # seconds between two looks
+
+
+def _watch_from_now_on(seconds: float) -> None:
+    global _thread, _pause
+    _pause = min(_pause, seconds / 4)
+    if _thread is None or not _thread.is_alive():  # after a fork too
+        _thread = threading.Thread(target=_watch, name="meshard stalls", daemon=True)
+        _thread.start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_pause)
+        _look(time.monotonic())
+
+
+def _look(now: float) -> None:
+    _streams[:] = [ref for ref in _streams if ref() is not None]
+    for each in (*_waits.values(), *(ref() for ref in _streams)):
+        # What is waited for may end at any moment, and its process group with it.
+        with contextlib.suppress(Exception):
+            if each is not None:
+                each.look(now)
+
+
+def _have(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks))
+    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+
+
+def _report(text: str) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    _logger.warning(
+        "rank %d %s.\n%s Saves and state dicts are to be called on all ranks too. MESHARD_DEBUG=1 "
+        "names the rank and the unit where they part. If a rank only takes long, raise %s; 0 turns "
+        "this off.",
+        rank, text, REMEDY, _VARIABLE,
+    )  # fmt: skip

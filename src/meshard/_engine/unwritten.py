@@ -1,0 +1,101 @@
+"""Buffers that have got memory by ``to_empty``, and no values since.
+
+No checkpoint has the non-persistent ones, such as the frequencies of rotary embeddings. So the
+forward after a load would compute with what the memory held. New memory is filled with a value that
+no initialisation writes, and the first forward looks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshard._engine.unit import joined, unit_of
+from meshard._torch.private import is_of_to_empty, version_of
+from meshard._torch.user_line import warn_user
+
+# Attribute of a buffer: its version when it had got memory and no values.
+_MARK = "_meshard_unwritten"
+REMEDY = (
+    "No checkpoint has non-persistent buffers. For a Hugging Face model on the meta device, "
+    "meshard.checkpoint.load_pretrained(model, folder) computes them, in the place of to_empty() "
+    "and load_state_dict. For others call meshard.materialize(model), which runs "
+    "reset_parameters() of each module, before loading; or assign them before the first forward."
+)
+
+
+def _poison_of(dtype: torch.dtype) -> float | int | None:
+    """Return a value that no initialisation writes; None if the dtype has none to spare."""
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return math.nan
+    if dtype in (torch.int16, torch.int32, torch.int64):
+        return torch.iinfo(dtype).min
+    return None
+
+
+def poisoned(new: torch.Tensor) -> torch.Tensor:
+    """Fill new memory so that it shows which elements have not been written to."""
+    poison = _poison_of(new.dtype)
+    return new if poison is None else new.fill_(poison)
+
+
+def is_untouched(tensor: torch.Tensor) -> bool:
+    """Whether a part of what ``poisoned`` returned has not been written to."""
+    poison = _poison_of(tensor.dtype)
+    return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
+
+
+@contextlib.contextmanager
+def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None]:
+    """Mark the buffers in ``module`` to which ``module._apply(fn)`` gives memory and no values."""
+    empties = is_of_to_empty(fn)
+    held = [
+        (inner, name, buffer)
+        for inner in module.modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and (empties or buffer.is_meta or _is_unwritten(buffer))
+    ]
+    yield
+    for inner, name, before in held:
+        buffer = inner._buffers.get(name)
+        # Other kinds of tensors than ordinary ones, such as fake ones, have no values to look at.
+        if type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_inference():
+            continue
+        if not hasattr(buffer, _MARK):  # a unit inside has not marked it
+            with torch.no_grad():
+                if empties or before.is_meta:
+                    poisoned(buffer)
+            setattr(buffer, _MARK, version_of(buffer))
+            unit = unit_of(module)
+            if unit is not None:
+                unit.root.has_new_buffers = True
+
+
+def _is_unwritten(buffer: torch.Tensor) -> bool:
+    if getattr(buffer, _MARK, None) != version_of(buffer):
+        return False
+    # Not every write raises the version: those of collectives and to ``.data`` do not.
+    return _poison_of(buffer.dtype) is None or is_untouched(buffer)
+
+
+def warn_about_unwritten(modules: Iterable[nn.Module]) -> None:
+    """Warn of the marked buffers in ``modules`` that nothing has written to, and forget them."""
+    names = []
+    for module in modules:
+        for fqn, inner in module.named_modules():
+            for name, buffer in inner._buffers.items():
+                if buffer is None or not hasattr(buffer, _MARK):
+                    continue
+                if _is_unwritten(buffer):
+                    names.append(joined(fqn, name))
+                delattr(buffer, _MARK)
+    if names:
+        warn_user(
+            f"this forward computes with buffers that hold no values: {', '.join(map(repr, names))}"
+            f" got memory from to_empty(), and nothing has written to them since.\n{REMEDY}"
+        )

@@ -1,0 +1,45 @@
+"""The line of the user's code that runs, and warnings that point at it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
+_NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
+_HELPERS = (contextlib.__file__,)  # stands between a context manager and who enters it
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame at or around ``frame`` that is in neither meshard nor torch."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS) and file not in _HELPERS:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def warn_user(text: str) -> None:
+    """Warn, with the line of the user from which the present call came.
+
+    Of a thread of autograd, which no line of the user has called, it is the caller's.
+    """
+    frame = user_frame(sys._getframe())
+    if frame is None:
+        warnings.warn(text, stacklevel=2)
+        return
+    warnings.warn_explicit(
+        text,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -1,0 +1,203 @@
+"""Waits that last are reported once: for what, for how long, and which ranks have not come."""
+
+import logging
+import os
+import re
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import meshard
+from meshard._comm.stalls import WatchedStream
+from meshard.checkpoint import Checkpointer
+from tests.support.fake_device import FakeDevice
+from tests.support.models import seeded
+from tests.support.ranks import on_ranks
+from tests.support.stream_steps import run_steps
+
+SHORT = 0.4  # seconds after which a wait is reported here
+
+
+@contextmanager
+def reports(seconds=SHORT):
+    """Yield the list of what is reported while the block runs."""
+    found = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            found.append(record.getMessage())
+
+    handler, logger = Kept(), logging.getLogger("meshard")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.dict(os.environ, MESHARD_STALL_SECONDS=str(seconds)):
+            yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def warm_model(shared_memory="1"):
+    """Return a model that has run a step, so that nothing has to be prepared any more."""
+    model = meshard.fully_shard(seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=shared_memory):
+        model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+def come_late(rank, seconds=3 * SHORT):
+    dist.barrier()
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+
+
+@on_ranks(3)
+def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
+    model = warm_model()
+    with reports() as found:
+        come_late(2)
+        model(torch.ones(1, 4))
+        if dist.get_rank() == 2:
+            assert not found
+            return
+        (text,) = found
+        happens, remedy = text.split("\n")
+        pattern = rf"rank {dist.get_rank()} has waited [\d.]+ s for the all_gather of unit "
+        pattern += rf"'\(root\)' \(root \d+\), in {re.escape(__file__)}:\d+: rank 2 has not come\."
+        assert re.fullmatch(pattern, happens), happens
+        assert "as many microbatches" in remedy and "MESHARD_STALL_SECONDS" in remedy
+
+
+@on_ranks(3)
+def test_through_sockets_a_wait_names_the_ranks_of_the_group():
+    model = warm_model("0")
+    with reports() as found:
+        come_late(1)
+        model(torch.ones(1, 4))
+        if dist.get_rank() == 1:
+            assert not found
+            return
+        (text,) = found
+        assert "s for the all_gather of unit '(root)'" in text
+        assert "not all of ranks 0, 1, 2 have come" in text
+
+
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+@on_ranks(2)
+def test_a_reduction_that_waits_is_named_too(shared_memory):
+    model = warm_model(shared_memory)
+    with reports() as found:
+        loss = model(torch.ones(1, 4)).sum()
+        come_late(1)
+        loss.backward()
+        assert len(found) == 1 - dist.get_rank()
+        assert all("reduce_scatter of unit '(root)'" in text for text in found)
+
+
+@on_ranks(2)
+def test_each_stall_is_reported_once_and_short_waits_are_not():
+    model = warm_model()
+    with reports() as found:
+        come_late(1, SHORT / 4)
+        model(torch.ones(1, 4))
+        assert not found
+        for _ in range(2):
+            come_late(1)
+            model(torch.ones(1, 4))
+        assert len(found) == 2 * (1 - dist.get_rank())
+
+
+@on_ranks(2)
+def test_zero_seconds_turn_it_off():
+    model = warm_model()
+    with reports(0) as found:
+        come_late(1)
+        model(torch.ones(1, 4))
+        assert not found
+
+
+@on_ranks(2)
+def test_a_number_of_seconds_that_is_none_is_refused_by_name():
+    with reports("soon"), pytest.raises(ValueError, match="MESHARD_STALL_SECONDS must be a number"):
+        warm_model()
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_asks_for_unsharded_parameters_is_told():
+    model = warm_model()
+    with reports() as found:
+        come_late(1)
+        with meshard.unsharded_params(model):
+            pass
+        assert len(found) == 1 - dist.get_rank()
+        assert all("of unit '(root)'" in text and __file__ in text for text in found)
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_saves_is_told(tmp_path):
+    model = warm_model()
+    with reports() as found:
+        store = Checkpointer(tmp_path)
+        come_late(1)
+        store.save(1, model)
+        assert len(found) == 1 - dist.get_rank()
+        assert all("checkpoint" in text for text in found)
+
+
+class Slow:
+    """An event that the device reaches when the test says so."""
+
+    is_over = False
+
+    def query(self):
+        return self.is_over
+
+
+def test_a_collective_that_a_device_does_not_finish_is_reported_once():
+    with reports(10) as found:
+        watched = WatchedStream(FakeDevice())
+        over, stuck, later = Slow(), Slow(), Slow()
+        for event, unit in ((over, "a"), (stuck, "b"), (later, "c")):
+            watched.add(event, ("all_gather", unit))
+        now, over.is_over = time.monotonic(), True
+        watched.look(now + 9)
+        watched.look(now + 11)  # the first one has ended in between
+        assert not found
+        watched.look(now + 22)
+        watched.look(now + 33)
+        (text,) = found
+        assert "waits for the all_gather of unit 'b', which its device has not finished 22" in text
+
+
+def test_a_device_that_goes_on_is_not_reported():
+    with reports(10) as found:
+        watched = WatchedStream(FakeDevice())
+        events = [Slow() for _ in range(9)]
+        for event in events:
+            watched.add(event, ("all_gather", "a"))
+        now = time.monotonic()
+        for seconds, event in enumerate(events):
+            event.is_over = True
+            watched.look(now + 8 * seconds)
+        assert not found
+
+
+def test_events_of_a_capture_are_left_alone():
+    device, event = FakeDevice(), mock.Mock()
+    device.is_current_stream_capturing = lambda: True
+    with reports(10):
+        watched = WatchedStream(device)
+        watched.add(event, ("all_gather", "a"))
+        watched.look(time.monotonic() + 100)
+    assert not event.query.called
+
+
+def test_steps_on_streams_are_watched(monkeypatch):
+    added = []
+    monkeypatch.setattr(WatchedStream, "add", lambda self, event, what: added.append(what))
+    run_steps(monkeypatch, (2, 2))
+    assert {op for op, _ in added} == {"all_gather", "reduce_scatter", "all_reduce"}
