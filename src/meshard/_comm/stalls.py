@@ -8,6 +8,7 @@ synchronises nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -40,7 +41,11 @@ def spoken(collective: Collective) -> str:
 
 def stall_seconds() -> float:
     """Return after how many seconds a wait is reported; 0: never."""
-    text = os.environ.get(_VARIABLE, "")
+    return _parsed(os.environ.get(_VARIABLE, ""))
+
+
+@functools.cache
+def _parsed(text: str) -> float:
     try:
         return max(0.0, float(text)) if text else _DEFAULT_SECONDS
     except ValueError:
