@@ -43,14 +43,14 @@ def encode_part(name: str, state: Any) -> Encoded:
     """Return the state of a part for the checkpoint.
 
     Raises:
-        TypeError: Something in it is neither a tensor nor plain; or a name occurs twice.
+        TypeError: Something in it is neither a tensor nor plain.
     """
     tensors: dict[str, torch.Tensor] = {}
 
     def add(path: Path, tensor: torch.Tensor) -> Any:
         full = join(*path)
-        if full in tensors:
-            raise TypeError(f"two tensors are called {full!r}; give their keys other names.")
+        while full in tensors:  # {"a.b": ..., "a": {"b": ...}}
+            full += "'"
         tensors[full] = tensor
         return reference(full)
 
@@ -231,6 +231,8 @@ def check_names(extra: dict[str, Any]) -> None:
     for name in extra:
         if name in RESERVED:
             raise ValueError(f"{name!r} has a meaning in save() and load(); use another name.")
+        if not name.isidentifier():  # names of tensors in it may be those of another part
+            raise ValueError(f"{name!r} is no name for a keyword; use letters, digits and '_'.")
 
 
 # --- random states -------------------------------------------------------------------------
