@@ -175,12 +175,7 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.check_not_summoned(f"read by {caller}")
     state = module.state_dict(keep_vars=True)
-    # The user's unshard() may last, or modules hold what a forward has left.
-    at_rest = {
-        id(param.unsharded): param.sharded
-        for unit in units_in(module)
-        for param in sharded_params(unit.group)
-    }
+    at_rest = shards_of(module)
     weights = [
         Weight(fqn, at_rest.get(id(value), value))
         for fqn, value in state.items()
@@ -189,6 +184,18 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
     for weight in weights:
         _check_readable(weight, caller)
     return weights
+
+
+def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded parameters by the ids of the unsharded ones.
+
+    Modules hold the latter while the user's ``unshard()`` lasts, or after a forward.
+    """
+    return {
+        id(param.unsharded): param.sharded
+        for unit in units_in(module)
+        for param in sharded_params(unit.group)
+    }
 
 
 def _check_readable(weight: Weight, caller: str) -> None:
