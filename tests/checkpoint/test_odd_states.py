@@ -331,15 +331,6 @@ def test_what_a_forward_has_left_unsharded_is_gathered_anew_after_a_load(tmp_pat
         assert torch.equal(model(x), expected)
 
 
-def test_a_new_process_group_is_used(tmp_path):
-    checkpointer = Checkpointer(tmp_path / "run")
-    for number in range(2):
-        store = dist.FileStore(str(tmp_path / str(number)), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        checkpointer.save(number, nn.Linear(1, 1))
-        dist.destroy_process_group()
-
-
 @on_ranks(3)
 def test_a_group_without_the_first_rank_saves_all(tmp_path):
     group = dist.new_group([1, 2])

@@ -80,9 +80,10 @@ class Odd(nn.Module):
         self.count, self.amax = state["count"], state["amax"]
 
 
+@on_ranks(1)
 def test_tensors_with_strides_and_extra_state_of_torch_load(tmp_path):
     saved, other = Odd(7), Odd(0)
-    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
     loaded = Checkpointer(tmp_path).load(other)
     assert torch.equal(other.weight, saved.weight)
     assert torch.equal(other.image, saved.image)
@@ -90,11 +91,12 @@ def test_tensors_with_strides_and_extra_state_of_torch_load(tmp_path):
     assert (loaded.missing, loaded.unexpected) == ([], [])
 
 
+@on_ranks(1)
 def test_dcp_load_reads_extra_state_of_ours(tmp_path):
     Checkpointer(tmp_path).save(1, Odd(7))
     other = Odd(0)
     state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "step-1")
     other.load_state_dict(state["model"])
     assert (other.count, other.amax.item()) == (7, 7.0)
     assert torch.equal(other.weight, Odd(7).weight)
@@ -116,21 +118,21 @@ def test_dcp_load_reads_the_optimizers_of_all_stages(tmp_path):
         assert ("optimizer", "state", name, "momentum_buffer") in paths
 
 
+@on_ranks(1)
 def test_what_only_its_own_class_can_read_is_named(tmp_path):
     model = nn.Linear(1, 1)
     args = argparse.Namespace(lr=1)
-    dcp.save(
-        {"model": model.state_dict(), "args": args, "n": 3}, checkpoint_id=tmp_path, no_dist=True
-    )
+    dcp.save({"model": model.state_dict(), "args": args, "n": 3}, checkpoint_id=tmp_path)
     loaded = Checkpointer(tmp_path).load(model)
     assert (loaded.unreadable, loaded.extra) == (["args"], {"n": 3})
     with pytest.raises(CheckpointError, match="args is not in the checkpoint"):
         Checkpointer(tmp_path).load(model, args={})
 
 
+@on_ranks(1)
 def test_a_path_out_of_the_folder_in_the_metadata_of_torch_is_refused(tmp_path):
     model = nn.Linear(1, 1)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run", no_dist=True)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run")
     path = tmp_path / "run" / ".metadata"
     (tmp_path / "run" / "__0_0.distcp").rename(tmp_path / "secret.distcp")
     metadata = pickle.loads(path.read_bytes())

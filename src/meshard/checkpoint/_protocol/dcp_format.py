@@ -37,7 +37,7 @@ from meshard.checkpoint._protocol.manifest import (
     TensorEntry,
     check_file_name,
 )
-from meshard.checkpoint._protocol.plain import decode, embedded, encode, reference
+from meshard.checkpoint._protocol.plain import decode, embedded, encode, names_in, reference
 from meshard.checkpoint._protocol.storage import Source, Storage
 
 METADATA = ".metadata"
@@ -96,9 +96,11 @@ def _nested(manifest: Manifest) -> dict[str, Any]:
         if "param_groups" in part:
             nested[name] = decode(part, lambda _: tensor)
         elif part["kind"] == "module":
-            prefix = f"{name}."
+            prefix, inner = f"{name}.", names_in(part["tree"])
             names = [
-                each for each in (*manifest.tensors, *manifest.ties) if each.startswith(prefix)
+                each
+                for each in (*manifest.tensors, *manifest.ties)
+                if each.startswith(prefix) and each not in inner
             ]
             others = decode(part["tree"], lambda _: tensor)
             nested[name] = {each.removeprefix(prefix): tensor for each in names} | others

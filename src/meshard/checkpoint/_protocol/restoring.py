@@ -27,7 +27,7 @@ from meshard.checkpoint._protocol.parts import (
     model_state,
     placed_like,
 )
-from meshard.checkpoint._protocol.plain import decode, reference
+from meshard.checkpoint._protocol.plain import decode, names_in, reference
 from meshard.checkpoint._protocol.ranks import Ranks
 
 
@@ -191,7 +191,7 @@ class Restoring:
             else:
                 self._missing.append(full)
         self._unexpected += [join(name, key) for key in saved if key not in state.raw]
-        decode(saved, self._here.add)  # tensors in it
+        self._here |= names_in(saved)
         return others
 
     def _add_tensors(self, tensors: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
@@ -263,9 +263,9 @@ class Restoring:
                 f"{name} was saved as a module or optimizer, and is a {kind} here"
             )
             return
-        names: list[str] = []
-        decode(part["tree"], names.append)
-        present = parts.encode_part(name, value.state_dict()).tensors if names else {}
+        present: dict[str, torch.Tensor] = {}
+        if names_in(part["tree"]):
+            present = parts.encode_part(name, value.state_dict()).tensors
         tree = self._decoded(part["tree"], present.get)
         self._then.append(lambda: value.load_state_dict(tree))
 
