@@ -338,13 +338,14 @@ class Checkpointer:
                 written there is only None.
             strict: Raise if something is missing or unexpected, instead of saying so in what is
                 returned.
-            cast: Convert what was saved in another dtype.
+            cast: Convert what was saved in another dtype, where no value wraps around.
             verify: Compare checksums.
             **extra: Objects to load into, under the names that they were saved with: what has
                 ``load_state_dict``, and tensors. Plain values are returned in any case.
 
         Returns:
-            The step, plain values, what did not fit, and how random states were restored.
+            The step, plain values, what did not fit, how random states were restored, and what could
+            not be read of a folder of torch.
 
         Raises:
             CheckpointError: On all ranks; nothing was changed.

@@ -152,10 +152,9 @@ class Restoring:
                 self._extra[name] = self._decoded(part["tree"], lambda _: None)
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        own = own_name(self._ranks.rank, name)
-        is_own = name not in self._manifest.parts and self._part(name) is not None
-        is_own = is_own and own in self._manifest.tensors
-        self._add_tensors({own if is_own else name: tensor}, {})
+        own = own_name(self._ranks.rank, name)  # if each rank has saved its own
+        has_own = name not in self._manifest.parts and self._part(name) is not None
+        self._add_tensors({own if has_own and own in self._manifest.tensors else name: tensor}, {})
 
     def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
         state = model_state(module)

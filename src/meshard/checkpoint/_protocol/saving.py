@@ -1,6 +1,7 @@
 """How a checkpoint is written, and what commits it.
 
-1. Every rank states what it would write and what speaks against it; all go on, or none.
+1. Every rank states what it would write and what speaks against it; all go on, or none. This much
+   is done before ``async_save`` returns.
 2. The first rank removes what a killed save has left, and makes the folder of the step.
 3. Every rank writes one file: its chunks of tensors, then its own parts. The file is synced.
 4. The first rank gathers the checksums, writes torch's metadata, and publishes the manifest. **That
@@ -8,7 +9,11 @@
 5. Old steps are removed, the manifest of each first.
 
 Which rank writes what there is on several is planned in the first save. The plan is kept: as long
-as all ranks hold what they held, later saves exchange only the values of steps 1 and 4.
+as all ranks hold what they held, later saves exchange only the values of steps 1, 2 and 4.
+
+An ordinary tensor that users pass along, or that is extra state of a module, may be another one on
+each rank. If so, the part that it is in is stored for each rank: its tree in the rank's file, its
+tensors under names of their own (``manifest.own_name``).
 """
 
 from __future__ import annotations
