@@ -344,8 +344,8 @@ class Checkpointer:
                 ``load_state_dict``, and tensors. Plain values are returned in any case.
 
         Returns:
-            The step, plain values, what did not fit, how random states were restored, and what could
-            not be read of a folder of torch.
+            The step, plain values, what did not fit, how random states were restored, and the names
+            of what could not be read of a folder of torch.
 
         Raises:
             CheckpointError: On all ranks; nothing was changed.
