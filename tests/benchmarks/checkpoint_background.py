@@ -33,7 +33,7 @@ from tests.benchmarks.checkpoint_time import WIDTH, built
 from tests.benchmarks.rounds import on_ranks
 
 BATCH = 16
-MILLIONS = 4  # of parameters that are trained
+MILLIONS = 2  # of parameters that are trained
 
 
 def _write_on_demand(buffers: list[torch.Tensor], folder: str, pipe: Connection) -> None:
@@ -112,7 +112,7 @@ def measure(given: tuple[str, int, int]) -> dict[str, Any]:
 
     def start_nothing() -> Callable[[], bool]:
         nonlocal left
-        left = 20
+        left = 10
 
         def done() -> bool:
             nonlocal left
