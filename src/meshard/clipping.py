@@ -203,7 +203,7 @@ def _local_norm(
 ) -> torch.Tensor:
     # Of empty shards too: a rank that has only those must gather the same dtype as the others.
     dtypes = [tensor.dtype for tensor in tensors]
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32).to_real()
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.zeros((), dtype=dtype, device=tensors[0].device)

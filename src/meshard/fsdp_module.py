@@ -694,8 +694,9 @@ def share_comm_ctx(modules: list[Any]) -> None:
             raise ValueError(
                 f"share_comm_ctx needs modules sharded by fully_shard, got {type(module).__name__}."
             )
-    devices = {group.spec.device.type for module in modules for group in _groups(module, False)}
+    devices = {group.spec.device for module in modules for group in _groups(module, False)}
     if len(devices) > 1:
-        raise ValueError(f"modules that share streams must be on one device, got {devices}.")
+        shown = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"modules that share streams must be on one device, got {shown}.")
     for lifecycle in map(_lifecycle, modules[1:]):
         lifecycle.use(_lifecycle(modules[0]).comm.shared_with(lifecycle.comm))

@@ -291,7 +291,8 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     try:
         yield
     finally:
-        # Ranks whose generator was in the same state go on as one process would.
+        # A generator that differed from the first rank's gets its state back. The others keep the
+        # state after the initialisation, as in one process.
         for generator, before, state in zip(generators, own, first, strict=True):
             if not torch.equal(before, state):
                 generator.set_rng_state(before)

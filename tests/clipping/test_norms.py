@@ -284,3 +284,16 @@ def test_a_warning_points_at_the_line_of_the_user(run_ranks):
 
 def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others(run_ranks):
     assert run_ranks(strays, 1, "step") == [[]]
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_complex_gradients_are_clipped_as_by_torch(norm_type):
+    """Units refuse complex parameters, but those in no unit are clipped with the others."""
+    ours, theirs = (nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2))
+    for param in (ours, theirs):
+        param.grad = torch.tensor([3 + 4j, 1j, 2], dtype=torch.complex64)
+    total = meshard.clip_grad_norm_([ours], 1.0, norm_type)
+    expected = nn.utils.clip_grad_norm_([theirs], 1.0, norm_type)
+    assert total.dtype == expected.dtype
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)

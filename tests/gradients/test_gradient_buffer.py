@@ -98,6 +98,16 @@ def test_adding_equals_packing_the_sum(params, data):
         assert torch.signbit(buffer[:, slot.offset : slot.offset + slot.numel]).all()
 
 
+def test_gradients_of_a_large_unit_are_let_go_as_they_are_added():
+    layout = GradientLayout((ParamLayout(torch.Size((512, 512)), 0, 2),), (0,), CPU)
+    assert layout.is_large
+    buffer = layout.allocate(torch.float32)
+    layout.reduce_scatter_copy_in([buffer], [integers((512, 512))])
+    gradients = [integers((512, 512))]
+    layout.add(buffer, gradients)
+    assert gradients == [None]
+
+
 @given(params=units(), data=st.data())
 def test_moving_to_another_layout_keeps_values_under_their_parameter(params, data):
     everything = range(len(params))

@@ -199,8 +199,11 @@ class GradientLayout:
         for part, source in zip(parts, sources.chunk(len(parts)), strict=True):
             copy_multiplied(part, source, factor)
 
-    def add(self, buffer: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add unsharded gradients to ``buffer``."""
+    def add(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
+        """Add unsharded gradients to ``buffer``.
+
+        In a large unit they are replaced by None once they are added, so that their memory can go.
+        """
         for each in self._all_ranges:
             gradient, layout = gradients[each.index], self.params[each.index]
             if gradient is not None:
@@ -209,6 +212,8 @@ class GradientLayout:
                     part.add_(0.0)  # padding of a range that was unused until now: -0.0 becomes 0.0
                 for ours, theirs in matching_parts(part, gradient, layout):
                     ours.add_(theirs)
+            if self.is_large:
+                gradients[each.index] = None
 
     def run_hooks(
         self,

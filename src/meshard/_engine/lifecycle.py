@@ -409,7 +409,8 @@ class Lifecycle:
             self._end_pass(run, later)
         of.open(self._num_backwards)
         run.reached.append(of)
-        # An earlier backward may have taken the gradients of units that this one comes to again.
+        # With a retained graph, an earlier backward may have marked these units as done. This one
+        # brings gradients for them again.
         for call in of.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph:

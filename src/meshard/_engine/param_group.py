@@ -282,9 +282,8 @@ class ParamGroup:
 
     def settle(self) -> None:
         """Wait for gradients that are copied to host memory, and put them into ``.grad``."""
-        if (
-            self.unit_params.host_copies is None or self.pending_step is not None
-        ):  # which waits for it
+        # A pending step waits for these copies itself.
+        if self.unit_params.host_copies is None or self.pending_step is not None:
             return
         try:
             self.gradients.settle()
@@ -556,7 +555,7 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
-    # By what is unsharded now: the id may have been that of another tensor.
+    # Its ids may be of tensors that were freed since, so look up the tensors that exist.
     sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
     return [sharded.get(id(param), param) for param in given]
 

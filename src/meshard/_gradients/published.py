@@ -89,7 +89,8 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in a narrower dtype, to ``wide``."""
-    # By value, because torch's foreach kernels on DTensors raise no version counter.
+    # Edits are found by comparing values: torch's foreach kernels do not raise the version counter
+    # of DTensors.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 

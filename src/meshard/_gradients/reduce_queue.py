@@ -78,8 +78,8 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
-            # Before this reduction allocates memory: the others were hidden by a unit's backward,
-            # and the memory that they free is needed now.
+            # The earlier reductions ran during this unit's backward, so the wait is short, and this
+            # reduction can use the memory that they free.
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(

@@ -76,7 +76,7 @@ class FlatParams(ShardedUnitParams):
             )
         else:
             self._make_pool()
-        # Written last: if the methods were refused above, the next use refuses them again.
+        # Set after the checks above: if they raised, the next use checks and raises again.
         self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
         self._read_dtypes()
 

@@ -217,8 +217,8 @@ class CustomParam:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # The rows of padding come last. as_strided, and not narrow, because torch's fully_shard
-            # requires it of tensor subclasses.
+            # Cut off the padding, which is the last rows. FSDP2 requires of subclasses that they
+            # support as_strided, and does not require narrow.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if hasattr(self._methods, RELEASE):
             self.may_free_outputs = getattr(self._methods, RELEASE)()
