@@ -1,12 +1,15 @@
 """Saves in the background."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import meshard
 from meshard import CommLedger
 from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
@@ -33,17 +36,57 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path, layout):
 
 
 @on_ranks(2)
-def test_what_went_wrong_is_raised_on_all_ranks_by_wait_or_the_next_call(tmp_path):
+def test_what_is_refused_is_raised_at_once_on_all_ranks(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     extra = object() if dist.get_rank() else 1
-    handle = checkpointer.async_save(1, nn.Linear(1, 1), extra=extra)
     with pytest.raises(CheckpointError, match=r"rank 1: the value at \['extra'\] is a"):
+        checkpointer.async_save(1, nn.Linear(1, 1), extra=extra)
+    checkpointer.save(2, nn.Linear(1, 1))
+    assert checkpointer.steps() == [2]
+
+
+@on_ranks(2)
+def test_what_went_wrong_is_raised_on_all_ranks_by_wait_and_the_next_call(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    create = checkpointer._storage.create
+
+    def fail(path):
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank():
+        checkpointer._storage.create = fail
+    handle = checkpointer.async_save(1, nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"rank 1: no space is left"):
         handle.wait()
     assert handle.done()
+    checkpointer._storage.create = create
     with pytest.raises(CheckpointError, match="rank 1"):
         checkpointer.save(2, nn.Linear(1, 1))
     checkpointer.save(2, nn.Linear(1, 1))
     assert checkpointer.steps() == [2]
+
+
+@on_ranks(2)
+def test_only_what_a_rank_writes_is_copied(tmp_path):
+    model = meshard.replicate(nn.Linear(256, 256, bias=False))
+    checkpointer = Checkpointer(tmp_path)
+    extra = nn.ModuleList(nn.Linear(600, 600, bias=False) for _ in range(4))
+    checkpointer.async_save(1, model, extra=extra).wait()
+    copied = sum(each.nbytes for each in checkpointer._staging._buffers)
+    total = torch.tensor(copied)
+    dist.all_reduce(total)
+    assert total == sum(each.nbytes for each in (*model.parameters(), *extra.parameters()))
+    assert copied < total
+
+
+@on_ranks(2)
+def test_a_model_that_was_saved_can_be_freed(tmp_path):
+    checkpointer, model = Checkpointer(tmp_path), net("fully_shard")
+    checkpointer.async_save(1, model).wait()
+    alive = weakref.ref(model.layers[0].weight)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 @on_ranks(2)

@@ -161,6 +161,37 @@ def test_cast_converts(tmp_path):
     assert torch.equal(other.weight, plain.weight.double())
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ("int64", "int32"),
+        ("float32", "int64"),
+        ("int8", "uint8"),
+        ("int64", "bool"),
+        ("complex64", "float32"),
+        ("float32", "float8_e4m3fn"),
+        ("uint32", "int32"),
+    ],
+)
+def test_a_cast_that_would_wrap_values_or_drop_a_part_is_refused(tmp_path, saved, wanted):
+    saved, wanted = getattr(torch, saved), getattr(torch, wanted)
+    Checkpointer(tmp_path).save(0, nn.Module(), x=torch.ones(2).to(saved))
+    x = torch.zeros(2).to(wanted)
+    with pytest.raises(CheckpointError, match=r"x is .* here; no cast keeps its values"):
+        Checkpointer(tmp_path).load(nn.Module(), x=x, cast=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [("int32", "int64"), ("bool", "int8"), ("int64", "float32")]
+)
+def test_a_cast_that_keeps_values_is_made(tmp_path, saved, wanted):
+    value = torch.ones(2).to(getattr(torch, saved))
+    Checkpointer(tmp_path).save(0, nn.Module(), x=value)
+    x = torch.zeros(2).to(getattr(torch, wanted))
+    Checkpointer(tmp_path).load(nn.Module(), x=x, cast=True)
+    assert torch.equal(x, value.to(x.dtype))
+
+
 def test_without_strict_what_fits_is_loaded_and_the_rest_is_said(tmp_path):
     plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     Checkpointer(tmp_path).save(0, plain)
@@ -233,6 +264,18 @@ def test_no_space_left_is_told_and_nothing_is_left_behind(tmp_path):
         checkpointer._storage.write = write
     assert_not_saved(checkpointer, "rank 1: no space is left for", 2, nn.Linear(1, 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+
+
+def test_a_disk_that_does_not_read_is_named_by_verify(tmp_path, monkeypatch):
+    saved(tmp_path)
+
+    def fail(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert {each.file for each in Checkpointer(tmp_path).verify()} == {
+        "__0_0.distcp", "objects.distcp", ".metadata",
+    }  # fmt: skip
 
 
 # --- pickles -------------------------------------------------------------------------------

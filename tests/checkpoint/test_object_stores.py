@@ -121,4 +121,5 @@ def test_a_request_that_fails_at_any_moment_leaves_the_checkpoint_before(tmp_pat
             dist.barrier()
     checkpointer.save(step + 1, model)
     assert checkpointer.steps() == [step + 1]
-    assert counts == [6, 1]  # marker, own file, metadata; the old step's files; rank 1: its file
+    # Marker, own file, objects, metadata, the old step's files; rank 1: its file.
+    assert counts == [7, 1]

@@ -1,12 +1,16 @@
 """torch's ``dcp.load`` reads ours, and we read what ``dcp.save`` has written."""
 
+import argparse
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from meshard.checkpoint import Checkpointer
+from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
@@ -56,3 +60,84 @@ def test_what_dcp_save_has_written_loads(tmp_path, layout):
     assert loaded.step == 7
     assert other_optimizer.param_groups[0]["lr"] == 0.01
     assert_same_values(values_of(other, other_optimizer), expected)
+
+
+class Odd(nn.Module):
+    """A transposed parameter, and extra state."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t() + value)
+        self.image = nn.Parameter(
+            (torch.arange(16.0).view(1, 4, 2, 2) + value).to(memory_format=torch.channels_last)
+        )
+        self.count = value
+
+    def get_extra_state(self):
+        return {"count": self.count, "amax": torch.tensor([float(self.count)])}
+
+    def set_extra_state(self, state):
+        self.count, self.amax = state["count"], state["amax"]
+
+
+@on_ranks(1)
+def test_tensors_with_strides_and_extra_state_of_torch_load(tmp_path):
+    saved, other = Odd(7), Odd(0)
+    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
+    loaded = Checkpointer(tmp_path).load(other)
+    assert torch.equal(other.weight, saved.weight)
+    assert torch.equal(other.image, saved.image)
+    assert (other.count, other.amax.item()) == (7, 7.0)
+    assert (loaded.missing, loaded.unexpected) == ([], [])
+
+
+@on_ranks(1)
+def test_dcp_load_reads_extra_state_of_ours(tmp_path):
+    Checkpointer(tmp_path).save(1, Odd(7))
+    other = Odd(0)
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    other.load_state_dict(state["model"])
+    assert (other.count, other.amax.item()) == (7, 7.0)
+    assert torch.equal(other.weight, Odd(7).weight)
+
+
+@on_ranks(2)
+def test_dcp_load_reads_the_optimizers_of_all_stages(tmp_path):
+    rank = dist.get_rank()
+    stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    stage[f"stage{rank}"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    Checkpointer(tmp_path).save(1, stage, optimizer)
+    metadata = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
+    paths = set(metadata.planner_data.values())
+    for each in range(2):
+        name = f"stage{each}.weight"
+        assert ("model", name) in paths
+        assert ("optimizer", "state", name, "momentum_buffer") in paths
+
+
+@on_ranks(1)
+def test_what_only_its_own_class_can_read_is_named(tmp_path):
+    model = nn.Linear(1, 1)
+    args = argparse.Namespace(lr=1)
+    dcp.save({"model": model.state_dict(), "args": args, "n": 3}, checkpoint_id=tmp_path)
+    loaded = Checkpointer(tmp_path).load(model)
+    assert (loaded.unreadable, loaded.extra) == (["args"], {"n": 3})
+    with pytest.raises(CheckpointError, match="args is not in the checkpoint"):
+        Checkpointer(tmp_path).load(model, args={})
+
+
+@on_ranks(1)
+def test_a_path_out_of_the_folder_in_the_metadata_of_torch_is_refused(tmp_path):
+    model = nn.Linear(1, 1)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "run")
+    path = tmp_path / "run" / ".metadata"
+    (tmp_path / "run" / "__0_0.distcp").rename(tmp_path / "secret.distcp")
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../secret.distcp"
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'\.\./secret\.distcp', which is outside"):
+        Checkpointer(tmp_path / "run").load(model)

@@ -25,6 +25,7 @@ import torch
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.loading import Read, Reader, check, fill
 from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
+from meshard.checkpoint._protocol.plain import names_in
 from meshard.checkpoint.checkpointer import Checkpointer
 from meshard.checkpoint.progress import progress_bar
 
@@ -190,10 +191,11 @@ def _export(parsed: Any) -> int:
     checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
     found = checkpointer.manifest(parsed.step)
     prefix = f"{parsed.part}."
+    others = names_in(found.parts.get(parsed.part, {}).get("tree"))  # extra state, say
     entries = {
         name.removeprefix(prefix): entry
         for name, entry in found.tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and name not in others
     }
     if not entries:
         raise CheckpointError(f"step {found.step} has no part {parsed.part!r} with tensors.")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshard.checkpoint._protocol import dcp_format, manifest, parts
-from meshard.checkpoint._protocol.jobs import Boxes, Job, job_of
+from meshard.checkpoint._protocol.jobs import Job, job_of
 from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages
 from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest, StepFolder
 from meshard.checkpoint._protocol.ranks import Ranks
@@ -102,7 +102,8 @@ class Checkpointer:
         self._keep, self._keep_every = keep, keep_every
         self._process_group = process_group
         self._saver: Saver | None = None  # made by the first save or load, which is collective
-        self._staging, self._boxes = Staging(), Boxes()
+        self._world: object = None  # the default group then
+        self._staging = Staging()
         self._running: SaveHandle | None = None
         self._removal: threading.Thread | None = None  # of old checkpoints
 
@@ -129,30 +130,29 @@ class Checkpointer:
                 is left, the ranks do not see one folder. The checkpoints before are as they were.
         """
         self.wait()
-        saver = self._collective()
-        job = self._job(step, model, optimizer, extra)
-        saver.save(job, lambda: self._tidy(step))
+        saver, job = self._collective(), self._job(step, model, optimizer, extra)
+        saver.write(job, saver.agree(job), lambda: self._tidy(step))
 
     def async_save(
         self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
     ) -> SaveHandle:
         """Copy what is to be saved to host memory, and save it in the background.
 
-        The host memory is kept for the next save. One save runs at a time: the next call of
-        ``save``, ``async_save`` or ``load``, and the end of the process, wait for this one.
-        **Collective:** all ranks. Arguments and errors are those of ``save``; errors are raised by
-        ``wait()`` of the handle, or by the next call. Call it before
+        Each rank copies what it writes. The host memory is kept for the next save. One save runs at
+        a time: the next call of ``save``, ``async_save`` or ``load``, and the end of the process,
+        wait for this one. What is refused is raised here, as by ``save``; what goes wrong later is
+        raised by ``wait()`` of the handle, and by the next call. Call it before
         ``torch.distributed.destroy_process_group``.
+        **Collective:** all ranks. Arguments and errors are those of ``save``.
         """
         self.wait()
-        saver = self._collective()
-        job = self._job(step, model, optimizer, extra)
+        saver, job = self._collective(), self._job(step, model, optimizer, extra)
+        agreed = saver.agree(job)
         try:
             job.sources = self._staging.copy(job.sources)
         except Exception as error:  # no host memory; the other ranks must know
             job.problem = f"rank {saver.ranks.rank}: {error}"
-
-        self._running = SaveHandle(lambda: saver.save(job, lambda: self._tidy(step)))
+        self._running = SaveHandle(lambda: saver.write(job, agreed, lambda: self._tidy(step)))
         return self._running
 
     def _tidy(self, step: int) -> None:
@@ -198,26 +198,24 @@ class Checkpointer:
             removal.join()
 
     def _collective(self) -> Saver:
-        is_alone = not dist.is_initialized()  # a group may have been made since the last call
-        if self._saver is None or self._saver.ranks.is_without_group is not is_alone:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self._saver is None or self._world is not world:  # a group was made since the last call
             self._saver = Saver(self._storage, Ranks.of(self._process_group))
+            self._world = world
         return self._saver
 
     def _job(
         self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
     ) -> Job:
         """Return what this rank is to write, or a job that says why not: other ranks must know."""
-        parts.check_names(extra)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
         try:
-            is_first = self._collective().ranks.is_first
-            return job_of(step, model, optimizer, extra, self._boxes, is_first=is_first)
-        except Exception as error:  # the other ranks must know, whatever it is
-            job = Job(step)
+            parts.check_names(extra)
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
+            return job_of(step, model, optimizer, extra)
+        except Exception as error:  # whatever it is
             rank = dist.get_rank() if dist.is_initialized() else 0
-            job.problem = f"rank {rank}: {error}"
-            return job
+            return Job(step if type(step) is int else -1, problem=f"rank {rank}: {error}")
 
     def prune(self) -> list[int]:
         """Remove checkpoints that are not to be kept, and return their steps.
@@ -340,19 +338,19 @@ class Checkpointer:
                 written there is only None.
             strict: Raise if something is missing or unexpected, instead of saying so in what is
                 returned.
-            cast: Convert what was saved in another dtype.
+            cast: Convert what was saved in another dtype, where no value wraps around.
             verify: Compare checksums.
             **extra: Objects to load into, under the names that they were saved with: what has
                 ``load_state_dict``, and tensors. Plain values are returned in any case.
 
         Returns:
-            The step, plain values, what did not fit, and how random states were restored.
+            The step, plain values, what did not fit, how random states were restored, and the names
+            of what could not be read of a folder of torch.
 
         Raises:
             CheckpointError: On all ranks; nothing was changed.
         """
         self.wait()
-        parts.check_names(extra)
         ranks = self._collective().ranks
         folder, found = self._find(ranks, step)
         reader = Reader(self._storage, folder, found)
@@ -368,7 +366,12 @@ class Checkpointer:
             try:
                 said["folder"] = self._folder_of(step)
             except Exception as error:
-                if step is None and self._storage.exists(dcp_format.METADATA):
+                if self._storage.exists(manifest.MARKER):
+                    said["problem"] = (
+                        f"{self._storage.root} is the folder of one step; pass the folder that it "
+                        "is in to Checkpointer, and the step to load()."
+                    )
+                elif step is None and self._storage.exists(dcp_format.METADATA):
                     said["folder"] = ""
                 else:
                     said["problem"] = str(error)

@@ -41,6 +41,22 @@ class Box:
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
+    def common(self, other: Box) -> Box:
+        """Return the block that both have, perhaps an empty one."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = (
+            min(first + size, second + length)
+            for first, size, second, length in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+        return Box(begins, tuple(max(0, end - b) for b, end in zip(begins, ends, strict=True)))
+
+    def relative_to(self, offsets: Sequence[int]) -> Box:
+        """Return the block as seen from ``offsets``."""
+        moved = (own - other for own, other in zip(self.offsets, offsets, strict=True))
+        return Box(tuple(moved), self.sizes)
+
     @classmethod
     def of_all(cls, shape: Sequence[int]) -> Box:
         """Return the box that is the whole tensor."""
@@ -159,12 +175,7 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.check_not_summoned(f"read by {caller}")
     state = module.state_dict(keep_vars=True)
-    # The user's unshard() may last, or modules hold what a forward has left.
-    at_rest = {
-        id(param.unsharded): param.sharded
-        for unit in units_in(module)
-        for param in sharded_params(unit.group)
-    }
+    at_rest = shards_of(module)
     weights = [
         Weight(fqn, at_rest.get(id(value), value))
         for fqn, value in state.items()
@@ -175,6 +186,18 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
     return weights
 
 
+def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded parameters by the ids of the unsharded ones.
+
+    Modules hold the latter while the user's ``unshard()`` lasts, or after a forward.
+    """
+    return {
+        id(param.unsharded): param.sharded
+        for unit in units_in(module)
+        for param in sharded_params(unit.group)
+    }
+
+
 def _check_readable(weight: Weight, caller: str) -> None:
     if not is_plain(weight.local):
         raise NotImplementedError(
@@ -182,20 +205,38 @@ def _check_readable(weight: Weight, caller: str) -> None:
             "as one ordinary tensor; convert it before, or save the module's state_dict() with "
             "torch.distributed.checkpoint."
         )
-    if isinstance(weight.tensor, DTensor):
-        partial = [each for each in weight.tensor.placements if each.is_partial()]
-        if partial:
-            raise NotImplementedError(
-                f"{weight.fqn!r} has the placement {partial[0]}, a sum that has not been taken; "
-                "redistribute it to Shard or Replicate before."
-            )
-        local = tuple(local_of(weight.tensor).shape)
-        if local != weight.own_box.sizes:
-            raise NotImplementedError(
-                f"{weight.fqn!r} has a local tensor of shape {local} on this rank, where its "
-                f"placements {weight.tensor.placements} on {weight.mesh} say "
-                f"{weight.own_box.sizes}; such uneven placements are not supported."
-            )
+    _check_is_block(weight)
+
+
+def _check_is_block(weight: Weight) -> None:
+    if not isinstance(weight.tensor, DTensor):
+        return
+    partial = [each for each in weight.tensor.placements if each.is_partial()]
+    if partial:
+        raise NotImplementedError(
+            f"{weight.fqn!r} has the placement {partial[0]}, a sum that has not been taken; "
+            "redistribute it to Shard or Replicate before."
+        )
+    local = tuple(local_of(weight.tensor).shape)
+    if local != weight.own_box.sizes:
+        raise NotImplementedError(
+            f"{weight.fqn!r} has a local tensor of shape {local} on this rank, where its "
+            f"placements {weight.tensor.placements} on {weight.mesh} say "
+            f"{weight.own_box.sizes}; such uneven placements are not supported."
+        )
+
+
+def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
+    """Return the block of any tensor that this rank holds; None: the rank is not in its mesh.
+
+    Raises:
+        NotImplementedError: It is no block: a sum that has not been taken, or uneven otherwise.
+    """
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return None
+    weight = Weight(fqn, tensor)
+    _check_is_block(weight)
+    return weight.own_box
 
 
 def check_are_held(module: nn.Module, weights: Iterable[Weight]) -> None:

@@ -3,14 +3,16 @@
 A file of ``torch.distributed.checkpoint`` is a sequence of such *blobs*, so that ``dcp.load`` reads
 ours. A blob is a zip archive that holds the elements as they are in memory. We write what is around
 them as ``torch.save`` does, and the elements straight from memory; and we read the elements by
-their place in the file, without unpickling anything.
+their place in the file.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import io
+import pickle
 import struct
 import zipfile
 from typing import Any, NamedTuple
@@ -66,35 +68,80 @@ def _place_in(blob: bytes) -> tuple[int, int, int]:
     return local + 30 + name_size + extra_size, info.file_size, local
 
 
-def data_offset(blob: bytes) -> int:
-    """Return where the elements of the tensor in ``blob`` begin.
+class Stored(NamedTuple):
+    """Where the elements of a tensor begin in its blob, and whether they are in order there."""
+
+    begin: int
+    is_in_order: bool  # contiguous; else only ``torch.load`` knows where each element is
+
+
+def stored_in(blob: bytes) -> Stored:
+    """Return where the elements are in a whole blob.
 
     Raises:
         ValueError: It is not what ``torch.save`` writes for one tensor.
     """
     try:
-        names = [name for name in zipfile.ZipFile(io.BytesIO(blob)).namelist() if "/data/" in name]
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            names = [name for name in archive.namelist() if "/data/" in name]
         if names != [_DATA]:
             raise ValueError(f"the archive holds the tensors {names}, and not one.")
-        return _place_in(blob)[0]
-    except (zipfile.BadZipFile, struct.error, KeyError) as error:
+        tensor = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+        return Stored(_place_in(blob)[0], _is_in_order(tensor))
+    except (zipfile.BadZipFile, struct.error, KeyError, pickle.UnpicklingError) as error:
         raise ValueError(f"this is no archive of torch.save: {error}") from error
 
 
-def data_offset_in_head(head: bytes) -> int | None:
-    """Return where the elements begin in a blob with these first bytes; None: they do not say."""
-    place = 0
+def _is_in_order(tensor: torch.Tensor) -> bool:
+    is_view = tensor.is_conj() or tensor.is_neg() or tensor.storage_offset() > 0
+    return tensor.is_contiguous() and not is_view
+
+
+def stored_by_head(head: bytes) -> Stored | None:
+    """Return where the elements are in a blob with these first bytes; None: they do not say."""
+    place, is_in_order = 0, False
     while head[place : place + 4] == b"PK\x03\x04" and place + 30 <= len(head):
         flags, _, _, _, _, size, _, name_size, extra_size = struct.unpack_from(
             "<HHHHLLLHH", head, place + 6
         )
-        begin: int = place + 30 + name_size + extra_size
-        if head[place + 30 : place + 30 + name_size].endswith(b"/data/0"):
-            return begin
-        if flags & 8:  # the size follows the data
+        name = head[place + 30 : place + 30 + name_size]
+        begin = place + 30 + name_size + extra_size
+        if name.endswith(b"/data/0"):
+            return Stored(begin, is_in_order)
+        if flags & 8 or begin + size > len(head):  # the size follows the data
             return None
+        if name.endswith(b"/data.pkl"):
+            try:
+                is_in_order = _Layout(io.BytesIO(head[begin : begin + size])).load()
+            except (pickle.UnpicklingError, TypeError, EOFError):
+                return None
         place = begin + size
     return None
+
+
+class _Layout(pickle.Unpickler):
+    """Reads from the pickle in a blob only whether the elements are in order."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None  # the memory
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name == "_rebuild_tensor_v2":
+            return _is_plain_layout
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if module == "torch" and name.endswith("Storage"):
+            return None
+        raise pickle.UnpicklingError(f"{module}.{name} is not of an ordinary tensor.")
+
+
+def _is_plain_layout(
+    storage: Any, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, view: Any = None
+) -> bool:
+    """Stand for the function of torch that makes a tensor of these."""
+    return (
+        not offset and not view and torch.empty_strided(size, stride, device="meta").is_contiguous()
+    )
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,12 @@ fixed list of classes, so that nothing else is unpickled and every version of to
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import pathlib
 import pickle
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshard._torch.private import constant_of, dcp_storage_info, dtype_of
-from meshard.checkpoint._protocol.blobs import data_offset, data_offset_in_head
+from meshard.checkpoint._protocol.blobs import Stored, stored_by_head, stored_in
 from meshard.checkpoint._protocol.manifest import (
     OF_TORCH,
     Blob,
@@ -34,11 +35,13 @@ from meshard.checkpoint._protocol.manifest import (
     Chunk,
     Manifest,
     TensorEntry,
+    check_file_name,
 )
-from meshard.checkpoint._protocol.plain import embedded, encode, reference
-from meshard.checkpoint._protocol.storage import Source, Storage, opened
+from meshard.checkpoint._protocol.plain import decode, embedded, encode, names_in, reference
+from meshard.checkpoint._protocol.storage import Source, Storage
 
 METADATA = ".metadata"
+OBJECTS = "objects.distcp"
 _VERSION = "1.0.0"  # of that format
 _NO_CHECKSUM = -1
 _HEAD = 2048  # bytes at the beginning of a blob, in which its elements begin
@@ -51,33 +54,74 @@ def file_of(rank: int) -> str:
 # --- written -------------------------------------------------------------------------------
 
 
-def flattened(nested: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return what ``dcp.load`` looks for in nested states.
+class Flat(NamedTuple):
+    """What ``dcp.load`` looks for beside tensors."""
 
-    The first are the objects that are no tensors, as ``torch.save`` writes them; the second, the
-    keys that lead to each object or tensor. Both are by name.
+    data: bytes  # objects that are no tensors, as ``torch.save`` writes them
+    ranges: dict[str, tuple[int, int]]  # where each of them begins in that, and its size
+    paths: dict[str, Any]  # the keys that lead to each object or tensor
+
+
+def flattened(manifest: Manifest) -> Flat:
+    """Return the objects of models and optimizers, and the step.
+
+    Other parts are read by ``Checkpointer`` only, but for their tensors.
     """
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(nested, is_coordinator=True)
-    objects = dict[str, bytes]()
-    for name, value in planner.state_dict.items():
-        if not isinstance(value, torch.Tensor):
-            file = io.BytesIO()
-            torch.save(value, file)
-            objects[name] = file.getvalue()
-    return objects, dict(planner.mappings)
+    data, flat = io.BytesIO(), Flat(b"", {}, {name: (name,) for name in manifest.tensors})
+    known: dict[Any, tuple[int, int]] = {}  # equal numbers are written once
+    for name, tree in _nested(manifest).items():
+        planner = DefaultSavePlanner()
+        try:
+            planner.set_up_planner({name: tree}, is_coordinator=True)
+        except ValueError:  # two keys have one name when they are joined, which torch cannot save
+            continue
+        flat.paths.update(planner.mappings)
+        for full, value in planner.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                continue
+            key = repr(value) if type(value) in (bool, int, float, str) else full, type(value)
+            if key not in known:
+                begin = data.tell()
+                torch.save(value, data)
+                known[key] = begin, data.tell() - begin
+            flat.ranges[full] = known[key]
+    return flat._replace(data=data.getvalue())
 
 
-def metadata_of(manifest: Manifest, objects: dict[str, Blob], paths: dict[str, Any]) -> bytes:
+def _nested(manifest: Manifest) -> dict[str, Any]:
+    """Return the states of models and optimizers as torch has them, without values of tensors."""
+    nested: dict[str, Any] = {"step": manifest.step}
+    tensor = torch.empty(0)
+    for name, part in manifest.parts.items():
+        if "param_groups" in part:
+            nested[name] = decode(part, lambda _: tensor)
+        elif part["kind"] == "module":
+            prefix, inner = f"{name}.", names_in(part["tree"])
+            names = [
+                each
+                for each in (*manifest.tensors, *manifest.ties)
+                if each.startswith(prefix) and each not in inner
+            ]
+            others = decode(part["tree"], lambda _: tensor)
+            nested[name] = {each.removeprefix(prefix): tensor for each in names} | others
+    return nested
+
+
+def metadata_of(manifest: Manifest, flat: Flat) -> bytes:
     """Return the metadata file of torch for a checkpoint."""
-    known: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
-    stored = {MetadataIndex(name): _info(blob) for name, blob in objects.items()}
+    known: dict[str, Any] = {name: BytesStorageMetadata() for name in flat.ranges}
+    stored = {
+        MetadataIndex(name): dcp_storage_info(OBJECTS, begin, size)
+        for name, (begin, size) in flat.ranges.items()
+    }
     for name, entry in manifest.tensors.items():
         chunks = []
         for number, chunk in enumerate(entry.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
-            stored[MetadataIndex(name, offsets, number)] = _info(chunk.blob)
+            blob = chunk.blob
+            info = dcp_storage_info(blob.file, blob.begin, blob.size)
+            stored[MetadataIndex(name, offsets, number)] = info
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
         known[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
     for name, tied in manifest.ties.items():
@@ -88,13 +132,9 @@ def metadata_of(manifest: Manifest, objects: dict[str, Blob], paths: dict[str, A
                 for index, info in tuple(stored.items())
                 if index.fqn == tied
             }
-    metadata = Metadata(known, paths, stored)
+    metadata = Metadata(known, flat.paths, stored)
     metadata.version = _VERSION
     return pickle.dumps(metadata)
-
-
-def _info(blob: Blob) -> Any:
-    return dcp_storage_info(blob.file, blob.begin, blob.size)
 
 
 # --- read ----------------------------------------------------------------------------------
@@ -160,20 +200,23 @@ def read_folder(storage: Storage, folder: str) -> Manifest:
     metadata = _read_metadata(storage, folder)
     infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, info in metadata.storage_data.items():
+        check_file_name(str(info.relative_path), f"{storage.root}/{METADATA}")
         offset = getattr(index, "offset", None)
         infos[index.fqn, None if offset is None else tuple(offset)] = info
     paths = getattr(metadata, "planner_data", None) or {}
-    tensors, nested = dict[str, TensorEntry](), dict[Any, Any]()
-    heads = _Heads(storage, folder)
-    for name, entry in metadata.state_dict_metadata.items():
-        path = paths.get(name, (name,))
-        if hasattr(entry, "chunks"):
-            tensors[name] = _entry_of(name, entry, infos, heads)
-            _put(nested, path, reference(name))
-        else:
-            _put(nested, path, _object_of(storage, folder, infos[name, None]))
-    heads.close()
-    return _as_manifest(tensors, nested)
+    tensors, nested, unreadable = dict[str, TensorEntry](), dict[Any, Any](), list[str]()
+    with contextlib.closing(_Blobs(storage, folder)) as blobs:
+        for name, entry in metadata.state_dict_metadata.items():
+            path = paths.get(name, (name,))
+            if hasattr(entry, "chunks"):
+                tensors[name] = _entry_of(name, entry, infos, blobs)
+                _put(nested, path, reference(name))
+                continue
+            try:
+                _put(nested, path, blobs.value_of(infos[name, None]))
+            except (pickle.UnpicklingError, TypeError):  # only its own classes can read it
+                unreadable.append(name)
+    return _as_manifest(tensors, nested, unreadable)
 
 
 def _read_metadata(storage: Storage, folder: str) -> Any:
@@ -187,14 +230,16 @@ def _read_metadata(storage: Storage, folder: str) -> Any:
     return metadata
 
 
-def _entry_of(name: str, entry: Any, infos: dict[Any, Any], heads: _Heads) -> TensorEntry:
+def _entry_of(name: str, entry: Any, infos: dict[Any, Any], blobs: _Blobs) -> TensorEntry:
     dtype = str(_dtype_of(entry.properties)).removeprefix("torch.")
     chunks = []
     for chunk in entry.chunks:
         info = infos[name, tuple(chunk.offsets)]
         blob = Blob(info.relative_path, info.offset, info.length, _NO_CHECKSUM)
-        blob = blob._replace(data_begin=heads.data_of(blob))
-        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), blob))
+        stored = blobs.stored_in(blob)
+        blob = blob._replace(data_begin=stored.begin)
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        chunks.append(Chunk(offsets, sizes, blob, stored.is_in_order))
     return TensorEntry(tuple(entry.size), dtype, [], chunks)
 
 
@@ -216,14 +261,21 @@ def _as_trees(nested: Any) -> Any:
     return values
 
 
-def _as_manifest(tensors: dict[str, TensorEntry], nested: dict[Any, Any]) -> Manifest:
+def _as_manifest(
+    tensors: dict[str, TensorEntry], nested: dict[Any, Any], unreadable: list[str]
+) -> Manifest:
     """Sort what was saved into parts, by the keys at the top."""
     parts = dict[str, Any]()
     for name, tree in _as_trees(nested).items():
         is_optimizer = isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys()
         parts[name] = tree if is_optimizer else {"kind": "value", "tree": tree}
     if "model" in parts:
-        parts["model"] = {"kind": "module", "tree": {}}
+        others = {
+            key: each
+            for key, each in parts["model"]["tree"].items()
+            if f"model.{key}" not in tensors
+        }
+        parts["model"] = {"kind": "module", "tree": others}
     else:  # the state dict of the model was saved by itself, or beside the others
         own = [name for name, each in tensors.items() if name in parts]
         for name in own:
@@ -231,7 +283,7 @@ def _as_manifest(tensors: dict[str, TensorEntry], nested: dict[Any, Any]) -> Man
             del parts[name]
     step = parts.pop("step", {}).get("tree")
     step = step if type(step) is int else None
-    return Manifest(step, tensors, parts, [], about={"format": OF_TORCH})
+    return Manifest(step, tensors, parts, [], about={"format": OF_TORCH}, unreadable=unreadable)
 
 
 def _dtype_of(properties: Any) -> torch.dtype:
@@ -240,34 +292,37 @@ def _dtype_of(properties: Any) -> torch.dtype:
     return found
 
 
-def _object_of(storage: Storage, folder: str, info: Any) -> Any:
-    """Return an object that ``dcp.save`` has stored, as a plain value."""
-    with opened(storage, f"{folder}/{info.relative_path}".lstrip("/")) as source:
-        data = source.read(info.offset, info.length)
-    try:
-        value = torch.load(io.BytesIO(data), weights_only=True)
-        return encode(value, lambda _, tensor: embedded(tensor))
-    except (pickle.UnpicklingError, TypeError):
-        return None  # it holds what only its own classes can read
-
-
-class _Heads:
-    """Finds where the elements begin in blobs of torch: see ``blobs``."""
+class _Blobs:
+    """Reads blobs of torch: see ``blobs``."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
         self._sources: dict[str, Source] = {}
 
-    def data_of(self, blob: Blob) -> int:
-        if blob.file not in self._sources:
-            path = f"{self._folder}/{blob.file}".lstrip("/")
-            self._sources[blob.file] = self._storage.open(path)
-        source = self._sources[blob.file]
-        place = data_offset_in_head(source.read(blob.begin, min(_HEAD, blob.size)))
-        if place is not None:
-            return place
+    def _source(self, file: str) -> Source:
+        if file not in self._sources:
+            self._sources[file] = self._storage.open(f"{self._folder}/{file}".lstrip("/"))
+        return self._sources[file]
+
+    def value_of(self, info: Any) -> Any:
+        """Return an object that is no tensor, encoded as a plain value.
+
+        Raises:
+            pickle.UnpicklingError: ``torch.load`` does not read it with ``weights_only``.
+            TypeError: It is not plain.
+        """
+        data = self._source(info.relative_path).read(info.offset, info.length)
+        value = torch.load(io.BytesIO(data), weights_only=True)
+        return encode(value, lambda _, tensor: embedded(tensor))
+
+    def stored_in(self, blob: Blob) -> Stored:
+        """Return where the elements of a tensor are in its blob."""
+        source = self._source(blob.file)
+        found = stored_by_head(source.read(blob.begin, min(_HEAD, blob.size)))
+        if found is not None:
+            return found
         try:
-            return data_offset(source.read(blob.begin, blob.size))
+            return stored_in(source.read(blob.begin, blob.size))
         except ValueError as error:
             raise CheckpointError(f"{self._storage.root}/{blob.file}: {error}") from error
 

@@ -7,6 +7,7 @@ ranges that it holds, straight into its shards where these are in host memory.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,15 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.blobs import bytes_of
 from meshard.checkpoint._protocol.manifest import (
@@ -30,10 +25,10 @@ from meshard.checkpoint._protocol.manifest import (
     CheckpointError,
     Chunk,
     Manifest,
-    TensorEntry,
 )
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Source, Storage
+from meshard.checkpoint.weights_layout import Box, held_box
 
 
 class Read(NamedTuple):
@@ -120,10 +115,13 @@ def compare(
                 f"{name} has shape {list(entry.shape)} in the checkpoint and "
                 f"{list(target.shape)} here"
             )
-        elif dtype_of(entry.dtype) != target.dtype and not cast:
+        elif dtype_of(entry.dtype) != target.dtype and not (
+            cast and _can_cast(dtype_of(entry.dtype), target.dtype)
+        ):
+            advice = "no cast keeps its values" if cast else "pass cast=True to convert it"
             found.wrong.append(
                 f"{name} is {entry.dtype} in the checkpoint and "
-                f"{str(target.dtype).removeprefix('torch.')} here; pass cast=True to convert it"
+                f"{str(target.dtype).removeprefix('torch.')} here; {advice}"
             )
         elif (target.to_local() if isinstance(target, DTensor) else target).is_meta:
             found.wrong.append(
@@ -134,36 +132,38 @@ def compare(
     return fitting, found
 
 
+def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast may round values, but does not wrap them or drop a part of them."""
+    if wanted.is_floating_point and wanted.itemsize == 1:
+        return False  # without its scales
+    if wanted.is_complex or wanted.is_floating_point:
+        return wanted.is_complex or not saved.is_complex
+    if saved.is_complex or saved.is_floating_point or wanted == torch.bool:
+        return False
+    if saved == torch.bool:
+        return True
+    there, here = torch.iinfo(saved), torch.iinfo(wanted)
+    return here.min <= there.min and there.max <= here.max
+
+
+@torch.no_grad()
 def reads_of(manifest: Manifest, targets: dict[str, torch.Tensor]) -> list[Read]:
     """Return what this rank has to read to fill ``targets``."""
-    entries = {name: manifest.tensors[manifest.ties.get(name, name)] for name in targets}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(
-        {name: target.detach() for name, target in targets.items()},
-        Metadata({name: _described(entry) for name, entry in entries.items()}),
-    )
-    chunks = {
-        name: {chunk.offsets: chunk for chunk in entry.chunks} for name, entry in entries.items()
-    }
     reads = []
-    for item in planner.create_local_plan().items:
-        offset = item.storage_index.offset
-        chunk = chunks[item.storage_index.fqn][tuple(offset) if offset is not None else ()]
-        if all(item.lengths):
-            target = planner.resolve_tensor(item).detach()
-            begin, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-            dtype = dtype_of(entries[item.storage_index.fqn].dtype)
-            reads.append(Read(chunk, dtype, begin, sizes, target))
+    for name, target in targets.items():
+        entry = manifest.tensors[manifest.ties.get(name, name)]
+        box = held_box(name, target)
+        if box is None or not box.numel:
+            continue
+        local = plain_of(target).detach()
+        for chunk in entry.chunks:
+            common = box.common(Box(chunk.offsets, chunk.sizes))
+            if common.numel:
+                inside = common.relative_to(chunk.offsets)
+                part = local[common.relative_to(box.offsets).slices]
+                dtype = dtype_of(entry.dtype)
+                reads.append(Read(chunk, dtype, inside.offsets, inside.sizes, part))
     return sorted(reads, key=lambda read: (read.chunk.blob.file, read.chunk.blob.begin))
-
-
-def _described(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        for chunk in entry.chunks
-    ]
-    properties = TensorProperties(dtype=dtype_of(entry.dtype))
-    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
 
 
 # --- reading -------------------------------------------------------------------------------
@@ -186,10 +186,13 @@ def check(reader: Reader, reads: Iterable[Read]) -> None:
 def fill(reader: Reader, reads: Iterable[Read]) -> None:
     """Read into the targets."""
     for read in reads:
-        dtype = read.dtype
+        dtype, target = read.dtype, read.target
+        if not read.chunk.is_in_order:
+            whole = torch.load(io.BytesIO(reader.read(read.chunk.blob)), weights_only=True)
+            target.copy_(whole[Box(read.chunk_begin, read.sizes).slices])
+            continue
         begin, rows = _range_of(read)
         source = reader.source(read.chunk.blob.file)
-        target = read.target
         is_direct = (
             target.is_cpu
             and target.dtype == dtype
@@ -260,6 +263,8 @@ def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage
             except (CheckpointError, EOFError):
                 end = blob.begin + blob.size
                 wrong = wrong or Damage(file, f"differs in bytes {blob.begin} to {end}")
+            except OSError as error:  # of the disk
+                wrong = wrong or Damage(file, f"cannot be read: {error}")
             yield blob.size, None
         if wrong is not None:
             yield 0, wrong

@@ -55,6 +55,7 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     blob: Blob
+    is_in_order: bool = True  # False: of torch, with the strides of a transposed tensor, say
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Manifest:
     ties: dict[str, str] = field(default_factory=dict)  # names of tensors that have another name
     objects: list[Blob] = field(default_factory=list)  # what only torch's ``dcp.load`` reads
     about: dict[str, Any] = field(default_factory=dict)  # versions, ranks, mesh, date
+    unreadable: list[str] = field(default_factory=list)  # of torch: what only its classes can read
     format_version: int = VERSION
 
     def blobs(self) -> list[Blob]:
@@ -184,17 +186,22 @@ def from_text(text: bytes, where: str) -> Manifest:
             "Update meshard."
         )
     for name in content["files"]:
-        if not _FILE.fullmatch(name) or name in (".", ".."):
-            raise CheckpointError(
-                f"{where}/{NAME} names the file {name!r}, which is outside of its folder; do not "
-                "use this checkpoint, its manifest was not written by meshard."
-            )
+        check_file_name(name, f"{where}/{NAME}")
     try:
         return _from_content(content)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(
             f"{where}/{NAME} has the right checksum and not the form of format {VERSION}: {error}."
         ) from error
+
+
+def check_file_name(name: str, where: str) -> None:
+    """Raise if a file that ``where`` names may be outside of its folder."""
+    if not _FILE.fullmatch(name) or name in (".", ".."):
+        raise CheckpointError(
+            f"{where} names the file {name!r}, which is outside of its folder; do not use this "
+            "checkpoint, that was not written by meshard or torch."
+        )
 
 
 def _from_content(content: dict[str, Any]) -> Manifest:
@@ -261,6 +268,11 @@ def finished(storage: Storage) -> list[StepFolder]:
     return [each for each in step_folders(storage) if storage.exists(each.manifest)]
 
 
+def own_name(rank: int, name: str) -> str:
+    """Return the name of a tensor of which each rank has its own."""
+    return f"rank{rank}/{name}"
+
+
 def remove(storage: Storage, folder: StepFolder) -> None:
     """Remove a folder, the manifest first: what is left of a removal that is killed is no step."""
     storage.remove_file(folder.manifest)
@@ -271,7 +283,7 @@ def is_leftover(storage: Storage, folder: StepFolder) -> bool:
     """Whether a save or a removal that was killed has left a folder."""
     if storage.exists(folder.manifest):
         return False
-    return storage.exists(f"{folder.name}/{MARKER}") or not storage.files(folder.name)
+    return storage.exists(f"{folder.name}/{MARKER}") or storage.is_empty(folder.name)
 
 
 def read_manifest(storage: Storage, folder: StepFolder) -> Manifest:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, encode, reference
+from meshard.checkpoint.weights_layout import shards_of
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 RESERVED = (MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify")
@@ -43,14 +44,14 @@ def encode_part(name: str, state: Any) -> Encoded:
     """Return the state of a part for the checkpoint.
 
     Raises:
-        TypeError: Something in it is neither a tensor nor plain; or a name occurs twice.
+        TypeError: Something in it is neither a tensor nor plain.
     """
     tensors: dict[str, torch.Tensor] = {}
 
     def add(path: Path, tensor: torch.Tensor) -> Any:
         full = join(*path)
-        if full in tensors:
-            raise TypeError(f"two tensors are called {full!r}; give their keys other names.")
+        while full in tensors:  # {"a.b": ..., "a": {"b": ...}}
+            full += "'"
         tensors[full] = tensor
         return reference(full)
 
@@ -73,6 +74,7 @@ class ModelState(NamedTuple):
     others: dict[str, Any]  # extra state, and what else is no tensor of the module
     raw: dict[str, str]  # the name of each of these in the module's own state dict
     names: dict[int, str]  # by the id of a parameter
+    unsharded: list[str]  # those of which the module holds a copy, by the user's unshard()
 
 
 def model_state(module: nn.Module) -> ModelState:
@@ -81,14 +83,18 @@ def model_state(module: nn.Module) -> ModelState:
     Raises:
         RuntimeError: It holds gradients that are not fully reduced, which would be lost.
     """
-    found = ModelState({}, {}, {}, {}, {})
+    found = ModelState({}, {}, {}, {}, {}, [])
     by_id: dict[int, str] = {}
     if isinstance(module, DistributedDataParallel):
         module = module.module
     state = module.state_dict(keep_vars=True)
     own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    for raw, value in state.items():
-        name = fqn_without_wrappers(raw)
+    shards = shards_of(module)
+    own |= {id(each) for each in shards.values()}
+    for raw, held in state.items():
+        name, value = fqn_without_wrappers(raw), shards.get(id(held), held)
+        if value is not held:
+            found.unsharded.append(name)
         if id(value) not in own:
             found.others[name], found.raw[name] = value, raw
         elif id(value) in by_id:
@@ -231,6 +237,8 @@ def check_names(extra: dict[str, Any]) -> None:
     for name in extra:
         if name in RESERVED:
             raise ValueError(f"{name!r} has a meaning in save() and load(); use another name.")
+        if not name.isidentifier():  # names of tensors in it may be those of another part
+            raise ValueError(f"{name!r} is no name for a keyword; use letters, digits and '_'.")
 
 
 # --- random states -------------------------------------------------------------------------

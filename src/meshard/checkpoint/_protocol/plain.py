@@ -126,3 +126,10 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if kind == "device":
         return torch.device(value["value"])
     raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
+
+
+def names_in(tree: Any) -> set[str]:
+    """Return the names of the tensors that an encoded tree refers to."""
+    names = set[str]()
+    decode(tree, names.add)
+    return names

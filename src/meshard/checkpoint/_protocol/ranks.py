@@ -20,7 +20,6 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """``group`` serves tensors on the CPU, and nothing else uses it; None: one rank alone."""
         self._group = group
-        self.is_without_group = not dist.is_initialized()
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 

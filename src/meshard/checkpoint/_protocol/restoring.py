@@ -17,16 +17,17 @@ from torch.optim import Optimizer
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
-from meshard.checkpoint._protocol.manifest import Manifest, TensorEntry
+from meshard.checkpoint._protocol.manifest import Manifest, TensorEntry, own_name
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
     RANDOM,
+    ModelState,
     join,
     model_state,
     placed_like,
 )
-from meshard.checkpoint._protocol.plain import decode
+from meshard.checkpoint._protocol.plain import decode, names_in, reference
 from meshard.checkpoint._protocol.ranks import Ranks
 
 
@@ -38,6 +39,8 @@ class Loaded(NamedTuple):
     missing: list[str]  # names of tensors and parts that were asked for, and are not there
     unexpected: list[str]  # names that are there, and were not asked for
     random: str  # "restored", "derived" (from states of other ranks) or "absent"
+    # Of a folder of ``torch.distributed.checkpoint.save``: values that only their classes can read.
+    unreadable: list[str]
 
 
 class Options(NamedTuple):
@@ -101,6 +104,7 @@ class Restoring:
             self._missing,
             self._unexpected,
             self._restore_random(),
+            self._manifest.unreadable,
         )
 
     def _try(self, call: Callable[[], object]) -> None:
@@ -117,6 +121,7 @@ class Restoring:
     def _prepare(
         self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
     ) -> None:
+        parts.check_names(extra)
         self._random = self._read_random()
         names = self._add_module(MODEL, model)
         for name, value in extra.items():
@@ -134,6 +139,10 @@ class Restoring:
                 self._add_stateful(name, value)
             elif isinstance(value, torch.Tensor):
                 self._add_tensor(name, value)
+            elif self._part(name) is None:
+                self._missing.append(name)
+        asked = {MODEL, *extra} if optimizer is None else {MODEL, OPTIMIZER, *extra}
+        self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
         saved = self._manifest.rank_parts
         own = saved[self._ranks.rank] if len(saved) == self._ranks.size else {}
         for name in (*self._manifest.parts, *own):
@@ -143,34 +152,46 @@ class Restoring:
                 self._extra[name] = self._decoded(part["tree"], lambda _: None)
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self._manifest.parts:
-            self._add_tensors({name: tensor}, {})
-            return
-        part = self._part(name)  # each rank has saved its own
-        if part is None:
-            self._missing.append(name)
-        else:
-            value = self._decoded(part["tree"], lambda _: None)
-            self._then.append(lambda: tensor.detach().copy_(value))
+        own = own_name(self._ranks.rank, name)  # if each rank has saved its own
+        has_own = name not in self._manifest.parts and self._part(name) is not None
+        self._add_tensors({own if has_own and own in self._manifest.tensors else name: tensor}, {})
 
     def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
         state = model_state(module)
+        if state.unsharded:
+            self._problems.append(
+                f"{name} is unsharded by unshard(), so {join(name, state.unsharded[0])} is a copy "
+                "that the next forward drops; call reshard() before"
+            )
         tensors = {join(name, key): each for key, each in state.tensors.items()}
         ties = {join(name, key): join(name, tied) for key, tied in state.ties.items()}
         self._add_tensors(tensors, ties)
-        known = self._here
+        others = self._others_of(name, state)
         there = [*self._manifest.tensors, *self._manifest.ties]
         self._unexpected += [
-            each for each in sorted(there) if each.startswith(f"{name}.") and each not in known
+            each for each in sorted(there) if each.startswith(f"{name}.") and each not in self._here
         ]
-        if state.others:
-            part = self._part(name)
-            saved = self._decoded(part["tree"], lambda _: None) if part else {}
-            self._missing += [join(name, key) for key in state.others if key not in saved]
-            others = {state.raw[key]: saved[key] for key in state.others if key in saved}
+        if others:
             inner = module.module if isinstance(module, DistributedDataParallel) else module
             self._then.append(lambda: inner.load_state_dict(others, strict=False))
         return state.names
+
+    def _others_of(self, name: str, state: ModelState) -> dict[str, Any]:
+        """Return the extra state of a module, whose tensors are yet to be filled."""
+        part = self._part(name)
+        saved = part["tree"] if part is not None and part.get("kind") == "module" else {}
+        others = {}
+        for key, raw in state.raw.items():
+            full = join(name, key)
+            if key in saved:
+                others[raw] = self._decoded(saved[key], lambda _: None)
+            elif full in self._manifest.tensors:  # torch has it as any other tensor
+                others[raw] = self._decoded(reference(full), lambda _: None)
+            else:
+                self._missing.append(full)
+        self._unexpected += [join(name, key) for key in saved if key not in state.raw]
+        self._here |= names_in(saved)
+        return others
 
     def _add_tensors(self, tensors: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
         """Add tensors to be filled; ``ties`` has their other names."""
@@ -204,6 +225,9 @@ class Restoring:
         if encoded is None:
             self._missing.append(name)
             return
+        if "param_groups" not in encoded:
+            self._problems.append(f"{name} was not saved as an optimizer, and is one here")
+            return
         own: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             own.update(zip(parts.names_of(group, names, optimizer), group["params"], strict=True))
@@ -232,8 +256,14 @@ class Restoring:
         if part is None:
             self._missing.append(name)
             return
+        if part.get("kind") not in ("stateful", "value"):
+            kind = type(value).__name__
+            self._problems.append(
+                f"{name} was saved as a module or optimizer, and is a {kind} here"
+            )
+            return
         present: dict[str, torch.Tensor] = {}
-        if any(each.startswith(f"{name}.") for each in self._manifest.tensors):
+        if names_in(part["tree"]):
             present = parts.encode_part(name, value.state_dict()).tensors
         tree = self._decoded(part["tree"], present.get)
         self._then.append(lambda: value.load_state_dict(tree))
@@ -258,8 +288,10 @@ class Restoring:
         """Decode a tree; its tensors are to be filled, and placed like what ``like`` returns."""
 
         def make(name: str) -> torch.Tensor:
-            entry, present = self._manifest.tensors[name], like(name)
-            made = present
+            present = made = like(name)
+            own = own_name(self._ranks.rank, name)
+            name = own if own in self._manifest.tensors else name
+            entry = self._manifest.tensors[name]
             if made is None or isinstance(made, nn.Parameter) or not _fits(made, entry):
                 made = placed_like(present, entry.shape, dtype_of(entry.dtype))
             self._targets[name] = made

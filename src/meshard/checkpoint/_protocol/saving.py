@@ -1,6 +1,7 @@
 """How a checkpoint is written, and what commits it.
 
-1. Every rank states what it would write and what speaks against it; all go on, or none.
+1. Every rank states what it would write and what speaks against it; all go on, or none. This much
+   is done before ``async_save`` returns.
 2. The first rank removes what a killed save has left, and makes the folder of the step.
 3. Every rank writes one file: its chunks of tensors, then its own parts. The file is synced.
 4. The first rank gathers the checksums, writes torch's metadata, and publishes the manifest. **That
@@ -8,7 +9,11 @@
 5. Old steps are removed, the manifest of each first.
 
 Which rank writes what there is on several is planned in the first save. The plan is kept: as long
-as all ranks hold what they held, later saves exchange only the values of steps 1 and 4.
+as all ranks hold what they held, later saves exchange only the values of steps 1, 2 and 4.
+
+An ordinary tensor that users pass along, or that is extra state of a module, may be another one on
+each rank. If so, the part that it is in is stored for each rank: its tree in the rank's file, its
+tensors under names of their own (``manifest.own_name``).
 """
 
 from __future__ import annotations
@@ -35,39 +40,45 @@ from meshard.checkpoint._protocol.manifest import (
     StepFolder,
     TensorEntry,
 )
+from meshard.checkpoint._protocol.parts import RANDOM
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Sink, Storage
 
-# --- what was written ----------------------------------------------------------------------
-
-
 _SMALL = 2**20  # bytes
+_MERGED = ("state", "param_groups")  # of the optimizers of all ranks
 
 
 class _Written(NamedTuple):
-    """What one rank has written: the checksums of its chunks, and its other blobs."""
+    """What one rank has written: the checksums of its chunks, and its own parts."""
 
     crcs: list[int]
     own: dict[str, Blob]
-    objects: dict[str, Blob]
 
 
 class _Plan(NamedTuple):
     """Who writes what, of one save and those after it."""
 
-    fingerprint: str  # of this rank's items
-    to_write: list[int]  # of these
+    items: list[Item]  # of this rank
+    different: list[str]  # parts of which each rank writes its own
+    to_write: list[int]  # of the items
     written_by: list[list[Item]]  # by rank; on the first one only
 
 
+class Agreed(NamedTuple):
+    """What the ranks have agreed to write."""
+
+    plan: _Plan
+    is_merged: bool  # ranks hold the optimizer's state of different parameters
+
+
 class Saver:
-    """Saves into one storage. All ranks have one, and call ``save`` together."""
+    """Saves into one storage. All ranks have one, and call ``agree`` and ``write`` together."""
 
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
         self.storage, self.ranks = storage, ranks
         self._plan: _Plan | None = None
 
-    def save(self, job: Job, tidy: Callable[[], None]) -> None:
+    def write(self, job: Job, agreed: Agreed, tidy: Callable[[], None]) -> None:
         """Write a checkpoint and commit it; then the first rank calls ``tidy``.
 
         **Collective:** all ranks.
@@ -75,19 +86,19 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if anything is wrong on one; nothing was committed.
         """
-        own_parts = self._agree(job)
         folder = self._make_folder(job)
-        problem, late, written = "", None, _Written([], {}, {})
+        problem, late, written = job.problem, None, _Written([], {})
         try:
-            written = self._write(job, folder, own_parts)
+            if not problem:
+                written = self._write_file(job, folder, agreed.plan)
         except Exception as error:  # the other ranks must know, whatever it is
             problem = self._problem(error, f"{self.storage.root}/{folder.name}")
-        found = self.ranks.gather({"problem": problem, "written": written})
-        trees = self.ranks.gather(job.merged) if own_parts.is_merged else [job.merged]
+        found = self.ranks.gather({"problem": problem, "written": written, "ties": job.ties})
+        trees = self.ranks.gather(job.optimizers) if agreed.is_merged else [job.optimizers]
         if self.ranks.is_first:
-            problem = "\n".join(dict.fromkeys(each["problem"] for each in found if each["problem"]))
+            problem = _joined(each["problem"] for each in found)
             if not problem:
-                problem = self._try_to_commit(job, folder, own_parts, found, trees)
+                problem = self._try_to_commit(job, folder, agreed.plan, found, trees)
             if problem:
                 with contextlib.suppress(Exception):
                     manifest.remove(self.storage, folder)
@@ -116,48 +127,47 @@ class Saver:
 
     # --- 1. agreement ----------------------------------------------------------------------
 
-    def _agree(self, job: Job) -> _Parts:
-        """Compare what the ranks are to write, and plan who writes what, unless it is known."""
-        fingerprint = hashlib.sha256(repr(job.items).encode()).hexdigest()
-        is_known = self._plan is not None and self._plan.fingerprint == fingerprint
+    def agree(self, job: Job) -> Agreed:
+        """Compare what the ranks are to write, and plan who writes what, unless it is known.
+
+        Afterwards the job has the sources of what this rank writes, and no others.
+        **Collective:** all ranks.
+
+        Raises:
+            CheckpointError: On all ranks, if one has a problem or they do not fit together.
+        """
+        plan = self._plan
         said = self.ranks.all_gather(
             {
                 "step": job.step,
                 "problem": job.problem,
-                "is_known": is_known,
-                "merged": _hash(job.merged),
-                "large": sorted(job.large),
-                "plain": {name: _hash(tree) for name, tree in job.embedded.items()},
+                "is_known": plan is not None and plan.items == job.items,
+                "optimizers": _hash(job.optimizers),
+                "others": {} if job.problem else _hashes(job),
             }
         )
-        problems = [each["problem"] for each in said if each["problem"]]
+        self._refuse_if(job, _joined(each["problem"] for each in said))
+        problems, different = [], []
         steps = sorted({each["step"] for each in said})
         if len(steps) > 1:
             problems.append(f"ranks save different steps: {steps}")
-        names = {name for each in said for name in each["plain"]}
-        different = []
-        for name in sorted(names):
-            hashes = [each["plain"].get(name) for each in said]
+        for name in sorted({name for each in said for name in each["others"]}):
+            hashes = [each["others"].get(name) for each in said]
             lacking = [rank for rank, each in enumerate(hashes) if each is None]
             if lacking:
                 problems.append(f"rank(s) {lacking} do not save {name!r}, which other ranks do")
             elif len(set(hashes)) > 1:
                 different.append(name)
-                if any(name in each["large"] for each in said):
-                    problems.append(
-                        f"{name!r} differs between ranks and has more than 16 MiB of tensors, "
-                        "which is too much to be kept for each rank; let each rank save it under "
-                        "a name of its own on all ranks, or make DTensors of its tensors"
-                    )
-        self._refuse_if(job, "\n".join(dict.fromkeys(problems)))
-        if not all(each["is_known"] for each in said):
-            self._plan = self._make_plan(job, fingerprint)
-        is_merged = any(each["merged"] != said[0]["merged"] for each in said)
-        return _Parts(frozenset(different), is_merged)
+        self._refuse_if(job, _joined(problems))
+        if plan is None or plan.different != different or not all(s["is_known"] for s in said):
+            plan = self._plan = self._make_plan(job, different)
+        job.sources = [job.sources[number] for number in plan.to_write]
+        is_merged = any(each["optimizers"] != said[0]["optimizers"] for each in said)
+        return Agreed(plan, is_merged)
 
-    def _make_plan(self, job: Job, fingerprint: str) -> _Plan:
+    def _make_plan(self, job: Job, different: list[str]) -> _Plan:
         """Decide which rank writes what is on several, such that all write about as much."""
-        gathered = self.ranks.gather([list(item) for item in job.items])
+        gathered = self.ranks.gather(_named_apart(job, different, self.ranks.rank))
         held = [[_item(row) for row in rows] for rows in gathered]
         to_write: list[list[int]] = [[] for _ in held]
         problem = ""
@@ -186,7 +196,7 @@ class Saver:
             [items[number] for number in numbers]
             for items, numbers in zip(held, to_write, strict=True)
         ]
-        return _Plan(fingerprint, said["to_write"][self.ranks.rank], written_by)
+        return _Plan(job.items, different, said["to_write"][self.ranks.rank], written_by)
 
     # --- 2. the folder ---------------------------------------------------------------------
 
@@ -215,26 +225,22 @@ class Saver:
 
     # --- 3. files --------------------------------------------------------------------------
 
-    def _write(self, job: Job, folder: StepFolder, parts: _Parts) -> _Written:
-        plan = self._plan
-        assert plan is not None
-        written = _Written([], {}, {})
-        own = {**job.of_rank, **{name: job.embedded[name] for name in parts.different}}
+    def _write_file(self, job: Job, folder: StepFolder, plan: _Plan) -> _Written:
+        written = _Written([], {})
+        own = {RANDOM: job.random, **{name: job.others[name] for name in plan.different}}
         name = dcp_format.file_of(self.ranks.rank)
         sink = self.storage.create(f"{folder.name}/{name}")
         try:
             begin = 0
-            for number in plan.to_write:
-                crc, size = _write_tensor(sink, job.sources[number])
+            for source in job.sources:
+                crc, size = _write_tensor(sink, source)
                 written.crcs.append(crc)
                 begin += size
             for key, tree in sorted(own.items()):
-                written.own[key] = blob = _write_bytes(sink, name, begin, _as_text(tree))
-                begin += blob.size
-            if self.ranks.is_first:
-                for key, data in job.objects.items():
-                    written.objects[key] = blob = _write_bytes(sink, name, begin, data)
-                    begin += blob.size
+                data = _as_text(tree)
+                sink.write(data)
+                written.own[key] = Blob(name, begin, len(data), zlib.crc32(data))
+                begin += len(data)
         finally:
             sink.close()
         return written
@@ -245,45 +251,41 @@ class Saver:
         self,
         job: Job,
         folder: StepFolder,
-        parts: _Parts,
+        plan: _Plan,
         found: list[dict[str, Any]],
         trees: list[dict[str, Any]],
     ) -> str:
         """Publish the manifest. Return what has prevented it, if anything has."""
-        assert self._plan is not None
         written = [_written(each["written"]) for each in found]
-        tensors = _entries(self._plan.written_by, [each.crcs for each in written])
-        plain = {name: tree for name, tree in job.plain.items() if name not in parts.different}
         try:
-            merged = _merge(trees)
+            optimizers = _merge(trees)
         except ValueError as error:
             return str(error)
+        others = {name: each for name, each in job.others.items() if name not in plan.different}
         made = Manifest(
             step=job.step,
-            tensors=tensors,
-            parts={**merged, **plain},
+            tensors=_entries(plan.written_by, [each.crcs for each in written]),
+            parts={**optimizers, **others},
             rank_parts=[each.own for each in written],
-            ties=job.ties,
-            objects=list(written[0].objects.values()),
+            ties={name: tied for each in found for name, tied in each["ties"].items()},
             about={**job.about, "num_ranks": self.ranks.size},
         )
         try:
-            text = dcp_format.metadata_of(made, written[0].objects, job.paths)
-            sink = self.storage.create(f"{folder.name}/{dcp_format.METADATA}")
-            sink.write(text)
-            sink.close()
-            made.objects.append(Blob(dcp_format.METADATA, 0, len(text), zlib.crc32(text)))
+            flat = dcp_format.flattened(made)
+            metadata = dcp_format.metadata_of(made, flat)
+            for name, data in ((dcp_format.OBJECTS, flat.data), (dcp_format.METADATA, metadata)):
+                sink = self.storage.create(f"{folder.name}/{name}")
+                sink.write(data)
+                sink.close()
+                made.objects.append(Blob(name, 0, len(data), zlib.crc32(data)))
             self.storage.publish(folder.manifest, manifest.to_text(made))
         except Exception as error:
             return self._problem(error, f"{self.storage.root}/{folder.name}")
         return ""
 
 
-class _Parts(NamedTuple):
-    """Which parts of the ranks differ."""
-
-    different: frozenset[str]  # so each rank writes its own
-    is_merged: bool  # ranks hold the optimizer's state of different parameters
+def _joined(problems: Iterable[str]) -> str:
+    return "\n".join(dict.fromkeys(each for each in problems if each))
 
 
 def _error_of(call: Callable[[], None]) -> Exception | None:
@@ -303,33 +305,53 @@ def _as_text(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
 
+def _hashes(job: Job) -> dict[str, str]:
+    """Return what differs if ranks have other values of a part, for each part."""
+    own: dict[str, list[Any]] = {name: [] for name in job.others}
+    for item, source in zip(job.items, job.sources, strict=True):
+        if item.name in job.part_of:
+            crc = zlib.crc32(bytes_of(on_host(source)))
+            own[job.part_of[item.name]].append([*item, crc])
+    return {name: _hash([tree, own[name]]) for name, tree in job.others.items()}
+
+
+def _named_apart(job: Job, different: list[str], rank: int) -> list[Item]:
+    """Return the items of this rank. What it alone has of parts that differ has its own name."""
+    return [
+        item._replace(name=manifest.own_name(rank, item.name))
+        if job.part_of.get(item.name) in different
+        else item
+        for item in job.items
+    ]
+
+
 def _item(row: list[Any]) -> Item:
     name, shape, dtype, *boxes = row
     return Item(name, tuple(shape), dtype, *map(tuple, boxes))
 
 
 def _written(row: list[Any]) -> _Written:
-    crcs, own, objects = row
-    return _Written(
-        crcs,
-        {name: Blob(*blob) for name, blob in own.items()},
-        {name: Blob(*blob) for name, blob in objects.items()},
-    )
+    crcs, own = row
+    return _Written(crcs, {name: Blob(*blob) for name, blob in own.items()})
 
 
 def _what_is_not_covered(items: Iterable[Item]) -> str:
     covered: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    known: dict[str, Item] = {}
     for item in items:
         covered[item.name] = covered.get(item.name, 0) + torch.Size(item.sizes).numel()
-        if shapes.setdefault(item.name, item.shape) != item.shape:
-            return f"ranks hold {item.name!r} with shapes {shapes[item.name]} and {item.shape}."
-    for name, numel in covered.items():
-        if numel != torch.Size(shapes[name]).numel():
+        one = known.setdefault(item.name, item)
+        if (one.shape, one.dtype) != (item.shape, item.dtype):
             return (
-                f"the ranks hold {numel} elements of {name!r} together, which has "
-                f"{torch.Size(shapes[name]).numel()}; all ranks of its mesh must take part in the "
-                "save."
+                f"ranks hold {item.name!r} with shape {one.shape} in {one.dtype} and with shape "
+                f"{item.shape} in {item.dtype}."
+            )
+    for name, numel in covered.items():
+        whole = torch.Size(known[name].shape).numel()
+        if numel != whole:
+            return (
+                f"the ranks hold {numel} elements of {name!r} together, which has {whole}; all "
+                "ranks of its mesh must take part in the save."
             )
     return ""
 
@@ -343,11 +365,6 @@ def _write_tensor(sink: Sink, source: torch.Tensor) -> tuple[int, int]:
     for piece in (head, data, tail):
         sink.write(piece)
     return zlib.crc32(tail, zlib.crc32(head, crc)), len(head) + len(data) + len(tail)
-
-
-def _write_bytes(sink: Sink, file: str, begin: int, data: bytes) -> Blob:
-    sink.write(data)
-    return Blob(file, begin, len(data), zlib.crc32(data))
 
 
 def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, TensorEntry]:
@@ -372,6 +389,11 @@ def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
     for tree in trees:
         for name, each in tree.items():
             present = merged.setdefault(name, {**each, "state": {}, "param_groups": []})
+            ours, theirs = (
+                {k: v for k, v in one.items() if k not in _MERGED} for one in (present, each)
+            )
+            if ours != theirs:
+                raise ValueError(f"ranks have different values of {name!r} beside its state.")
             for fqn, state in each["state"].items():
                 if present["state"].setdefault(fqn, state) != state:
                     raise ValueError(f"ranks have different states of {name!r} for {fqn!r}.")

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,6 +48,9 @@ class Storage(Protocol):
 
     def files(self, folder: str) -> dict[str, int]:
         """Return the names of the files in a folder, with their sizes in bytes."""
+
+    def is_empty(self, folder: str) -> bool:
+        """Whether nothing is in a folder, no folders either."""
 
     def make_folder(self, folder: str) -> None: ...
 
@@ -96,8 +98,13 @@ class FolderStorage:
         entries = os.scandir(self._path / folder)
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
+    def is_empty(self, folder: str) -> bool:
+        return not os.listdir(self._path / folder)
+
     def make_folder(self, folder: str) -> None:
-        self._path.mkdir(parents=True, exist_ok=True)
+        if not self._path.is_dir():
+            self._path.mkdir(parents=True, exist_ok=True)
+            self.act("sync", self._path.parent)
         self.act("mkdir", self._path / folder)
         self.act("sync", self._path)
 
@@ -233,6 +240,10 @@ class ObjectStorage:
         found = (each for each in entries if each["type"] == "file")
         return {each["name"].rsplit("/", 1)[-1]: each["size"] for each in found}
 
+    def is_empty(self, folder: str) -> bool:
+        self._fs.invalidate_cache()
+        return not self._fs.ls(self._at(folder), detail=True)
+
     def make_folder(self, folder: str) -> None:
         """A store has no folders of its own; a file system behind fsspec may have."""
         self._fs.makedirs(self._at(folder), exist_ok=True)
@@ -290,13 +301,3 @@ class _ObjectSource:
 
     def close(self) -> None:
         self._copy.close()
-
-
-@contextlib.contextmanager
-def opened(storage: Storage, path: str) -> Iterator[Source]:
-    """Open a file to read, and close it."""
-    source = storage.open(path)
-    try:
-        yield source
-    finally:
-        source.close()
