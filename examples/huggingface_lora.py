@@ -1,11 +1,9 @@
 """LoRA on a frozen bfloat16 model of Hugging Face, sharded: transformers, peft and meshard.
 
-pip install transformers peft
 python examples/huggingface_lora.py                         # one process
 torchrun --nproc-per-node 2 examples/huggingface_lora.py    # each rank holds a half
 
-It makes a small Llama and its folder itself, so nothing is downloaded. For a model of yours, give
-its folder to ``from_pretrained``.
+It makes a small Llama in a folder itself; for yours, give its folder to ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -99,8 +97,7 @@ def train(base_folder: Path, adapter_folder: Path, device: torch.device) -> None
         same = torch.equal(plain(input_ids=tokens).logits, logits)
         params = [param for param in model.parameters() if isinstance(param, DTensor)]
         held = sum(param.to_local().nbytes for param in params)
-        trained = sum(param.numel() for param in adapters)
-        print(f"{ranks} ranks on {device.type}, {trained} trainable parameters")
+        print(f"{ranks} ranks on {device.type}")
         print(f"parameters: {held / 2**20:.2f} of {whole / 2**20:.2f} MiB on the first rank")
         print(f"plain peft gives the same logits from the saved adapter: {'yes' if same else 'no'}")
 
@@ -110,11 +107,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folders = [temporary]
         dist.broadcast_object_list(folders)  # all ranks read the folder of the first
-        base = Path(folders[0]) / "base"
+        base, adapter = Path(folders[0]) / "base", Path(folders[0]) / "adapter"
         if dist.get_rank() == 0:
             make_folder(base)
         dist.barrier()
-        train(base, Path(folders[0]) / "adapter", device)
+        train(base, adapter, device)
         dist.barrier()  # no rank deletes a folder that another still reads
     dist.destroy_process_group()
 
