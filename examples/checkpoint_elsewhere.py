@@ -94,10 +94,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         if dist.is_torchelastic_launched():  # one rank of a job
             device = start()
-            out = [str(args.out or temporary)]
-            dist.broadcast_object_list(out)  # all ranks write to the folder of the first
-            Path(out[0]).mkdir(parents=True, exist_ok=True)
-            train(Path(out[0]), args.until, device)
+            folders = [str(args.out or temporary)]
+            dist.broadcast_object_list(folders)  # all ranks use the folder of the first
+            Path(folders[0]).mkdir(parents=True, exist_ok=True)
+            train(Path(folders[0]), args.until, device)
             dist.barrier()
             dist.destroy_process_group()
             return

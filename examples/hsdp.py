@@ -69,7 +69,7 @@ def train(mesh: DeviceMesh, device: torch.device, mode: GradientSync) -> tuple[f
         optimizer.zero_grad()
     dist.all_reduce(total)
     if mode is GradientSync.REDUCE_SCATTER:
-        print_rows(mesh, model[0].weight)
+        print_rows(mesh, model.get_parameter("0.weight"))
     return total.item(), ledger
 
 

@@ -98,7 +98,6 @@ def draw(
 
 
 def main() -> None:
-    """Start both runs and compare them; torchrun comes here too, once in each rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

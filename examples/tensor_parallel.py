@@ -98,7 +98,7 @@ def main() -> None:
         if rank == 0 and step % 3 == 0:
             print(f"step {step}: loss {mean.item():.5f}, in one process {alone_loss.item():.5f}")
 
-    weight = model[0].up.weight
+    weight = model.get_parameter("0.up.weight")
     assert isinstance(weight, DTensor)
     if rank == 0:
         print(f"mesh {ranks // tp} x {tp} (dp x tp) on {device.type}")

@@ -39,7 +39,10 @@ def run_script(folder, *command):
 
 def run_example(name, folder, *args, num_ranks=1):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
-    return run_script(folder, *(torchrun if num_ranks > 1 else ()), EXAMPLES / name, *args)[0]
+    launcher = torchrun if num_ranks > 1 else ()
+    printed, complaints = run_script(folder, *launcher, EXAMPLES / name, *args)
+    assert "Exception ignored" not in complaints, complaints  # at the end of the interpreter
+    return printed
 
 
 # --- README's quick start ------------------------------------------------------------------------
