@@ -1,25 +1,24 @@
 """Leave ranks out of a step whose loss is not finite, with a reduce hook.
 
-python examples/drop_ranks.py
+python examples/drop_ranks.py                         # one process, and nothing to leave out
+torchrun --nproc-per-node 4 examples/drop_ranks.py
 
-Four ranks train a linear model. In the third step two of them get a broken batch, whose loss is
-NaN. A reduce hook replaces their gradients by zeros and averages over the ranks that are left.
+In the third step ranks 1 and 3 get a broken batch, whose loss is NaN. A reduce hook replaces their
+gradients by zeros and averages over the ranks that are left.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
+import os
 
 import torch
 import torch.distributed as dist
-from command_line import count, make_parser, parse
-from launch import launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshard import fully_shard, register_reduce_hook
 
-BROKEN_STEP, BROKEN_RANKS = 2, (1, 3)
+STEPS, BROKEN_STEP, BROKEN_RANKS = 4, 2, (1, 3)
 
 
 class DropRanks:
@@ -47,6 +46,20 @@ class DropRanks:
             unsharded.zero_()  # not mul_(0), which keeps a NaN
 
 
+def start() -> torch.device:
+    """Join the ranks that torchrun has started; plain ``python`` is one rank."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
 def batch(step: int, rank: int) -> Tensor:
     """Return the batch of one rank: ``[8, 16]``, NaN where it is broken."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -67,15 +80,15 @@ def reference_gradient(weight: Tensor, step: int) -> Tensor:
     return gradient
 
 
-def run(args: Namespace, device: torch.device) -> None:
-    """Train on this rank; the first one prints."""
+def main() -> None:
+    device = start()
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     model = fully_shard(nn.Linear(16, 1, bias=False).to(device), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     drop = DropRanks()
     register_reduce_hook(model, drop)
-    for step in range(args.steps):
+    for step in range(STEPS):
         weight = model.weight.full_tensor().detach().cpu()
         loss = model(batch(step, dist.get_rank()).to(device)).square().mean()
         num_left = drop.decide(loss)
@@ -86,13 +99,7 @@ def run(args: Namespace, device: torch.device) -> None:
             print(f"step {step}: mean over {num_left} ranks, as without sharding: {is_right}")
         optimizer.step()
         optimizer.zero_grad()
-
-
-def main() -> None:
-    """Read the command line and start the ranks."""
-    parser = make_parser(__doc__.split("\n")[0], ranks=4)
-    parser.add_argument("--steps", type=count, default=4)
-    launch(run, parse(parser))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 It starts ``torchrun --max-restarts 1`` twice. In the first run rank 1 is killed while it writes a
 checkpoint; torchrun starts the ranks again, and they go on from the checkpoint before. The second
-run is left alone. The picture has the losses of both, which are the same.
+run is left alone. The losses are the same; ``--out x.png`` draws both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -23,7 +24,6 @@ import meshard
 from meshard.checkpoint import Checkpointer
 
 STEPS, SAVE_EVERY, CRASH_AT = 40, 10, 20
-PICTURE = Path("survive_a_crash.png")
 
 
 def train(folder: Path, *, crashes: bool) -> None:
@@ -82,36 +82,38 @@ def run(folder: Path, *, crashes: bool) -> list[tuple[int, float]]:
     return sorted(dict(rows).items())
 
 
-def draw(crashed: list[tuple[int, float]], undisturbed: list[tuple[int, float]]) -> None:
+def draw(
+    crashed: list[tuple[int, float]], undisturbed: list[tuple[int, float]], path: Path
+) -> None:
     """Draw the losses of both runs."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(7, 3.5), layout="constrained")).subplots()
     axes.plot(*zip(*undisturbed, strict=True), lw=5, color="0.8", label="left alone")
     axes.plot(*zip(*crashed, strict=True), lw=1.2, color="C3", label="rank 1 killed, resumed")
-    axes.axvline(CRASH_AT, ls=":", color="C3")
-    axes.annotate("killed while saving", (CRASH_AT, axes.get_ylim()[1] * 0.9), xytext=(6, 0),
-                  textcoords="offset points", color="C3")  # fmt: skip
+    axes.axvline(CRASH_AT, ls=":", color="C3", label="killed while saving")
     axes.set(xlabel="step", ylabel="loss", title="A run that loses a rank in the middle of a save")
     axes.legend(frameon=False)
-    figure.savefig(PICTURE, dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    """Start both runs and compare them; torchrun comes here too, once in each rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         train(Path(sys.argv[1]), crashes=sys.argv[2] == "1" and first_attempt)
         dist.destroy_process_group()
         return
+    parser = argparse.ArgumentParser(description="Lose a rank in the middle of a save, and go on.")
+    parser.add_argument("--out", type=Path, help="draw the losses of both runs here")
+    picture = parser.parse_args().out
     with tempfile.TemporaryDirectory() as folder:
         crashed = run(Path(folder) / "crashed", crashes=True)
         undisturbed = run(Path(folder) / "undisturbed", crashes=False)
     same = "yes" if crashed == undisturbed else "no"
     print(f"the losses are those of a run that did not crash, bit for bit: {same}")
-    draw(crashed, undisturbed)
-    print(f"picture: {PICTURE}")
+    if picture:
+        draw(crashed, undisturbed, picture)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.byte_gpt import GPT, GPTConfig
+from examples.train_gpt import GPT, GPTConfig
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PEER, PEER_WHOLE, shard_by_units
 from tests.support.fake import fake_group
 

@@ -6,6 +6,7 @@ gradient once, so both are avoided: ``DTensor(local, spec, requires_grad=False)`
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import threading
@@ -46,6 +47,9 @@ def make_dtensor(
 # The specs of DTensors that are alive. A spec keeps its mesh alive, so no other mesh can get its id
 # meanwhile. Equal meshes do not share a spec, because their process groups may differ.
 _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+# A spec that dies later would hash its key, and a _StridedShard cannot be hashed while the
+# interpreter takes its modules apart.
+atexit.register(_specs.clear)
 
 
 def as_parameter(made: DTensor, *, requires_grad: bool) -> nn.Parameter:
