@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.train_gpt import GPT, VOCABULARY, Block, GPTConfig
-from meshard import flat_optimizer, fully_shard, replicate
+from meshard import describe, flat_optimizer, fully_shard, replicate
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
 PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
