@@ -31,6 +31,20 @@ class Client:
         return runs[0].losses, runs[1].losses
 
 
+PLAIN_SUMS = """
+from torch.distributed.fsdp import FSDPModule
+
+set_factor = FSDPModule.set_gradient_divide_factor
+
+
+def set_factor_of_sums(self, factor):
+    self.set_force_sum_reduction_for_comms(True)
+    set_factor(self, factor)
+
+
+FSDPModule.set_gradient_divide_factor = set_factor_of_sums
+"""
+
 CLIENTS = [
     Client(page="transformers", packages=("transformers",)),
     Client(page="trainer", packages=("transformers", "accelerate")),
@@ -52,4 +66,10 @@ CLIENTS = [
         },
     ),
     Client(page="state-dict-functions", packages=("numpy",)),
+    Client(
+        page="torchtitan",
+        packages=("torchtitan",),
+        # On gloo, a divide factor of torch's needs a plain sum.
+        peer={r"^patch_torch\(\).*?\n": PLAIN_SUMS},
+    ),
 ]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.pretended_gpus import pretend_to_have_gpus
+from tests.clients.surroundings import prepare
 from tests.house.pages import blocks
 from tests.house.sources import ROOT
 
@@ -133,7 +133,7 @@ def _be_rank(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     own.mkdir()
     os.chdir(own)
     path = folder / "train.py"
-    pretend_to_have_gpus(path.read_text())
+    prepare(path.read_text())
     sys.argv = [str(path)]
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
