@@ -50,6 +50,7 @@ CLIENTS = [
     Client(page="trainer", packages=("transformers", "accelerate")),
     Client(page="accelerate", packages=("transformers", "accelerate")),
     Client(page="peft", packages=("transformers", "peft")),
+    Client(page="qlora", packages=("transformers", "peft", "torchao")),
     Client(page="cross-entropy", packages=("transformers",)),
     Client(page="fabric", packages=("lightning",)),
     Client(page="float8", packages=("torchao",)),

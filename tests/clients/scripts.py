@@ -23,7 +23,7 @@ from tests.house.pages import blocks
 from tests.house.sources import ROOT
 
 PAGES = ROOT / "docs" / "how-to"
-SECONDS = 120
+SECONDS = 200
 OF_TORCH = [
     (r"^from meshard\.compat import patch_torch\n", ""),
     (r"^patch_torch\(\).*\n", ""),
