@@ -47,6 +47,7 @@ FSDPModule.set_gradient_divide_factor = set_factor_of_sums
 
 CLIENTS = [
     Client(page="transformers", packages=("transformers",)),
+    Client(page="transformers-from-pretrained", packages=("transformers",)),
     Client(page="trainer", packages=("transformers", "accelerate")),
     Client(page="accelerate", packages=("transformers", "accelerate")),
     Client(page="peft", packages=("transformers", "peft")),

@@ -120,6 +120,8 @@ def serve() -> None:
 
 def _be_rank(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     """Run a script as torchrun would, and write the losses that it leaves."""
+    import torch
+
     faulthandler.dump_traceback_later(SECONDS - 10)
     signal.alarm(SECONDS)
     for stream, name in ((sys.stdout, "printed"), (sys.stderr, "errors")):
@@ -137,6 +139,11 @@ def _be_rank(folder: Path, rank: int, num_ranks: int, port: int) -> None:
     sys.argv = [str(path)]
     namespace: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
+    if "meshard" in path.read_text():
+        import meshard
+
+        made = meshard.FSDPModule.__subclasses__()  # a class for each that was sharded
+        assert any(issubclass(each, torch.nn.Module) for each in made), "torch has sharded"
     (folder / f"losses-{rank}").write_text(json.dumps(namespace["losses"]))
 
 
