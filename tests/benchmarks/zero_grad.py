@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from meshard._torch.patches import patch_zero_grad, unpatch_zero_grad
-from meshard.optim.hooks import clear_pending
+from meshard.optim.hooks import clear_pending, finish_copies
 
 TARGET = 1.05
 Figures = dict[str, dict[str, float]]
@@ -36,7 +36,7 @@ def measure(tensors: int = 400, rounds: int = 400) -> Figures:
     for number in range(2 * rounds):
         whose = "meshard" if number % 2 else "torch"
         if number % 2:
-            patch_zero_grad(clear_pending)
+            patch_zero_grad(finish_copies=finish_copies, clear=clear_pending)
         else:
             unpatch_zero_grad()
         for kind, owner in (("optimizer", optimizer), ("module", model)):

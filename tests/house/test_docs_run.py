@@ -21,6 +21,7 @@ NEED_EXTRAS = {
     "recipes.md",
     "weights.md",
     "checkpoints.md",
+    "loops.md",
 }
 
 

@@ -104,6 +104,59 @@ def test_a_class_with_a_method_of_its_own_clears_before_its_first_step(model):
     assert pending(model) == []
 
 
+class InPlace(torch.optim.SGD):
+    """An optimizer with a ``zero_grad`` of its own that fills gradients with zeros."""
+
+    def zero_grad(self, set_to_none=False):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.zero_()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that clears by another one, and only at the end of a window, as accelerate's."""
+
+    def __init__(self, inner):
+        self.inner, self.ends_window = inner, False
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        if self.ends_window:
+            self.inner.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_a_method_that_fills_with_zeros_clears(model, has_grads):
+    optimizer = InPlace(model.parameters(), lr=0.1)
+    if has_grads:
+        accumulate(model, meshard.GradientSync.FULL)
+    accumulate(model)
+    optimizer.zero_grad()
+    assert pending(model) == []
+    for param in model.parameters():
+        assert (param.grad is not None) is has_grads
+        assert param.grad is None or not param.grad.full_tensor().any()
+
+
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_a_method_that_does_nothing_within_a_window_leaves_what_is_pending(model, has_grads):
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    if has_grads:
+        accumulate(model, meshard.GradientSync.FULL)
+    before = [param.grad for param in model.parameters()]
+    accumulate(model)
+    optimizer.zero_grad()
+    assert len(pending(model)) == 4
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
+    optimizer.ends_window = True
+    optimizer.zero_grad()
+    assert pending(model) == []
+
+
 def test_the_methods_are_put_back(model, monkeypatch):
     replaced = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad, Own.zero_grad
     accumulate(model)

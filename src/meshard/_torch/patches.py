@@ -8,27 +8,36 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._torch.private import skip_dynamo
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of pending gradients
+_finish_copies: Callable[[list[torch.Tensor]], None] | None = None
 _clear: Callable[[list[torch.Tensor]], None] | None = None
 _replaced: dict[type, tuple[Any, Any]] = {}  # by class: its own zero_grad, and ours
 
 
-def patch_zero_grad(clear: Callable[[list[torch.Tensor]], None]) -> None:
-    """Replace ``zero_grad`` of ``Optimizer`` and ``Module``; ``clear`` drops pending gradients."""
-    global _clear
-    _clear = clear
+def patch_zero_grad(
+    *,
+    finish_copies: Callable[[list[torch.Tensor]], None],
+    clear: Callable[[list[torch.Tensor]], None],
+) -> None:
+    """Replace ``zero_grad`` of ``Optimizer`` and ``Module``.
+
+    ``finish_copies`` makes ``.grad`` ready to be freed, and ``clear`` drops pending gradients.
+    """
+    global _finish_copies, _clear
+    _finish_copies, _clear = finish_copies, clear
     if not _replaced:
-        _replace(Optimizer, params_in)
-        _replace(nn.Module, nn.Module.parameters)
+        _replace(Optimizer, params_in, always_clears=True)
+        _replace(nn.Module, nn.Module.parameters, always_clears=True)
         patch_new_optimizers()
 
 
@@ -58,6 +67,7 @@ def params_in(optimizer: Optimizer) -> list[torch.Tensor]:
 def patch_new_optimizers() -> None:
     """Replace the ``zero_grad`` of each class of optimizers that has one of its own.
 
+    Such a method need not clear at every call: that of accelerate does nothing within a window.
     Called at the beginning of each backward, after which gradients may be pending.
     """
     if not _replaced:
@@ -66,18 +76,82 @@ def patch_new_optimizers() -> None:
     for each in classes:
         classes += each.__subclasses__()
         if each not in _replaced and "zero_grad" in vars(each):
-            _replace(each, params_in)
+            _replace(each, params_in, always_clears=False)
 
 
-def _replace(owner: type, params_of: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+def _replace(
+    owner: type, params_of: Callable[[Any], Iterable[torch.Tensor]], *, always_clears: bool
+) -> None:
     own = vars(owner)["zero_grad"]
 
     @skip_dynamo
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _holders and _clear is not None:
-            _clear(list(params_of(self)))
-        return own.__get__(self)(*args, **kwargs)  # a function, or a partialmethod
+        call = own.__get__(self)  # a function, or a partialmethod
+        if not _holders or _clear is None or _finish_copies is None:
+            return call(*args, **kwargs)
+        params = list(params_of(self))
+        _finish_copies(params)
+        if always_clears:
+            _clear(params)
+            return call(*args, **kwargs)
+        witness = _Witness(params)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if witness.was_cleared():
+                _clear(params)
 
     _replaced[owner] = own, zero_grad
     setattr(owner, "zero_grad", zero_grad)  # noqa: B010  # mypy refuses the assignment
+
+
+class _Witness:
+    """A parameter whose ``.grad`` tells whether a ``zero_grad`` of unknown code has cleared it."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._param = min(params, key=_local_numel, default=None)
+        if self._param is None:
+            return
+        self._is_lent = self._param.grad is None
+        if self._is_lent:
+            self._param.grad = _zero_grad_of(self._param)
+        self._grad = self._param.grad
+        self._versions = _versions(self._grad)
+
+    def was_cleared(self) -> bool:
+        """Return whether it was, and take the gradient away that was lent for this."""
+        if self._param is None:
+            return False
+        is_same = self._param.grad is self._grad
+        if is_same and self._is_lent:
+            self._param.grad = None
+        return not is_same or _versions(self._grad) != self._versions
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _versions(tensor: Any) -> tuple[int, int]:
+    return tensor._version, _local(tensor)._version  # an operation on a DTensor counts up its own
+
+
+def _local_numel(tensor: torch.Tensor) -> int:
+    return _local(tensor).numel()
+
+
+def _zero_grad_of(param: torch.Tensor) -> torch.Tensor:
+    local = _local(param)
+    dtype = getattr(param, "grad_dtype", None) or param.dtype
+    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
+    if not isinstance(param, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

@@ -78,7 +78,7 @@ def _register_hooks() -> None:
 def watch_optimizers() -> None:
     """Check all optimizers before they step, from now on, and all ``zero_grad``."""
     _register_hooks()
-    patch_zero_grad(clear_pending)
+    patch_zero_grad(finish_copies=finish_copies, clear=clear_pending)
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
@@ -92,6 +92,12 @@ def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
     return owners
 
 
+def finish_copies(params: Sequence[torch.Tensor]) -> None:
+    """Wait for copies of ``params`` and their gradients to and from host memory."""
+    for owner in owners_of(sharded_params_of(params)):
+        owner.finish_copies()
+
+
 def clear_pending(params: Sequence[torch.Tensor]) -> None:
     """Drop the pending gradients of ``params``, whose ``.grad`` is about to be cleared.
 
@@ -99,8 +105,6 @@ def clear_pending(params: Sequence[torch.Tensor]) -> None:
     """
     sharded = sharded_params_of(params)
     owners = owners_of(sharded)
-    for owner in owners:
-        owner.finish_copies()
     for given, param in zip(params, sharded, strict=True):
         if given is not param:
             param.grad = None
