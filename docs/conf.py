@@ -22,6 +22,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
+python_maximum_signature_line_length = 88  # longer ones have a line for each argument
 
 smartquotes = False  # texts of errors stand in the pages as they are
 
@@ -37,11 +38,17 @@ _OUTSIDE = re.compile(
 
 
 def _name_files_outside(_app: Any, page: str, source: list[str]) -> None:
-    """Turn links to files that are not in the site into their names in the repository."""
+    """Turn links to files outside of the site into their names, and leave out missing pages."""
 
     def named(match: re.Match[str]) -> str:
         file = match[2].split("#")[0].replace("../", "")
         return match[1] if file in match[1] else f"{match[1]} (`{file}`)"
+
+    if page == "how-to/index":  # pages that are not written yet are not listed
+        lines = source[0].splitlines()
+        here = ROOT / "docs" / "how-to"
+        kept = [x for x in lines if not re.fullmatch(r"[\w-]+", x) or (here / f"{x}.md").is_file()]
+        source[0] = "\n".join(kept) + "\n"
 
     # A page on GitHub draws mermaid; a site that is browsed from disk shows its text.
     source[0] = _OUTSIDE.sub(named, source[0]).replace("```mermaid", "```text")

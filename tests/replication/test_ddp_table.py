@@ -1,4 +1,4 @@
-"""The page on ``replicate``: it names everything that torch's DDP has."""
+"""The page for users of DDP: it names everything that torch's DDP has."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "replicate.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "from-ddp.md"
 OF_JOIN = set(inspect.signature(DistributedDataParallel.join).parameters) - {"self"}
 # There are rows for them, also where torch is older.
 SINCE = {
