@@ -11,20 +11,20 @@ def main() -> int:
     """Print a row per client: losses of the last step on the first rank that has one."""
     pages = sys.argv[1:]
     server, failed = Server(), 0
-    row = "{:<22} {:>5} {:>7} {:>11} {:>11} {:>11} {:>10} {:>5}"
+    row = "{:<28} {:>5} {:>7} {:>11} {:>11} {:>11} {:>10} {:>5}"
     print(row.format("client", "ranks", "losses", "first", "torch", "meshard", "difference", "s"))
     for client in CLIENTS:
         if pages and client.page not in pages:
             continue
         if client.missing:
-            print(f"{client.page:<22} needs {', '.join(client.missing)}", flush=True)
+            print(f"{client.page:<28} needs {', '.join(client.missing)}", flush=True)
             continue
         start = time.monotonic()
         try:
             of_torch, ours = client.losses(server)
         except RuntimeError as error:
             failed += 1
-            print(f"{client.page:<22} failed\n{error}", flush=True)
+            print(f"{client.page:<28} failed\n{error}", flush=True)
             continue
         pairs = [
             (one, other)
