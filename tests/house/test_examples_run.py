@@ -108,7 +108,7 @@ def test_hsdp_sends_what_the_page_says_and_has_the_loss_of_one_process(tmp_path)
         printed = run_example("hsdp.py", tmp_path, num_ranks=num_ranks)
         assert numbers_after("loss", printed) == pytest.approx([alone] * 3, rel=1e-4)
     assert "rank 3: replica 1, shard 1: rows 256 to 511" in printed
-    page = (ROOT / "docs" / "gradient-accumulation.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "gradient-accumulation.md").read_text()
     for mode in ("NONE", "REDUCE_SCATTER", "FULL"):
         scatters, reduces, sent = re.search(rf"\n *{mode} +(\d+) +(\d+) +(\d+) ", page).groups()
         said = rf"{mode} *: .* sent per step {sent} MiB .*{scatters} reduce_scatter, {reduces} all_"
