@@ -50,8 +50,7 @@ def _name_files_outside(_app: Any, page: str, source: list[str]) -> None:
         kept = [x for x in lines if not re.fullmatch(r"[\w-]+", x) or (here / f"{x}.md").is_file()]
         source[0] = "\n".join(kept) + "\n"
 
-    # A page on GitHub draws mermaid; a site that is browsed from disk shows its text.
-    source[0] = _OUTSIDE.sub(named, source[0]).replace("```mermaid", "```text")
+    source[0] = _OUTSIDE.sub(named, source[0])
 
 
 def setup(app: Any) -> None:

@@ -297,8 +297,7 @@ class GradientSetters(_AnyModule):
         ``comm`` has the arguments of ``torch.distributed.all_reduce``; that function itself,
         or None, undoes an earlier call. The operation is always SUM: meshard divides by itself. A
         sum of negative zeros must be a negative zero, or parameters that no rank used get a
-        gradient of zero. Groups of one rank do not call ``comm``. Ranks of one host exchange the
-        gathers of such a unit through sockets too, instead of shared memory.
+        gradient of zero. Groups of one rank do not call ``comm``.
 
         **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
 

@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, MixedPrecisionPolicy
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -183,3 +184,18 @@ def torchs_own_policy():
 
 def test_torchs_own_policy_is_accepted(run_ranks):
     run_ranks(torchs_own_policy, 1)
+
+
+@pytest.mark.parametrize("sync", [GradientSync.FULL, GradientSync.NONE])
+@on_threads(4)
+def test_the_smallest_float16_gradient_survives_the_division_in_float32(sync):
+    """A unit this large divides while it packs, from float16 into float32."""
+    model = seeded(nn.Linear(512, 512, bias=False))
+    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32)
+    meshard.fully_shard(model, init_device_mesh("cpu", (4,)), mp_policy=policy)
+    smallest = 2.0**-24
+    with meshard.gradient_sync(model, sync):
+        model(torch.full((1, 512), 2.0**-12)).backward(torch.full((1, 512), 2.0**-12, dtype=FP16))
+    if sync is GradientSync.NONE:
+        meshard.finalize_gradients(model)
+    assert torch.equal(model.weight.grad.to_local(), torch.full((128, 512), smallest))

@@ -1,4 +1,4 @@
-"""The table of docs/how-to/gradient-accumulation.md: gradients of torch's fully_shard and of ours.
+"""The table of docs/migrate/gradients-compared.md: gradients of torch's fully_shard and of ours.
 
 What a line says follows from its row in the files of peers, which run both libraries.
 """
@@ -100,8 +100,8 @@ def lines():
 
 
 def test_the_page_says_what_the_rows_say():
-    page = (ROOT / "docs" / "how-to" / "gradient-accumulation.md").read_text()
-    section = page.partition("## Compared with FSDP2\n")[2]
+    page = (ROOT / "docs" / "migrate" / "gradients-compared.md").read_text()
+    section = page.partition("# Gradients compared with FSDP2\n")[2]
     found = list(lines())
     assert section.partition("---|\n")[2].partition("\n\n")[0].splitlines() == found
     right = [sum(line.split(" | ")[place] == "right" for line in found) for place in (1, 2)]

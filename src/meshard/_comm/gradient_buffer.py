@@ -266,8 +266,10 @@ def copy_multiplied(target: torch.Tensor, source: torch.Tensor, factor: float) -
     """Copy ``source``, times ``factor``, to ``target``."""
     if factor == 1.0:
         target.copy_(source)
-    else:
+    elif torch.promote_types(source.dtype, target.dtype) == source.dtype:
         torch.mul(source, factor, out=target)
+    else:  # torch.mul would compute in the dtype of the source, where a small product becomes zero
+        target.copy_(source).mul_(factor)
 
 
 def _copy_into(
