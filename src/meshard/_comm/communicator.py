@@ -25,7 +25,7 @@ from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
 # One row per rank, in rank order, as a list of blocks [k, n] with k rows each. Usually one block
-# has all rows. With shared memory there may be one block per rank, as their memory is not contiguous.
+# has all rows. With shared memory there may be one per rank, as their memory is not contiguous.
 Rows = list[torch.Tensor]
 
 

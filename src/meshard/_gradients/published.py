@@ -55,7 +55,7 @@ class Mark:
 
 
 class Published(Mark):
-    """The flat sums behind ``.grad`` of a unit, which are views of it or narrower copies.
+    """The flat sums behind the ``.grad`` of a unit: these are views of them, or narrower copies.
 
     Each of those ``.grad`` refers to this object, so the sums live as long as the last one.
     """

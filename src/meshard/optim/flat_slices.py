@@ -23,7 +23,7 @@ from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
 States = MutableMapping[torch.Tensor, State]
-# By (address, number of elements): the tensor that held this state of a slice until it was exposed.
+# By (address, number of elements): the tensors that held the state of slices until it was exposed.
 ExposedMemory = Mapping[tuple[int, int], torch.Tensor]
 
 

@@ -46,8 +46,8 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import warn_user
 
-# By optimizer: ((registration token, ids of its parameters by param group), its ParamGroups). The
-# first is the key of this cache.
+# By optimizer: a cache key (registration token, ids of its parameters by param group), and weak
+# references to the ParamGroups of its parameters.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 # Those of overlap_optimizer, as they were made, until they are detached: whether they step in
