@@ -392,8 +392,8 @@ def commit(
     unit = nest(units)
     for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # Another module may still hold the original, and this cuts the tie. The tag makes a later
-            # fully_shard of that module refuse.
+            # Another module may still hold the original, and this cuts the tie. Because of the tag,
+            # a later fully_shard of that module raises.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
