@@ -358,7 +358,7 @@ class UnusedParamMarks:
         if self.all_used and is_dense:
             buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
-            # Not index_add_: CUDA updates 16-bit elements in pairs, and the neighbor may be a mark.
+            # Not index_add_: CUDA updates 16-bit elements in pairs; the neighbour may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
