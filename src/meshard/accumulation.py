@@ -386,7 +386,8 @@ class _UnevenLoop:
             self._reduces_in = self.lifecycle.backward_number
             self._exchange_mode(_Report.REDUCES)
         elif self._reduces_in != self.lifecycle.backward_number:
-            self._exchange(_Report.FAILED)  # the other ranks are in their next ``begin``
+            # The other ranks are in their next begin(): this takes part in its exchange.
+            self._exchange(_Report.FAILED)
 
     def join(self, module: nn.Module) -> bool:
         """Run a backward that uses no parameter, and issues the collectives of the other ranks.

@@ -391,7 +391,8 @@ class Reduction:
             if self._sum_dtype != plan.accumulate_dtype:
                 self._result = self._result.to(plan.accumulate_dtype)
             if plan.replicate_group is None and plan.replicate_count > 1:
-                marks.write(self._result, self._unused)  # the result is a partial
+                # The result is a partial: a later reduction reads these marks from it.
+                marks.write(self._result, self._unused)
             self._pending = self._comm.record(self._result)
             self._ends.append(self._pending)
         if plan.replicate_group is not None:

@@ -76,9 +76,9 @@ class GatherPlan:
         ]
         self._regular_of_blocks: dict[int, list[list[list[torch.Tensor]]]] = {}
         self._kept: ReceiveMemory | None = None
-        self._kept_segments: list[torch.Tensor] = []  # of its rows
-        self._allocate_kept: Callable[[], object] | None = None  # None: it always has memory
-        self._copies: _Copies | None = None  # out of it
+        self._kept_segments: list[torch.Tensor] = []  # ``_kept.rows``, split by dtype
+        self._allocate_kept: Callable[[], object] | None = None  # None: ``_kept`` is never freed
+        self._copies: _Copies | None = None  # from ``_kept`` into the parameters
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
             flat = unsharded[0].view(-1)
             rows = flat.view(-1, self.on_wire.segments[0].numel)
@@ -122,7 +122,8 @@ class GatherPlan:
         return self._kept
 
     def _make_kept(self, source: torch.Tensor, count: int) -> ReceiveMemory:
-        with torch.inference_mode(False):  # a module may run under it first and train later
+        # Not an inference tensor: a module that first ran under inference_mode may train later.
+        with torch.inference_mode(False):
             flat = source.new_empty(count * source.numel())
             rows = flat.view(count, -1)
             self._kept_segments = self.on_wire.split(rows)
@@ -130,7 +131,8 @@ class GatherPlan:
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
             return ReceiveMemory(flat, rows)
-        self._allocate_kept = partial(resize, num_bytes)  # it has memory for the first gather
+        # Only from the second gather on: new_empty has allocated the memory for the first one.
+        self._allocate_kept = partial(resize, num_bytes)
         return ReceiveMemory(flat, rows, free=partial(resize, 0))
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
@@ -169,7 +171,7 @@ class GatherPlan:
             self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not earlier: the parameters have no memory
+        if self._copies is None:  # not earlier: the parameters' storage had size 0
             self._copies = self._make_copies(self._kept_segments)
         targets, sources = self._copies
         if len(targets) == 1:  # half the time of the foreach operator

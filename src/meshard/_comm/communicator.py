@@ -24,8 +24,8 @@ from meshard._comm.stalls import Collective
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
-# One row per rank, in rank order, in blocks [k, n]: one block of all rows, or several with as many
-# rows each, where rows do not lie side by side.
+# One row per rank, in rank order, as a list of blocks [k, n] with k rows each. Usually one block
+# has all rows. With shared memory there may be one per rank, as their memory is not contiguous.
 Rows = list[torch.Tensor]
 
 
@@ -120,7 +120,7 @@ class Reducing(NamedTuple):
     """A reduce-scatter that has been started. It holds what the collective reads and writes."""
 
     pending: InFlight
-    rows: Rows  # that are sent
+    rows: Rows  # the send buffer; emptied by ``free_if_sent``
     sum: torch.Tensor  # this rank's row of it, [n]; valid once ``pending`` was waited for
 
     def free_if_sent(self) -> bool:
@@ -162,7 +162,8 @@ class CommEvent:
     op: str
     unit: str
     group_size: int
-    payload_bytes: int  # of the larger buffer: of all ranks, where there is a row for each
+    # Of the larger buffer: the all-gather output, the reduce-scatter input, the all-reduce buffer.
+    payload_bytes: int
     dtype: torch.dtype
 
     @property
@@ -172,7 +173,8 @@ class CommEvent:
         return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
 
 
-# Called before every collective. Blocking ones have no communicator, whose identity is None then.
+# Called before every collective. The third argument is ``Communicator.identity``, or None for the
+# collectives of blocking.py, which have no communicator.
 Observer = Callable[[CommEvent, dist.ProcessGroup, object | None], None]
 observers: list[Observer] = []
 
@@ -258,7 +260,7 @@ class Communicator:
     waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
 
     def __init__(self) -> None:
-        self.identity = object()  # of the root, for observers
+        self.identity = object()  # tells observers which root issued a collective
         self.is_checked = is_debugging()
         # By group: a name of this root on which all ranks of the group agree.
         self.root_names: RootNames = {}
@@ -389,7 +391,7 @@ class Communicator:
         size, first = group.size(), rows[0]
         custom = None if self._custom is None else self._custom.reduce_scatter
         if len(rows) == size and first.dtype == sum_dtype:
-            # In a block of its own, the row of this rank is not sent: the sum is written there.
+            # With one block per rank, this rank's own row is not sent: its block takes the sum.
             total = rows[group.rank()].view(-1)
         else:
             total = self._allocate(first.size(1), sum_dtype, first.device, group, custom)

@@ -34,7 +34,7 @@ def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> 
     output.add_(own)
 
 
-_SMALL = 2**19  # elements: up to here one kernel is faster than one per halving (measured)
+_SMALL = 2**19  # elements; up to here one torch.sum is faster than adding halves (measured)
 
 
 def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = True) -> None:
@@ -44,7 +44,7 @@ def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = Tru
     """
     if rows.numel() <= _SMALL:
         torch.sum(rows, 0, dtype=output.dtype, out=output)
-        if keep_signs:  # torch.sum starts from +0.0
+        if keep_signs:  # torch.sum makes +0.0 of a sum of -0.0, the mark of unused parameters
             output.masked_fill_(torch.signbit(rows).all(0) & (output == 0), -0.0)
         return
     rows, count = rows.to(output.dtype), rows.size(0)
@@ -95,7 +95,7 @@ class WorkInFlight:
         return True
 
     def abandon(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has failed: gloo is done with the memory
+        with contextlib.suppress(RuntimeError):  # a failed work does not touch its buffers any more
             if self._work is not None:
                 self._work.wait()
         self._work, self._then, self._keep = None, None, ()

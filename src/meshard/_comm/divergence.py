@@ -30,7 +30,9 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
-_QUIET_SECONDS = 0.5  # before looking for errors of other groups; torch logs a wait that timed out
+# Wait this long for the verdict of this exchange before looking for errors of other groups: torch
+# logs every wait on the store that times out.
+_QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
 _GO = "go"
@@ -44,12 +46,7 @@ REMEDY = (
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round, over all models.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: how many calls of fully_shard and replicate have made a root that uses it. Per group,
-# because ranks may have models that other ranks do not have, such as the stages of a pipeline.
-# Numbers are taken in these calls, which all ranks of a group make in one order, and not at the
-# first use of a root: the order in which roots run is what is checked. Copies take no number,
-# because one rank alone may have made some, such as a moving average; so copies of one root are not
-# told from one another.
+# By group: how many roots that use it were made by fully_shard and replicate. See ``name_root``.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -62,7 +59,14 @@ RootNames = dict[dist.ProcessGroup, str]
 
 
 def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
-    """Return the name of a new root in each of its groups: units of models may have one name."""
+    """Return the name of a new root in each of its groups: units of two models may share a name.
+
+    Numbers count per group, because ranks may have models that other ranks do not have, such as
+    the stages of a pipeline. They are taken when ``fully_shard`` and ``replicate`` are called, in
+    one order on all ranks of a group. They are not taken at the first use of a root, because the
+    order in which roots run is what is checked. Copies take no number, because one rank alone may
+    make some, such as a moving average; so two copies of one root have the same name.
+    """
     names = {}
     for group in set(groups):
         _num_roots[group] = _num_roots.get(group, 0) + 1
@@ -140,7 +144,8 @@ class _Exchange:
         if self._store.add(f"{self._keys}/came", 1) < len(self._ranks):
             return self._wait()
         verdict = self._decide("nothing")
-        if verdict == _GO and self._number > 0:  # every rank has read the verdict before this one
+        # All ranks have left the previous exchange, so its keys can be deleted.
+        if verdict == _GO and self._number > 0:
             for name in ("first", "came", "verdict"):
                 self._store.delete_key(f"{self._of_group}/{self._number - 1}/{name}")
         return verdict

@@ -80,7 +80,8 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
 def _of_all_ranks(
     rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    if group.size() == 1 or backend_name(group, device) == "fake":  # which leaves them unwritten
+    # The fake backend does not fill outputs.
+    if group.size() == 1 or backend_name(group, device) == "fake":
         return rows
     own = [number for row in rows for number in row]
     gathered = [number for each in exchange_numbers(own, group, device) for number in each]

@@ -28,7 +28,9 @@ from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
 _MAX_OPERANDS = 64  # a divide factor may change with every batch
-_EXACT = (torch.float32, torch.float64)  # kernels of narrower dtypes use the number as float32
+# Only in these dtypes is a 0-d tensor as exact as a Python number. One of a narrower dtype is
+# rounded first, while kernels use a Python number as float32.
+_EXACT = (torch.float32, torch.float64)
 # In a small buffer, and where there are few elements per mark, adding to every element is faster
 # than indexing some (4 against 120 us for six of six parameters on 4096 ranks).
 _SMALL, _FEW = 2**14, 8
@@ -339,7 +341,7 @@ class UnusedParamMarks:
     def __init__(
         self,
         ranges: Sequence[ParamRange],  # that have elements
-        columns: torch.Tensor,  # in a row: of the first element of each range
+        columns: torch.Tensor,  # the column of each range's first element
         used: frozenset[int],  # parameters for which this rank has a gradient
     ) -> None:
         self.used = used
@@ -356,7 +358,7 @@ class UnusedParamMarks:
         if self.all_used and is_dense:
             buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
-            # Not index_add_: CUDA adds narrow dtypes in pairs, and the other may be a mark.
+            # Not index_add_: CUDA updates 16-bit elements in pairs; the neighbour may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class HostCopies:
         ``host`` holds the values after ``wait``.
         """
         with comm.on_stream(CommStream.HOST):
-            self._writing.wait()  # it may have been on another stream
+            self._writing.wait()  # the previous store() may have used another stream
             result = source
             if add:
                 result = torch.empty_like(source)

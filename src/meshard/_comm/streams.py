@@ -66,7 +66,7 @@ class _EventInFlight:
         self._keep = ()
 
     def poll(self) -> bool:
-        return False  # ordering streams takes no host time, but proves nothing done
+        return False  # wait() only orders streams, which does not tell whether the work is done
 
     def synchronize(self) -> None:
         self.event.synchronize()

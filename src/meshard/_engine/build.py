@@ -232,7 +232,7 @@ class _Planner:
         self._default = mesh_info
         self._placement_fn = placement_fn
         self._policy = policy
-        # There is one MeshInfo for each mesh and use, as units are told apart by its identity.
+        # One MeshInfo object per mesh and use (shard or replicate), because plans are keyed by it.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
 
@@ -392,7 +392,8 @@ def commit(
     unit = nest(units)
     for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # The unit does not know of other modules that hold the original, and so are tied to it.
+            # Another module may still hold the original, and this cuts the tie. Because of the tag,
+            # a later fully_shard of that module raises.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
@@ -491,7 +492,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
             unit.lifecycle.finalization = ManualFinalization()
         unit.lifecycle.retained.take_over(lifecycle.retained)
     for inner in inside if used else ():
-        inner.step.reset()  # it may have run by itself
+        inner.step.reset()  # drops what is left of forwards that it ran as its own root
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:

@@ -153,7 +153,8 @@ def reduce_as_plain(module: nn.Module) -> Any:
     """Return what pickles ``module`` as an instance of its own class, without unit and hooks."""
     for unit in units_of(module):
         check_may_pickle(unit)
-    plain: nn.Module = object.__new__(own_class(module))  # which may define how it is pickled
+    # Of the user's class, whose ``__reduce_ex__`` may be the user's own.
+    plain: nn.Module = object.__new__(own_class(module))
     plain.__dict__.update(_plain_state(module))
     # The later protocols refuse an object of another class than that of ``module``.
     return plain.__reduce_ex__(1)

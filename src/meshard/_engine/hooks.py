@@ -391,7 +391,8 @@ def end_forward(
 ) -> Watched | None:
     """End a forward of a unit, that of ``module``; None: it has no backward."""
     of = unit.lifecycle.present_pass
-    # A root is watched even if it has no parameters: units inside may hold gradients and not run.
+    # A root is watched even without parameters: its backward still has to flush units inside that
+    # hold gradients and did not run.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     # This comes before post_forward, which reshards a unit unless it is retained.
@@ -522,7 +523,8 @@ class _LoadHook(UnitHook):
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
         super().__init__(unit)
-        self._names = names  # for each parameter its attribute in the module and index in the unit
+        # For each parameter: its attribute name in the module, and its index in the unit.
+        self._names = names
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any

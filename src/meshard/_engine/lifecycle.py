@@ -111,7 +111,8 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
     try:
         lifecycle.record_failure()
     except BaseException as error:
-        lifecycle.failure.interrupt = error  # Python ignores it here
+        # Python swallows what a weakref callback raises; ``Failure.clear`` raises it again.
+        lifecycle.failure.interrupt = error
 
 
 class Lifecycle:
@@ -142,8 +143,8 @@ class Lifecycle:
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
-        # Whether ranks have compared the values that they brought: fully_shard does under
-        # MESHARD_DEBUG=1.
+        # True once ranks have compared their initial weights. Under MESHARD_DEBUG=1 fully_shard has
+        # done so.
         self._has_compared = comm.is_checked
         self._queue = ReduceQueue(comm)
         self.use(comm)
@@ -210,7 +211,7 @@ class Lifecycle:
             self._end_backwards_after(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # The first module of a unit has installed the parameters for the others, in this pass.
+        # In a unit of several modules, the first call in this pass has unsharded it for all.
         is_first = is_manual or call is None or call.is_first
         is_installed = not is_first and group.state is ParamState.INSTALLED
         if in_forward and not is_installed:
@@ -330,7 +331,8 @@ class Lifecycle:
             # Distributed autograd drops the text of the error, so it is said here too.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        self.failure.marks.append("begun")  # cleared below, when its end is sure to be noticed
+        # Counts as a failure if this is interrupted before the callbacks below are in place.
+        self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
             graph_task=graph_task_id(),
@@ -343,8 +345,9 @@ class Lifecycle:
         self.failure.backward_call = BackwardCall()
         self._queue.begin_backward()
         patch_new_optimizers()
-        # Autograd drops its callbacks without calling them when a backward raises. That is recorded
-        # by a method of C, which no interrupt can cut off; only then modules get shards again.
+        # When a backward raises, autograd drops ``end`` without calling it, and weak references to
+        # it notice, the newest first. ``marks.append`` is a C method, which no interrupt can cut
+        # off: it records the failure before ``_backward_raised`` gives modules shards again.
         end, me = functools.partial(_end_backward, weakref.ref(self)), weakref.ref(self)
         queue_backward_callback(end)
         for unit, grads in buckets_in(self.units()):
@@ -360,15 +363,15 @@ class Lifecycle:
         return run
 
     def _will_accumulate(self, first: Unit) -> bool:
-        """Whether this autograd run adds to ``.grad`` of a parameter, if it does so at all."""
+        """Whether the present graph task adds to ``.grad`` of any parameter of the root."""
         units = dict.fromkeys((first, *reversed(self.units())))
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _check_nested(self, run: BackwardRun) -> None:
-        """Record another autograd run inside the backward, as that of a reentrant checkpoint."""
+        """Record another graph task inside the backward, as that of a reentrant checkpoint."""
         if graph_task_id() == run.graph_task:
             return
-        # On a device all backwards share autograd's thread.
+        # On a device all backwards run on autograd's thread of that device: its id proves nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
         run.has_nested = True
@@ -397,7 +400,7 @@ class Lifecycle:
             group.install_unsharded(read_flags=False)  # a checkpoint may run the forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            # All gradients came in a later call, when this one was still to come.
+            # The unit ran several times, and all gradients came in the backward of a later call.
             self._on_last_gradient(run, unit)
         return replacement
 
@@ -493,8 +496,8 @@ class Lifecycle:
                 return False
             if first.has_graph:
                 return True
-            # It made no graph, as in a reentrant checkpoint, so node numbers say nothing of it.
-            # It is over once the backward has come to this very call.
+            # It ran without grad, as in a reentrant checkpoint, so its node number says nothing. It
+            # is over once the unit is in the backward of this very call.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -561,7 +564,7 @@ class Lifecycle:
         while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
             if not is_at_end and (around.has_open_children or self._may_begin_inside(around)):
                 return
-            if around.step.are_complete:  # if not, the unit has nothing to train
+            if around.step.are_complete:  # if not, it has nothing to train: go on to its parent
                 around.step.record_taken()
                 sync = around.settings.sync
                 if sync.reduces:
@@ -660,7 +663,8 @@ class Lifecycle:
             grads.show()
         self.failure.backward_call = None
         self.backward = None
-        run.ends.clear()  # if something above is interrupted, the backward counts as failed
+        # Last: if anything above raises, dropping the callback must still count as a failure.
+        run.ends.clear()
 
     def _units_to_come(
         self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]

@@ -18,7 +18,8 @@ from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
-_read_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # a read in a running forward gathered them
+# Units that were gathered because a parameter was read; the forward that read it still runs.
+_read_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # these modules have our hook
 
 

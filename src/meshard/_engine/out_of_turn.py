@@ -103,9 +103,9 @@ class RetainedUnits:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # the number of forwards whose backward no hook reports
-        self._hidden_in: ForwardPass | None = None  # the last of them
-        self._making: _SecondOrder | None = None  # the graph that the present backward makes
+        self._num_hidden = 0  # passes in which a unit's output had no tensor to hook
+        self._hidden_in: ForwardPass | None = None  # the last such pass
+        self._making: _SecondOrder | None = None  # set while a create_graph=True backward runs
         self._is_in_backward = self._frees = False
 
     def take_over(self, other: RetainedUnits) -> None:

@@ -112,7 +112,7 @@ def _map_fields(
     """Map what pytree takes for a leaf: dataclasses, subclasses of dict and of named tuples."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # PackedSequence
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # as rnn.PackedSequence
         old = value._asdict()
     elif isinstance(value, dict):
         old = value

@@ -74,7 +74,9 @@ class _Gather:
 
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
-    may_keep_shard: bool  # False after unshard(), which ranks may wait for at different moments
+    # Whether a post-forward shard may be kept. False after unshard(): ranks may wait for it at
+    # different points, and would then gather over different groups.
+    may_keep_shard: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class ParamGroup:
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # A sum of what the shards were cut from and one of the shards, until ranks have compared.
+        # Checksums of the initial weights and of this rank's shards, for one comparison of ranks.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The overlapped optimizers that step its parameters, and those that did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -456,7 +458,7 @@ class ParamGroup:
 
     def start_manual_unshard(self) -> ManualUnshard:
         present = self.manual_unshard
-        self.forget_stale()  # which ends the present one
+        self.forget_stale()  # this ends ``present``
         self.start_unshard(may_keep_shard=False)
         if present is not None and not present.installed:
             self.manual_unshard = present  # the handle of an earlier call was not waited for yet
@@ -504,7 +506,7 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 # it. Another tensor may get the id later, so what is found is checked.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_latest = object()  # another one after each registration
+_latest = object()  # a token for caches, replaced by ``register_owner``
 
 
 def register_owner(owner: ParamGroup) -> None:
@@ -517,7 +519,7 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return what is another object once a group has registered parameters since."""
+    """Return a token that is another object after any group has registered parameters."""
     return _latest
 
 
@@ -546,7 +548,8 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     """Note that ``module.parameters()`` yields unsharded parameters of ``owner`` at present."""
     for param in owner.params:
         _manually_unsharded[id(param.unsharded)] = owner
-    hold_pending(owner)  # zero_grad sees the unsharded parameters, and .grad is on the shards
+    # zero_grad() sees the unsharded parameters; patched, it then clears .grad of the shards.
+    hold_pending(owner)
 
 
 def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -28,9 +28,9 @@ class ForwardCall:
     unit: int
     is_first: bool = True  # the first call of its unit in this pass; its backward comes last
     has_graph: bool = True  # it ran with grad enabled
-    entered: int = -1  # when it began: entries and exits of the pass until then
+    entered: int = -1  # logical time when it began: ``ForwardPass.ticks``
     first_inside: int = 0  # index in ForwardPass.exits of the first call inside this one
-    exited: int = -1  # when it ended: entries and exits of the pass until then
+    exited: int = -1  # logical time when it ended
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
     began_at: int = -1  # the number that the next autograd node had when it began
@@ -47,10 +47,10 @@ class ForwardPass:
     units: dict[int, int] = field(default_factory=dict)  # how often each has been entered
     entries: list[_Entry] = field(default_factory=list)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
-    # Units of the passes before this one whose backward may come, and the number of their window.
+    # Units of earlier passes of this window whose backward may still come; and that window.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    ticks: int = 0
+    ticks: int = 0  # logical time: entries and exits so far
     # In the backward ``open_in``: the first entries whose backward is not over, and the exits whose
     # backward has not begun.
     num_open: int = 0
@@ -76,13 +76,14 @@ class StepSchedule:
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # The last pass counts only now that it has ended: ranks may differ in an interrupted one.
+        # The order is learned from passes that have ended: ranks may differ in an interrupted one.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
         self.current = ForwardPass()
         if with_graph:
-            # Their units and not the passes, of which there may be many without a backward.
+            # Keep the units of earlier passes, not the passes: forwards with grad that never get a
+            # backward would pile up.
             if self._last is not None:
                 self.current.earlier = self._last.earlier.union(self._last.units)
             self.current.window = self._window

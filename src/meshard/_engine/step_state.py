@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshard._torch.private import BackwardCall
 
-if TYPE_CHECKING:  # the groups of units refer to the failure of their root
+if TYPE_CHECKING:  # circular at run time
     from meshard._engine.schedule import ForwardCall, ForwardPass
     from meshard._engine.unit import Unit
 
@@ -38,11 +38,11 @@ class ForwardRun:
 class BackwardRun:
     """A backward, while it runs."""
 
-    graph_task: int = -1  # the autograd run in which it began
+    graph_task: int = -1  # autograd's id of the graph task (engine run) in which it began
     thread: int = 0
     keeps_graph: bool = False  # another backward may follow through its graph
     accumulates: bool = True  # it adds to .grad, as torch.autograd.grad does not
-    has_nested: bool = False  # another autograd run began inside it
+    has_nested: bool = False  # another graph task began inside it
     reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
     of: ForwardPass | None = None  # the last of them that reached a unit
     # References to autograd's callback at its end, which tell when autograd drops that.
@@ -58,7 +58,8 @@ class ManualFinalization:
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
         self.is_due = False  # a backward ran, and finalize_backward was not called yet
-        self.is_split = False  # one of these kept its graph, so gradients may come outside of it
+        # One of these kept its graph: a pipeline may write gradients outside of any backward.
+        self.is_split = False
         # The units whose windows end with the wait() of a handle that was not called yet.
         self.started: list[weakref.ref[Unit]] | None = None
 
@@ -82,7 +83,8 @@ class Failure:
     def __init__(self) -> None:
         self.marks: list[object] = []  # not empty: clean up before the next use
         self.backward_call: BackwardCall | None = None  # that of the backward that runs
-        self.interrupt: BaseException | None = None  # what Python ignored, and is still to raise
+        # Raised in a weakref callback, where Python swallows it; ``clear`` raises it again.
+        self.interrupt: BaseException | None = None
 
     def has_backward_returned(self) -> bool:
         """Whether the backward that runs has raised, and autograd did not drop its callback yet.

@@ -116,7 +116,7 @@ class Unit:
         self._open_at = 0  # the position of the child that was found open the last time
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
-        self.mesh_name = ""  # tells siblings apart
+        self.mesh_name = ""  # suffix of the label: the mesh of a sibling, or the bucket
         # Called once per window, after the last reduction of the window, in the same order on all
         # ranks. The gradient is in .grad, or ``GradientAccumulator.settle`` puts it there (in host
         # memory, and under replicate).
@@ -201,7 +201,7 @@ class Root:
     An outer ``fully_shard`` puts them under a new root.
     """
 
-    _first_use = threading.RLock()  # a signal handler may come to it again
+    _first_use = threading.RLock()  # reentrant: a signal handler may get here while it is held
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]

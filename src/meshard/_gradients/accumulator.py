@@ -78,11 +78,13 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                or param.unsharded.requires_grad  # it was frozen since the last forward
+                # Frozen after the forward whose graph still yields its gradient.
+                or param.unsharded.requires_grad
                 or index in present
             )
         if indices not in self._layouts:
-            if len(self._layouts) >= _MAX_LAYOUTS:  # the user freezes parameters at random
+            # Bounds the cache: freezing parameters at random gives a new set in each step.
+            if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             layouts = [param.layout for param in self._unit_params.params]
             self._layouts[indices] = GradientLayout(layouts, indices, self._unit_params.spec.device)
@@ -161,14 +163,16 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
         self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
-        self._missing_sums: dict[int, MissingSum] = {}  # over other axes, of gradients in U
+        # By parameter: the sum over other mesh axes (TP) that its gradient in U still lacks.
+        self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
         ]
         self.num_in_flight = 0
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
-        # Parameters that were cleared: while a reduction was in flight; since something was added.
+        # Parameters whose gradients were cleared while a reduction was in flight.
         self._dropped: frozenset[int] = frozenset()
+        # Those whose gradients were cleared since the last gradients were added.
         self._cleared: frozenset[int] = frozenset()
         self.window = Window()
 
@@ -335,7 +339,7 @@ class GradientAccumulator:
     def accumulate(self, settings: ReduceSettings) -> None:
         """Add the arrived gradients to ``U``, once hooks have seen them."""
         hooks = _on_arrived(settings)
-        arrived = self._take(may_lack_sums=not hooks)  # which see sums
+        arrived = self._take(may_lack_sums=not hooks)  # user hooks must see sums
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return
@@ -378,7 +382,7 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        # Hooks see sums.
+        # User hooks must see gradients summed over the other axes.
         may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
         arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
@@ -423,8 +427,9 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # A small unit is packed by one kernel, which divides nothing; hooks see no quotients.
-        # All ranks decide alike: this reads settings and groups, never what one rank holds.
+        # Divide while packing only in a large unit (a small one is packed by one kernel, which
+        # cannot divide) and without hooks, which must see undivided values. Settings and groups
+        # decide this, so all ranks agree.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -445,7 +450,7 @@ class GradientAccumulator:
             _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
                 self._add_up(layout, flat, index)
-            if plan.divided_by != 1:  # ranks without an accumulator divide while they pack
+            if plan.divided_by != 1:  # as ranks without an accumulator divide while packing
                 flat.mul_(1 / plan.divided_by)
             rows = [flat]
         else:
@@ -480,7 +485,8 @@ class GradientAccumulator:
         Return the copy of the gradients to the host, if they live there. The caller waits for it.
         """
         self.num_in_flight -= 1
-        if in_flight.publishes and self.unit_params.host_copies is None:  # otherwise settle does it
+        # In host memory, settle() releases.
+        if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)
         if result is None:
@@ -489,7 +495,8 @@ class GradientAccumulator:
             self._release_if_settled()
             return None
         if not in_flight.publishes:
-            # It counts even if no rank of this shard group had a gradient: another replica may.
+            # Keep the partial even if no rank of this shard group had a gradient: another replica
+            # may have one, and all ranks must know that a partial exists.
             self._partial = result
             return None
         # Hooks run even if no rank has a gradient, because they may communicate.

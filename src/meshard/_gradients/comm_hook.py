@@ -60,14 +60,14 @@ class CommHook:
 
     state: object
     hook: Callable[[Any, Any], Any]
-    num_windows: int = 0  # in which it has averaged all buckets
+    num_windows: int = 0  # windows in which it averaged all buckets
 
     def average(
         self,
         layout: GradientLayout,
         buffer: torch.Tensor,  # [n], overwritten
         *,
-        params: Sequence[UnitParam],  # of the bucket
+        params: Sequence[UnitParam],  # the parameters in the bucket
         later: Sequence[UnitParam],  # of the buckets that are reduced after this one
         index: int,
     ) -> None:

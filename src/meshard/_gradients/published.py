@@ -55,7 +55,7 @@ class Mark:
 
 
 class Published(Mark):
-    """Flat sums that ``.grad`` of a unit are views, or copies in a narrower dtype, of.
+    """The flat sums behind the ``.grad`` of a unit: these are views of them, or narrower copies.
 
     Each of those ``.grad`` refers to this object, so the sums live as long as the last one.
     """
@@ -213,7 +213,7 @@ class ShardedGrads(PublishedGrads):
             self._set_all(new)
         elif shown is not None and self._is_as_set(shown, new):
             self._take_edits(shown.grads)
-            shown.grads.flat.add_(new.flat)  # the range of a missing gradient is negative zero
+            shown.grads.flat.add_(new.flat)  # unused ranges hold -0.0, which changes no sum
             for grad, wide in self._copies(shown.grads):
                 grad.copy_(wide)
             self._set_more(shown, new.used)
@@ -292,7 +292,7 @@ class ShardedGrads(PublishedGrads):
                 sources.append(local)
             is_ours = self._is_ours(index)
             move_local(gradient, new)
-            forget_mark(gradient)  # it would keep the old memory
+            forget_mark(gradient)  # it would keep the old flat sums alive
             if is_ours and moved is not None:
                 moved.put_on(index, gradient)
         self._shown = _nothing if moved is None else weakref.ref(moved)

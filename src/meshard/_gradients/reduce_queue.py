@@ -30,7 +30,8 @@ class ReduceQueue:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._queue: deque[_Queued] = deque()
-        # By the id of what was set, which is held so that no other object gets that id.
+        # By the id of the factor that the user set: that object, kept alive so that its id stays
+        # unique, and its value in this backward.
         self._factors: dict[int, tuple[object, float]] = {}
         self._may_free = False  # memory of large reductions may be freed before the next start
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
@@ -41,7 +42,10 @@ class ReduceQueue:
         self._comm.begin_phase(StepPhase.BACKWARD)
 
     def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
-        """Return the user's factor, or the usual one. What has to be read is, once per backward."""
+        """Return the user's factor, or the usual one.
+
+        Callables and tensors are read once per backward.
+        """
         chosen = usual if settings.divide_factor is None else settings.divide_factor
         if chosen is None or isinstance(chosen, float):
             return chosen
@@ -62,7 +66,7 @@ class ReduceQueue:
         *,
         over_replicas: bool,
         usual_factor: float | None,  # where the user has set none; None: the number of ranks
-        on_reduced: Callable[[], None] | None,  # called once published; None: the window goes on
+        on_reduced: Callable[[], None] | None,
     ) -> None:
         """Start reducing what a unit has accumulated, and advance the other reductions.
 
@@ -73,7 +77,7 @@ class ReduceQueue:
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # the new reduction adds its result
+            self.finish_of(gradients)  # it may produce the partial that the new one adds
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
@@ -114,7 +118,9 @@ class ReduceQueue:
             leaving = gradients.finish_reduce(in_flight)
         del in_flight  # its memory is free before an optimizer steps the unit
         log_event("reduced", gradients.unit_params.label)
-        self._leaving.wait()  # it keeps the device's memory until compute has waited
+        # At most one copy to the host is outstanding, as each keeps memory of the device until it
+        # is waited for.
+        self._leaving.wait()
         self._leaving = leaving or DONE
         if on_reduced is not None:
             on_reduced()

@@ -4,6 +4,17 @@ Autograd adds to the ``.grad`` of such a parameter by itself, and what it adds i
 So while a backward runs, every ``.grad`` is hidden: it is None until autograd sets a new gradient,
 which is packed into the bucket, a large one at once. At the end of the backward each ``.grad`` is a
 view of the bucket again.
+
+======= =============================================== ===========================================
+state   when                                            ``.grad``
+======= =============================================== ===========================================
+shown   outside of a backward                           what is accumulated
+hidden  from ``hide``, as a backward begins             None, or a new gradient of autograd
+settled from ``settle`` in a backward, until its end    what is accumulated, as if shown
+======= =============================================== ===========================================
+
+A *foreign* gradient is one that the user set: ``hide`` takes it out of ``.grad``. ``publish`` adds
+it to the bucket if the bucket gets a gradient of the same parameter, or else ``show`` puts it back.
 """
 
 from __future__ import annotations
@@ -62,11 +73,12 @@ class ReplicatedGrads(PublishedGrads):
         # The range of each large parameter in the bucket, in the parameter's shape.
         self._parts: dict[int, torch.Tensor] = {}
         self._received: _Received | None = None  # None: the bucket is not free
-        self.is_hidden = False  # .grad are new gradients of autograd, or None
-        self._is_settled = False  # .grad is shown although the backward goes on
-        self._foreign: dict[int, torch.Tensor] = {}  # gradients that users set, while hidden
-        self._restored: frozenset[int] = frozenset()  # of those, what the last backward put back
-        self._replaced_ours: frozenset[int] = frozenset()  # users set another in place of ours
+        self.is_hidden = False  # the state is hidden or settled
+        self._is_settled = False  # the state is settled
+        self._foreign: dict[int, torch.Tensor] = {}  # foreign gradients, while hidden
+        self._restored: frozenset[int] = frozenset()  # foreign ones that the last show() put back
+        # Foreign ones that replaced a published ``.grad``.
+        self._replaced_ours: frozenset[int] = frozenset()
 
     # --- the bucket -------------------------------------------------------------------
 
@@ -186,7 +198,7 @@ class ReplicatedGrads(PublishedGrads):
         with unrecorded():
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if unreduced is not None:  # the range of a missing gradient is negative zero
+            if unreduced is not None:  # unused ranges hold -0.0, which changes no sum
                 own = param.plain_gradient(gradient)
                 unreduced.layout.part_of(unreduced.flat, index).add_(own)
                 return unreduced._replace(used=unreduced.used | {index})
@@ -234,7 +246,7 @@ class ReplicatedGrads(PublishedGrads):
             old, new = in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
                 old, new = new, old  # parameters were cast to a wider dtype since
-            old.flat.add_(new.flat)  # the range of a missing gradient is negative zero
+            old.flat.add_(new.flat)  # unused ranges hold -0.0, which changes no sum
             total = old._replace(used=old.used | new.used)
         for index in taken:
             part = total.layout.part_of(total.flat, index)

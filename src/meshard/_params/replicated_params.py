@@ -138,7 +138,7 @@ class ReplicatedParams(UnitParams):
         # The hooks are on autograd's nodes and not on the parameters, so that hooks of users run
         # before them, and see `.grad`. The nodes are kept here: a parameter does not keep its own.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
-        self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # a copy, and its parameter
+        self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # (cast copy, parameter)
         self._copies: UnshardedMemoryPool | None = None
         self.rebuild()
 
@@ -218,7 +218,7 @@ class ReplicatedParams(UnitParams):
 
     def version_unless_replaced(self) -> int | None:
         for param, dtype in zip(self.params, self._dtypes, strict=True):
-            # A submodule may have been cast, for which autograd drops the hooks.
+            # A cast gives the parameter a new AccumulateGrad node; our hook is on the old one.
             if param.sharded.dtype is not dtype or not param.is_installed():
                 return None
         return self.version

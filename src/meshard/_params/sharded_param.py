@@ -30,7 +30,7 @@ class TensorTag(enum.Enum):
     ORIGINAL = enum.auto()  # what fully_shard replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
     REPLACED_LATER = enum.auto()  # it was the sharded parameter, or should have become it
-    LEFT_OUT = enum.auto()  # in no unit, and the user knows: ignored, or warned about
+    LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or already warned about
     UNSHARDED = enum.auto()  # the unsharded parameter, which lives inside forward and backward
 
 

@@ -54,8 +54,8 @@ class UnitParams(abc.ABC):
     params: Sequence[UnitParam]  # in the order of the module
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors; known once its root is sharded
-    # Shared by all units of a root, and made at the first use of one of them. The one before it
-    # communicates nothing; optimizers may ask it to hold tensors, or to free memory.
+    # Shared by all units of a root, and set at the first use of one of them. Until then this is a
+    # placeholder: what optimizers call on it (hold tensors, free memory) does nothing.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie, or would lie, in one buffer
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
@@ -161,7 +161,7 @@ class ShardedUnitParams(UnitParams):
         for param, own in zip(self.params, self.locals, strict=True):
             replacements = param.replacements()
             if replacements:
-                # Owners of a tied parameter may hold different ones: the first stands for all.
+                # Owners of a tied parameter may hold different replacements: take the first.
                 new = self._as_shard(param, replacements[0], own)
                 keep_gradient_dtype(param.sharded, new)
                 for old in (param.sharded, *replacements):

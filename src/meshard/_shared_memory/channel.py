@@ -97,7 +97,7 @@ class Channel:
         self._patience = timeout_of(group, torch.device("cpu")).total_seconds()
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
-        self._released_at = 0  # its value when cached memory was last released
+        self._released_at = 0  # ``_next`` at the last release_cached_memory()
         self._is_bare = False  # everything was released then
         self._reach = 0  # end of the highest range used in this phase of the step
         self._phase = StepPhase.FORWARD

@@ -102,7 +102,7 @@ def before_compiling(function: Callable[[Any], None]) -> None:
 queue_backward_callback: Callable[[Callable[[], None]], None] = _or_error(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
-# The number of the autograd run of this thread; -1 outside of a backward.
+# The id of the graph task (run of the autograd engine) of this thread; -1 outside of a backward.
 graph_task_id: Callable[[], int] = _or_error("torch._C._current_graph_task_id")
 # Whether the backward that is running has ``retain_graph`` or ``create_graph``.
 keeps_graph: Callable[[], bool] = _or_error("torch._C._autograd._get_current_graph_task_keep_graph")
@@ -119,7 +119,7 @@ def running_node() -> int:
 
 
 def accumulates_any(params: Iterable[torch.Tensor]) -> bool:
-    """Whether the present autograd run adds to the ``.grad`` of any leaf in ``params``.
+    """Whether the present graph task adds to the ``.grad`` of any leaf in ``params``.
 
     True if that cannot be excluded: a run of ``torch.autograd.grad``, or one with ``inputs``, is
     recognised by a node that it reaches and leaves out.
@@ -139,7 +139,7 @@ def _runs(node: Any) -> bool:
 
 
 def _leaves_out_any(start: Any) -> bool:
-    """Whether the present autograd run does not execute some node behind ``start``."""
+    """Whether the present graph task does not execute some node behind ``start``."""
     seen, stack = {start}, [start]
     while stack:
         for node, _ in stack.pop().next_functions:

@@ -84,14 +84,16 @@ class FlatStepper:
         self._make = make  # from param groups that have all hyperparameters
         self._is_pointwise = make in POINTWISE
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        self._apart: set[int] = set()  # ids of parameters that are slices of their own, for good
+        # Ids of parameters that once had no gradient while others of their slice had one. Each is
+        # a slice of its own from then on.
+        self._apart: set[int] = set()
         self._inner: Optimizer | None = None
         self._numbers: list[int] = []  # for each group of the inner optimizer, the index of ours
         self.slices: list[FlatSlice] = []
         self._loose: list[torch.Tensor] = []
         self._state: States = {}  # that of the optimizer that users hold
         self._exposed: dict[tuple[int, int], torch.Tensor] = {}  # see ExposedMemory
-        self._planned: list[object] = []  # the objects that the inner optimizer was made for
+        self._planned: list[object] = []  # when these objects change, a new plan is made
         _steppers.add(self)
 
     @property
@@ -192,7 +194,7 @@ class FlatStepper:
                 inner.state[flat_slice.flat] = own
         self._exposed = {}
         self._planned = self._objects_in(optim_groups)
-        self._inner = inner  # last: until then, the state that users see is what counts
+        self._inner = inner  # set last: if interrupted, the exposed state counts
 
     def _find_slices(self, optim_groups: OptimGroups) -> None:
         # By id: the index of the param group.
@@ -335,7 +337,7 @@ def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
     if param_groups is None:
         return [param for param in module.parameters() if param.requires_grad]
     what = "an iterable of parameters or of dicts of optimizer arguments"
-    # Tuples: module.named_parameters(), where torch takes that.
+    # Tuples, as from module.named_parameters(), where torch takes them.
     return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)
 
 

@@ -23,7 +23,7 @@ from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
 States = MutableMapping[torch.Tensor, State]
-# What was the state of slices until it was exposed, by address and number of elements.
+# By (address, number of elements): the tensors that held the state of slices until it was exposed.
 ExposedMemory = Mapping[tuple[int, int], torch.Tensor]
 
 
@@ -53,7 +53,7 @@ class FlatSlice:
         self._distances = [(offset - offsets[0]) * segment.itemsize for offset in offsets]  # bytes
         numel = offsets[-1] - offsets[0] + members[self._owned[-1]].numel if self._owned else 0
         self.flat = nn.Parameter(segment.narrow(0, self._start, numel), requires_grad=False)
-        self.flat.grad_dtype = None  # any: that of the members
+        self.flat.grad_dtype = None  # None: gradients of any dtype are accepted
 
     def take_gradient(self) -> list[torch.Tensor]:
         """Set ``flat.grad`` from those of the members, or to None if one has none.
@@ -76,7 +76,7 @@ class FlatSlice:
         own: State = {}
         for key, value in given[0].items():
             if not isinstance(value, torch.Tensor):
-                continue  # the user's own
+                continue  # state that is not a tensor is the user's
             if value.dim() == 0:
                 own[key] = value.clone()
             else:

@@ -46,8 +46,8 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import warn_user
 
-# Of each optimizer: the ids of its parameters, by group, and the units that it steps; with the
-# registration after which they were looked up.
+# By optimizer: a cache key (registration token, ids of its parameters by param group), and weak
+# references to the ParamGroups of its parameters.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 # Those of overlap_optimizer, as they were made, until they are detached: whether they step in
@@ -63,7 +63,7 @@ def find_overlapped(
         return None
     given, wanted = list(params), (True,) if in_backward else (True, False)
     stepping = {each for owner in owners_of(given) for each in owner.overlapped} - {but}
-    # Those that have been detached are not among them.
+    # After detach() an optimizer is not in ``overlapped_optimizers``: ``get`` returns None.
     others = [each for each in stepping if overlapped_optimizers.get(each) in wanted]
     held = {id(param) for each in others for param in params_in(each)}
     return next((param for param in given if id(param) in held), None)
@@ -131,7 +131,7 @@ def warn_about_strays(
         and not has_been_sharded(param)
         and tag_of(param)[0] is None
         and not accumulation_hooks_of(param)  # which may reduce it
-        and param.grad.any()  # torch makes the state of an optimizer by a step of zeros
+        and param.grad.any()  # not in a step on zero gradients, by which torch makes the state
     ]
     if not strays:
         return
@@ -226,7 +226,7 @@ def _before_compiling(_: Any) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
-    scalar_reads.end_step()  # of a step that raised
+    scalar_reads.end_step()  # left over if the previous step raised
     owners = _owners_in(optimizer)
     before_compiling(_before_compiling)
     if not owners:

@@ -246,7 +246,8 @@ class OverlappedOptimizer(StateOnRead):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        # Where no step is taken in backward, replicate may rebuild its buckets.
+        # If steps are not taken in backward (clip="deferred", or after detach()), replicate may
+        # rebuild its buckets, and ``unit.group`` is a new object.
         if not are_same(objects_in(self.param_groups), self._planned) or any(
             stepper._group() is not unit.group for unit, stepper in self._steppers.items()
         ):
@@ -305,7 +306,7 @@ class UnitStepper:
         self.host_copies = group.unit_params.host_copies
         self.flat = FlatStepper(make, group)
         self.params = [param for params in members.values() for param in params]
-        # A gather comes before each use; plain tensors (replicate) are read without.
+        # Sharded parameters are gathered before each use; those of replicate are read directly.
         self._is_gathered = isinstance(self.params[0], DTensor)
         is_on_device = self.host_copies is None and not group.comm.waits_block_host
         self._has_stream = is_on_device and self._is_gathered
@@ -337,7 +338,7 @@ class UnitStepper:
         if not taken:
             return False
         if group.state is ParamState.GATHERING:
-            group.reshard()  # a prefetch that was not used has old weights
+            group.reshard()  # an unused prefetch has the old weights
         group.finish_pending_step()  # that of another optimizer, or a deferred one
         self.taken = taken
         grads = [grad for _, grad in taken]
@@ -356,7 +357,7 @@ class UnitStepper:
         return True
 
     def step(self) -> None:
-        """Step by what was taken."""
+        """Step by the gradients that ``take`` took."""
         if self.host_copies is not None and self.flat.is_flat:
             self.taken = []
             self._work = WorkerStep(self._worker.submit(self._step_in_worker, self.host_copies))
@@ -369,7 +370,7 @@ class UnitStepper:
             self.group.pending_step = self
 
     def defer(self) -> None:
-        """Step by what was taken before the next gather of the unit."""
+        """Step by the gradients that ``take`` took, before the next gather of the unit."""
         if self._is_gathered:
             self._work = None
             self.group.pending_step = self
@@ -377,7 +378,7 @@ class UnitStepper:
             self.step()
 
     def run(self) -> Pending:
-        """Step by what was taken; return the end of the step.
+        """Step by the gradients that ``take`` took; return the end of the step.
 
         **Stream:** the optimizer stream.
         """
@@ -420,7 +421,7 @@ class UnitStepper:
         try:
             work.wait()
         finally:
-            # On a device the next gather has still to wait, from whatever stream it is started.
+            # On a device poll() is False: the next gather must still wait, on its own stream.
             if work.poll():
                 self.group.pending_step = None
 
@@ -432,7 +433,7 @@ class UnitStepper:
                 try:
                     self._work = self.run()
                 except BaseException:
-                    self.group.pending_step = None  # once: a part may have been stepped
+                    self.group.pending_step = None  # no retry: a part may have been stepped
                     raise
         return self._work
 

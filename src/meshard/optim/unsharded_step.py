@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from meshard.optim.flat import MakeOptimizer
 
-_EMPTY = torch.empty(0)  # between two steps
+_EMPTY = torch.empty(0)  # a placeholder between steps
 
 
 class UnshardedStep(Optimizer):
@@ -41,7 +41,7 @@ class UnshardedStep(Optimizer):
             stepped += [(param, unsharded) for param, unsharded in pairs if param.grad is not None]
         try:
             for param, unsharded in stepped:
-                unsharded.grad_dtype = None  # any
+                unsharded.grad_dtype = None  # None: a .grad of any dtype is accepted
                 unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
                 if self.state[param]:
                     self._inner.state[unsharded] = self.state[param]
