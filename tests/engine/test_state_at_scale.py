@@ -60,10 +60,8 @@ def measure(shape, rank, num_ranks, offload):
         state = local_bytes([*params, *(param.grad for param in params), *moments])
         unsharded = 2 * sum(param.numel() for param in model.blocks[0].parameters())
     assert abs(state - 16 * numel / num_ranks) < 1e-3 * state  # 4 of weight, gradient, moments
-    ranks = (
-        f"{num_ranks}, [offloaded](offload.md)" if offload != OffloadPolicy() else str(num_ranks)
-    )
-    return [f"{numel / 1e9:.1f}", ranks, f"{state / 1e9:.1f}", f"{unsharded / 1e9:.1f}"]
+    how = "" if offload == OffloadPolicy() else ", [offloaded](../how-to/offload.md)"
+    return [f"{numel / 1e9:.1f}", f"{num_ranks}{how}", f"{state / 1e9:.1f}", f"{unsharded / 1e9:.1f}"]
 
 
 @pytest.mark.default_rows(1)
