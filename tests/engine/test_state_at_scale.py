@@ -61,7 +61,8 @@ def measure(shape, rank, num_ranks, offload):
         unsharded = 2 * sum(param.numel() for param in model.blocks[0].parameters())
     assert abs(state - 16 * numel / num_ranks) < 1e-3 * state  # 4 of weight, gradient, moments
     how = "" if offload == OffloadPolicy() else ", [offloaded](../how-to/offload.md)"
-    return [f"{numel / 1e9:.1f}", f"{num_ranks}{how}", f"{state / 1e9:.1f}", f"{unsharded / 1e9:.1f}"]
+    billions, gigabytes = numel / 1e9, [f"{each / 1e9:.1f}" for each in (state, unsharded)]
+    return [f"{billions:.1f}", f"{num_ranks}{how}", *gigabytes]
 
 
 @pytest.mark.default_rows(1)
