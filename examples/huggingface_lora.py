@@ -91,7 +91,7 @@ def train(base_folder: Path, adapter_folder: Path, device: torch.device) -> None
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     if rank == 0:
-        model.save_pretrained(adapter_folder, state_dict=weights)
+        model.save_pretrained(str(adapter_folder), state_dict=weights)
         plain = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.bfloat16)
         plain = PeftModel.from_pretrained(plain, adapter_folder).to(device)  # no meshard in it
         same = torch.equal(plain(input_ids=tokens).logits, logits)
