@@ -526,7 +526,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             # set_keep_unsharded_storage(True) does not keep it here.
             group.unit_params.free_unsharded()
 
-        @functools.wraps(fn)  # units inside look whose it is
+        @functools.wraps(fn)  # units inside recognise to_empty() by the name of its function
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
             # A shard is a part of a flat buffer, so it has no memory format like channels_last.

@@ -21,6 +21,7 @@ from meshard import CommLedger, GradientSync
 from tests.support import strategies
 from tests.support.models import MlpStack, Table, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.threads import run_threads
 
 NORMS = [0.5, 1, 2, 3, math.inf]
@@ -257,17 +258,15 @@ def test_parameters_in_no_unit_are_warned_about_once(run_ranks, how, named):
             assert "fully_shard" in remedy and "ignored_params" in remedy and "describe" in remedy
 
 
-def strays_under_debug():
+@on_ranks(2)
+def test_parameters_in_no_unit_are_an_error_under_debug():
     names = re.escape("'head.weight', 'head.bias' are in no unit")
     with mock.patch.dict(os.environ, MESHARD_DEBUG="1"), pytest.raises(RuntimeError, match=names):
         strays("step")
 
 
-def test_parameters_in_no_unit_are_an_error_under_debug(run_ranks):
-    run_ranks(strays_under_debug, 2)
-
-
-def where_strays_are_warned_of():
+@on_ranks(2)
+def test_a_warning_points_at_the_line_of_the_user():
     model = seeded(WithHead())
     meshard.fully_shard(model.body)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -276,10 +275,6 @@ def where_strays_are_warned_of():
     with pytest.warns(UserWarning, match="are in no unit") as caught:
         optimizer.step()
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
-
-
-def test_a_warning_points_at_the_line_of_the_user(run_ranks):
-    run_ranks(where_strays_are_warned_of, 2)
 
 
 def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others(run_ranks):

@@ -79,10 +79,11 @@ class WorkInFlight:
 
     def wait(self) -> None:
         if self._work is not None:
-            if not self._work.is_completed():
+            if self._work.is_completed():
+                self._work.wait()  # raises what the work has raised
+            else:
                 with Waiting(spoken(self._collective), self._group):
                     self._work.wait()
-            self._work.wait()  # raises what the work has raised
             self._work, self._keep = None, ()  # they hold what was sent
         then, self._then = self._then, None  # wait may be called again
         if then is not None:

@@ -109,7 +109,10 @@ class WatchedStream:
             _watch_from_now_on(self._seconds)
 
     def add(self, event: Any, collective: Collective) -> None:
-        """Remember a collective, which ends before ``event``. Events of a capture have no time."""
+        """Remember a collective, which ends before ``event``.
+
+        Events that a graph capture records cannot be queried, so they are left out.
+        """
         is_capturing = getattr(self._module, "is_current_stream_capturing", None)
         if not self._seconds or (is_capturing is not None and is_capturing()):
             return

@@ -13,7 +13,9 @@ import torch
 
 _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
-_HELPERS = (contextlib.__file__,)  # stands between a context manager and who enters it
+_HELPERS = (
+    contextlib.__file__,
+)  # its frames lie between a context manager of ours and the user's ``with``
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -27,9 +29,9 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def warn_user(text: str) -> None:
-    """Warn, with the line of the user from which the present call came.
+    """Warn at the line of the user's code from which the present call came.
 
-    Of a thread of autograd, which no line of the user has called, it is the caller's.
+    On a thread of autograd there is none. The warning then points at the caller.
     """
     frame = user_frame(sys._getframe())
     if frame is None:
