@@ -49,7 +49,7 @@ def warm_model(shared_memory="1"):
     return model
 
 
-def come_late(rank, seconds=3 * SHORT):
+def come_late(rank, seconds=4 * SHORT):
     dist.barrier()
     if dist.get_rank() == rank:
         time.sleep(seconds)
@@ -164,11 +164,11 @@ def test_a_collective_that_a_device_does_not_finish_is_reported_once():
         for event, unit in ((over, "a"), (stuck, "b"), (later, "c")):
             watched.add(event, ("all_gather", unit))
         now, over.is_over = time.monotonic(), True
-        watched.look(now + 9)
-        watched.look(now + 11)  # the first one has ended in between
+        watched.look(now + 9, 10)
+        watched.look(now + 11, 10)  # the first one has ended in between
         assert not found
-        watched.look(now + 22)
-        watched.look(now + 33)
+        watched.look(now + 22, 10)
+        watched.look(now + 33, 10)
         (text,) = found
         assert "waits for the all_gather of unit 'b', which its device has not finished 22" in text
 
@@ -182,7 +182,7 @@ def test_a_device_that_goes_on_is_not_reported():
         now = time.monotonic()
         for seconds, event in enumerate(events):
             event.is_over = True
-            watched.look(now + 8 * seconds)
+            watched.look(now + 8 * seconds, 10)
         assert not found
 
 
@@ -192,7 +192,7 @@ def test_events_of_a_capture_are_left_alone():
     with reports(10):
         watched = WatchedStream(device)
         watched.add(event, ("all_gather", "a"))
-        watched.look(time.monotonic() + 100)
+        watched.look(time.monotonic() + 100, 10)
     assert not event.query.called
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import announce
-from meshard._comm.stalls import Waiting, spoken
+from meshard._comm.stalls import Waiting, stall_seconds
 from meshard._torch.private import all_gather_single
 
 
@@ -21,7 +21,7 @@ def broadcast(
     if group.size() > 1 and buffer.numel():
         announce("broadcast", buffer, group, label)
         # As bytes: gloo supports neither int16 nor float8.
-        with Waiting(spoken(("broadcast", label)), group):
+        with Waiting(("broadcast", label), group):
             dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
 
 
@@ -31,7 +31,7 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     if group.size() == 1:
         return gathered.copy_(source)
     announce("all_gather", gathered, group, label)
-    with Waiting(spoken(("all_gather", label)), group):
+    with Waiting(("all_gather", label), group):
         all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
     return gathered
 
@@ -41,8 +41,10 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Return the ``numbers`` of every rank.
 
-    Not announced: this prepares a group or a root before its first collective.
+    Not announced: this prepares a group or a root before its first collective. So it is also here
+    that ``MESHARD_STALL_SECONDS`` is refused if it is no number.
     """
+    stall_seconds()
     own = torch.tensor(numbers, device=device)
     gathered = own.new_empty(group.size() * len(numbers))
     with Waiting("exchange of numbers that prepares a collective", group):
@@ -58,7 +60,7 @@ def agree_on_max(
     group = dist.group.WORLD if group is None else group
     if group is not None and group.size() > 1:
         announce("all_reduce", value, group, label)
-        with Waiting(spoken(("all_reduce", label)), group):
+        with Waiting(("all_reduce", label), group):
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
@@ -77,7 +79,7 @@ def gather_to(
         return source.view(1, -1).clone()
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None
     announce("gather", source, group, label, rows=group.size())
-    with Waiting(spoken(("gather", label)), group):
+    with Waiting(("gather", label), group):
         dist.gather(source, None if rows is None else list(rows), group=group, group_dst=target)
     return rows
 
@@ -91,5 +93,5 @@ def scatter_from_first(
         output.copy_(rows[0])
         return
     announce("scatter", output, group, label, rows=group.size())
-    with Waiting(spoken(("scatter", label)), group):
+    with Waiting(("scatter", label), group):
         dist.scatter(output, None if rows is None else list(rows), group=group, group_src=0)

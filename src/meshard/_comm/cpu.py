@@ -20,7 +20,7 @@ from meshard._comm.communicator import (
     RecordedWork,
     Rows,
 )
-from meshard._comm.stalls import Collective, Waiting, spoken
+from meshard._comm.stalls import Collective, Waiting
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
 
@@ -79,11 +79,8 @@ class WorkInFlight:
 
     def wait(self) -> None:
         if self._work is not None:
-            if self._work.is_completed():
-                self._work.wait()  # raises what the work has raised
-            else:
-                with Waiting(spoken(self._collective), self._group):
-                    self._work.wait()
+            with Waiting(self._collective, self._group):
+                self._work.wait()
             self._work, self._keep = None, ()  # they hold what was sent
         then, self._then = self._then, None  # wait may be called again
         if then is not None:

@@ -53,35 +53,38 @@ def _parsed(text: str) -> float:
 
 
 class Waiting:
-    """A context in which this thread waits for other ranks."""
+    """A context in which this thread waits for other ranks.
 
-    __slots__ = ("_began", "_group", "_is_reported", "_missing", "_seconds", "_thread", "_what")
+    Each wait of a step enters one, so whatever can be left to the thread that looks is left to it.
+    """
+
+    __slots__ = ("_began", "_group", "_is_reported", "_missing", "_thread", "_what")
 
     def __init__(
         self,
-        what: str,
+        what: Collective | str,
         group: dist.ProcessGroup | None = None,
         missing: Callable[[], list[int]] | None = None,
     ) -> None:
         """``missing`` returns the ranks that have not come, if that can be known."""
         self._what, self._group, self._missing = what, group, missing
-        self._seconds = stall_seconds()
         self._is_reported = False
 
     def __enter__(self) -> None:
-        if self._seconds:
-            self._began, self._thread = time.monotonic(), threading.get_ident()
-            _waits[id(self)] = self
-            _watch_from_now_on(self._seconds)
+        self._began, self._thread = time.monotonic(), threading.get_ident()
+        _waits[id(self)] = self
+        if _thread is None:
+            _start_to_look()
 
     def __exit__(self, *_: object) -> None:
-        _waits.pop(id(self), None)
+        del _waits[id(self)]
 
-    def look(self, now: float) -> None:
-        """Report the wait, once, if it has lasted."""
-        if self._is_reported or now - self._began < self._seconds:
+    def look(self, now: float, seconds: float) -> None:
+        """Report the wait, once, if it has lasted ``seconds``."""
+        if self._is_reported or now - self._began < seconds:
             return
         self._is_reported = True
+        what = self._what if isinstance(self._what, str) else spoken(self._what)
         if self._missing is not None:
             who = f"{_have(self._missing())} not come"
         elif self._group is not None:
@@ -91,7 +94,7 @@ class Waiting:
             who = "not all ranks have come"
         frame = user_frame(sys._current_frames().get(self._thread))
         where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        _report(f"has waited {now - self._began:.3g} s for the {self._what}{where}: {who}")
+        _report(f"has waited {now - self._began:.3g} s for the {what}{where}: {who}")
 
 
 class WatchedStream:
@@ -101,12 +104,11 @@ class WatchedStream:
         self._events: deque[tuple[Any, float, Collective]] = deque(maxlen=_EVENTS)
         self._module = device_module
         self._device: int | None = None
-        self._seconds = stall_seconds()
         self._moved_at = 0.0  # when an event was last seen to be over
         self._reported: Any = None
-        if self._seconds:
-            _streams.append(weakref.ref(self))
-            _watch_from_now_on(self._seconds)
+        _streams.append(weakref.ref(self))
+        if _thread is None:
+            _start_to_look()
 
     def add(self, event: Any, collective: Collective) -> None:
         """Remember a collective, which ends before ``event``.
@@ -114,21 +116,21 @@ class WatchedStream:
         Events that a graph capture records cannot be queried, so they are left out.
         """
         is_capturing = getattr(self._module, "is_current_stream_capturing", None)
-        if not self._seconds or (is_capturing is not None and is_capturing()):
+        if is_capturing is not None and is_capturing():
             return
         if self._device is None and hasattr(self._module, "current_device"):
             self._device = self._module.current_device()
         self._events.append((event, time.monotonic(), collective))
 
-    def look(self, now: float) -> None:
-        """Report the first collective that is not over, if none has ended for long."""
+    def look(self, now: float, seconds: float) -> None:
+        """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
             # Younger ones are not asked: asking would end a capture that is under way.
-            while events and now - events[0][1] >= self._seconds and events[0][0].query():
+            while events and now - events[0][1] >= seconds and events[0][0].query():
                 events.popleft()
                 self._moved_at = now
-        if not events or now - max(events[0][1], self._moved_at) < self._seconds:
+        if not events or now - max(events[0][1], self._moved_at) < seconds:
             return
         event, queued_at, collective = events[0]
         if self._reported is not event:
@@ -150,30 +152,41 @@ class WatchedStream:
 _waits: dict[int, Waiting] = {}  # by id
 _streams: list[weakref.ref[WatchedStream]] = []
 _thread: threading.Thread | None = None
-_pause = 1.0  # seconds between two looks
 
 
-def _watch_from_now_on(seconds: float) -> None:
-    global _thread, _pause
-    _pause = min(_pause, seconds / 4)
-    if _thread is None or not _thread.is_alive():  # after a fork too
-        _thread = threading.Thread(target=_watch, name="meshard stalls", daemon=True)
-        _thread.start()
+def _start_to_look() -> None:
+    global _thread
+    _thread = threading.Thread(target=_look_for_ever, name="meshard stalls", daemon=True)
+    _thread.start()
 
 
-def _watch() -> None:
+def _forget_thread() -> None:
+    global _thread
+    _thread = None
+    _waits.clear()
+
+
+os.register_at_fork(after_in_child=_forget_thread)  # a fork copies one thread only
+
+
+def _look_for_ever() -> None:
     while True:
-        time.sleep(_pause)
-        _look(time.monotonic())
+        try:
+            seconds = stall_seconds()
+        except ValueError:  # raised where a root is prepared
+            seconds = 0.0
+        time.sleep(min(1.0, seconds / 4) if seconds else 1.0)
+        if seconds:
+            _look(time.monotonic(), seconds)
 
 
-def _look(now: float) -> None:
+def _look(now: float, seconds: float) -> None:
     _streams[:] = [ref for ref in _streams if ref() is not None]
     for each in (*_waits.values(), *(ref() for ref in _streams)):
         # What is waited for may end at any moment, and its process group with it.
         with contextlib.suppress(Exception):
             if each is not None:
-                each.look(now)
+                each.look(now, seconds)
 
 
 def _have(ranks: list[int]) -> str:
