@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
+import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
@@ -28,6 +29,7 @@ class LocalStore(LocalFileSystem):
     cachable = False
     fails_at = None  # the number of requests that succeed
     requests = 0
+    reads = ()
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -38,6 +40,10 @@ class LocalStore(LocalFileSystem):
         if cls.fails_at is not None and cls.requests >= cls.fails_at:
             raise StoreError("503 Slow Down")
         cls.requests += 1
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        type(self).reads += (path,)
+        return super().cat_file(path, start, end, **kwargs)
 
     def mv(self, *args, **kwargs):
         raise NotImplementedError("an object store does not rename")
@@ -78,6 +84,29 @@ def test_a_run_is_saved_resumed_and_pruned(tmp_path):
     optimizer = torch.optim.AdamW(other.parameters())
     assert checkpointer.load(other, optimizer).step == 2
     assert_same_values(values_of(other, optimizer), expected)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@on_ranks(2)
+def test_many_small_tensors_are_read_by_few_requests(tmp_path, verify):
+    model = meshard.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(40))))
+    checkpointer = Checkpointer(store_at(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    checkpointer.save(1, model, optimizer)
+    expected = values_of(model, optimizer)
+    step()
+    LocalStore.reads = ()
+    checkpointer.load(model, optimizer, verify=verify)
+    assert_same_values(values_of(model, optimizer), expected)
+    # For 320 tensors: one request for each file, after what says where they are.
+    assert sum(path.endswith(".distcp") for path in LocalStore.reads) <= 4, LocalStore.reads
 
 
 def test_a_bit_that_flips_in_the_store_is_noticed(tmp_path):

@@ -204,6 +204,7 @@ def _export(parsed: Any) -> int:
     total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
     with checkpointer.reader(parsed.step) as reader, _progress("export", total) as progress:
         for file, names in files.items():
+            reader.expect(each.blob.span for name in names for each in entries[name].chunks)
             tensors = {name: _read(reader, entries[name], progress) for name in names}
             _save_file(tensors, out / file, metadata={"format": "pt"})
     if len(files) > 1:  # last: without it a reader sees that files are missing

@@ -27,7 +27,7 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
 )
 from meshard.checkpoint._protocol.ranks import Ranks
-from meshard.checkpoint._protocol.storage import Source, Storage
+from meshard.checkpoint._protocol.storage import Range, Source, Storage
 from meshard.checkpoint.weights_layout import Box, held_box
 
 
@@ -57,6 +57,14 @@ class Reader:
         if file not in self._sources:
             self._sources[file] = self._storage.open(self.path_of(file))
         return self._sources[file]
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Learn what will be read: ranges of files, so that neighbours may be read together."""
+        by_file: dict[str, list[Range]] = {}
+        for file, begin, size in ranges:
+            by_file.setdefault(file, []).append((begin, begin + size))
+        for file, own in by_file.items():
+            self.source(file).expect(own)
 
     def read(self, blob: Blob) -> bytes:
         """Return a blob, checked."""
@@ -175,16 +183,17 @@ def check(reader: Reader, reads: Iterable[Read]) -> None:
     Raises:
         CheckpointError: One differs, or a file is too short or missing.
     """
-    done: set[Blob] = set()
-    for read in reads:
-        if read.chunk.blob not in done:
-            done.add(read.chunk.blob)
-            reader.check(read.chunk.blob)
+    blobs = dict.fromkeys(read.chunk.blob for read in reads)
+    reader.expect(blob.span for blob in blobs)
+    for blob in blobs:
+        reader.check(blob)
 
 
 @torch.no_grad()
 def fill(reader: Reader, reads: Iterable[Read]) -> None:
     """Read into the targets."""
+    reads = list(reads)
+    reader.expect(_needed(read) for read in reads)
     for read in reads:
         dtype, target = read.dtype, read.target
         if not read.chunk.is_in_order:
@@ -209,6 +218,15 @@ def fill(reader: Reader, reads: Iterable[Read]) -> None:
         for dim, (first, size) in enumerate(zip(read.chunk_begin, read.sizes, strict=True)):
             buffer = buffer.narrow(dim, first if dim else 0, size)
         target.copy_(buffer)
+
+
+def _needed(read: Read) -> tuple[str, int, int]:
+    """Return the file, the first byte and the number of bytes that ``fill`` reads."""
+    blob = read.chunk.blob
+    if not read.chunk.is_in_order:
+        return blob.span
+    begin, rows = _range_of(read)
+    return blob.file, begin, torch.Size(rows).numel() * read.dtype.itemsize
 
 
 def _range_of(read: Read) -> tuple[int, tuple[int, ...]]:
@@ -257,6 +275,7 @@ def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage
         if sizes[file] != num_bytes:
             yield 0, Damage(file, f"has {sizes[file]} bytes, and {num_bytes} were written")
         wrong = None
+        reader.expect((file, blob.begin, blob.size) for blob in blobs)
         for blob in blobs:
             try:
                 reader.check(blob)

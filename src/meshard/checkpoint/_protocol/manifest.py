@@ -42,6 +42,10 @@ class Blob(NamedTuple):
     data_begin: int = 0
     data_size: int = 0
 
+    @property
+    def span(self) -> tuple[str, int, int]:
+        return self.file, self.begin, self.size
+
     def checksum_of(self, data: memoryview) -> int:
         """Return the checksum of the bytes of such a blob."""
         end = self.data_begin + self.data_size

@@ -6,10 +6,12 @@ returned, and one call, ``publish``, by which a file appears whole or not at all
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +19,10 @@ try:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
 except ImportError:  # torch asks for it, but does not need it
     url_to_fs = None
+
+
+# From this byte of a file to that, which is not part of it.
+Range = tuple[int, int]
 
 
 class Sink(Protocol):
@@ -30,6 +36,9 @@ class Sink(Protocol):
 
 class Source(Protocol):
     """A file that is read at any place."""
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        """Learn what will be read, so that neighbours may be read together."""
 
     def read(self, begin: int, size: int) -> bytes: ...
 
@@ -183,25 +192,28 @@ class _FileSource:
         self._path = path
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
 
+    def expect(self, ranges: Iterable[Range]) -> None:
+        pass  # the operating system reads ahead
+
     def read(self, begin: int, size: int) -> bytes:
-        data = os.pread(self._file.fileno(), size, begin)
-        while len(data) < size:  # one call reads at most 2 GiB
-            more = os.pread(self._file.fileno(), size - len(data), begin + len(data))
-            if not more:
-                raise EOFError(f"{self._path.name} ends before byte {begin + size}")
-            data += more
-        return data
+        data = bytearray(size)
+        self.read_into(memoryview(data), begin)
+        return bytes(data)
 
     def read_into(self, memory: memoryview, begin: int) -> None:
-        done = 0
-        while done < len(memory):
-            count = os.preadv(self._file.fileno(), [memory[done:]], begin + done)
-            if not count:
-                raise EOFError(f"{self._path.name} ends before byte {begin + len(memory)}")
-            done += count
+        _read_at(self._file.fileno(), memory, begin, self._path.name)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _read_at(descriptor: int, memory: memoryview, begin: int, name: str) -> None:
+    done = 0
+    while done < len(memory):  # one call reads at most 2 GiB
+        count = os.preadv(descriptor, [memory[done:]], begin + done)
+        if not count:
+            raise EOFError(f"{name} ends before byte {begin + len(memory)}")
+        done += count
 
 
 # --- an object store -----------------------------------------------------------------------
@@ -275,29 +287,60 @@ class ObjectStorage:
             self._fs.rm(self._at(folder), recursive=True)
 
 
+_MOST = 32 * 2**20  # bytes of one request for neighbours; it is held in memory
+_GAP = 2**16  # bytes that are rather fetched in vain than left out
+
+
 class _ObjectSource:
     """An object, of which each byte is fetched once: what was read is kept in a local file."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._fetched: dict[tuple[int, int], int] = {}  # where a range is in the copy
+        self._requests: list[Range] = []  # ascending; expected, and perhaps made
+        self._fetched: dict[Range, Range] = {}  # by request: where its bytes are in the copy
+
+    def expect(self, ranges: Iterable[Range]) -> None:
+        new = (each for each in ranges if self._request_of(*each) is None)
+        self._requests = sorted([*self._requests, *_joined(new)])
+
+    def _request_of(self, begin: int, end: int) -> Range | None:
+        """Return the expected request that fetches a range."""
+        index = bisect.bisect_right(self._requests, begin, key=lambda request: request[0])
+        request = self._requests[index - 1] if index else (0, 0)
+        return request if end <= request[1] else None
 
     def read(self, begin: int, size: int) -> bytes:
-        for (first, end), place in self._fetched.items():
-            if first <= begin and begin + size <= end:
-                return os.pread(self._copy.fileno(), size, place + begin - first)
-        data: bytes = self._fs.cat_file(self._path, start=begin, end=begin + size)
-        if len(data) < size:
-            name = self._path.rsplit("/", 1)[-1]
-            raise EOFError(f"{name} ends before byte {begin + size}")
-        self._fetched[begin, begin + size] = self._copy.seek(0, os.SEEK_END)
-        self._copy.write(data)
-        self._copy.flush()
-        return data
+        data = bytearray(size)
+        self.read_into(memoryview(data), begin)
+        return bytes(data)
 
     def read_into(self, memory: memoryview, begin: int) -> None:
-        memory[:] = self.read(begin, len(memory))
+        end = begin + len(memory)
+        request = self._request_of(begin, end) or (begin, end)
+        if request not in self._fetched:
+            data = self._fs.cat_file(self._path, start=request[0], end=request[1])
+            place = self._copy.seek(0, os.SEEK_END)
+            self._copy.write(data)
+            self._copy.flush()
+            self._fetched[request] = place, place + len(data)
+        place, place_end = self._fetched[request]
+        place += begin - request[0]
+        name = self._path.rsplit("/", 1)[-1]
+        if place + len(memory) > place_end:  # others may follow in the copy
+            raise EOFError(f"{name} ends before byte {end}")
+        _read_at(self._copy.fileno(), memory, place, name)
 
     def close(self) -> None:
         self._copy.close()
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return ranges that cover these, where neighbours are one."""
+    joined: list[Range] = []
+    for begin, end in sorted(ranges):
+        if joined and begin <= joined[-1][1] + _GAP and end <= joined[-1][0] + _MOST:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
