@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from meshard.checkpoint._protocol import manifest as manifests
+from meshard.checkpoint._protocol import storage
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
 
@@ -264,6 +266,23 @@ def test_no_space_left_is_told_and_nothing_is_left_behind(tmp_path):
         checkpointer._storage.write = write
     assert_not_saved(checkpointer, "rank 1: no space is left for", 2, nn.Linear(1, 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+
+
+def test_a_sync_that_fails_while_the_file_is_written_is_raised(tmp_path, monkeypatch):
+    checkpointer, failures = Checkpointer(tmp_path), []
+    checkpointer.save(1, nn.Linear(1, 1))
+    sync = os.fsync
+
+    def fail_once(descriptor):
+        if threading.current_thread().name == "meshard sync" and not failures:
+            failures.append(descriptor)
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    monkeypatch.setattr(storage, "_SYNCED_AT_ONCE", 1)
+    assert_not_saved(checkpointer, "rank 0: OSError: .*Input/output error", 2, nn.Linear(1, 1))
+    assert failures and checkpointer.steps() == [1]
 
 
 def test_a_disk_that_does_not_read_is_named_by_verify(tmp_path, monkeypatch):

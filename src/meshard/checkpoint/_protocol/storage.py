@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -171,19 +172,44 @@ class FolderStorage:
         file.write(data)
 
 
+_SYNCED_AT_ONCE = 2**25  # bytes
+
+
 class _FileSink:
-    """A file that is synced when it is closed."""
+    """A file that is synced when it is closed.
+
+    A thread syncs what there is of a large file already, while the next bytes are made: Linux
+    begins to write much later, and the disk would be idle until then.
+    """
 
     def __init__(self, storage: FolderStorage, path: Path) -> None:
         self._storage, self._path = storage, path
         self._file = open(path, "xb", buffering=2**20)  # noqa: SIM115  # closed by close()
+        self._num_new = 0  # bytes since the last sync began
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None  # an error of the disk is reported once
 
     def write(self, data: bytes | memoryview) -> None:
         self._storage.write(self._file, data)
+        self._num_new += len(data)
+        if self._num_new >= _SYNCED_AT_ONCE and not (self._thread and self._thread.is_alive()):
+            self._num_new = 0
+            self._thread = threading.Thread(target=self._sync, name="meshard sync")
+            self._thread.start()
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._error = error
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
         with self._file:
             self._file.flush()
+        if self._error is not None:
+            raise self._error
         self._storage.act("sync", self._path)
 
 
