@@ -217,12 +217,12 @@ def _check_is_block(weight: Weight) -> None:
             f"{weight.fqn!r} has the placement {partial[0]}, a sum that has not been taken; "
             "redistribute it to Shard or Replicate before."
         )
-    local = tuple(local_of(weight.tensor).shape)
-    if local != weight.own_box.sizes:
+    local, expected = tuple(local_of(weight.tensor).shape), weight.own_box.sizes
+    if local != expected:
         raise NotImplementedError(
             f"{weight.fqn!r} has a local tensor of shape {local} on this rank, where its "
-            f"placements {weight.tensor.placements} on {weight.mesh} say "
-            f"{weight.own_box.sizes}; such uneven placements are not supported."
+            f"placements {weight.tensor.placements} on {weight.mesh} say {expected}; such uneven "
+            "placements are not supported."
         )
 
 

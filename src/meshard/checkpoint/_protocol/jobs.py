@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._torch.dtensor import is_plain
+from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import dtype_of, torch_version
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.parts import (
@@ -146,9 +146,7 @@ def items_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Item], list[torch.T
         box = held_box(name, tensor)
         if box is None:
             continue
-        local = tensor.detach()
-        if isinstance(local, DTensor):
-            local = local.to_local()
+        local = plain_of(tensor).detach()
         _check_has_memory(name, local)
         placements = map(str, tensor.placements) if isinstance(tensor, DTensor) else ()
         whole = Item(
