@@ -18,7 +18,6 @@ NO_NUMPY = "ignore:Failed to initialize NumPy"  # torch works without it
 NEED_EXTRAS = {
     "units.md",
     "getting-started.md",
-    "recipes.md",
     "weights.md",
     "checkpoints.md",
     "loops.md",
@@ -70,11 +69,10 @@ def test_every_page_runs(run_page, tmp_path, needs_extras, ranks):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.extras
 @pytest.mark.full
-def test_the_recipes_run_on_two_ranks_and_generation_gathers_each_unit_once(tmp_path):
+def test_generation_on_two_ranks_gathers_each_unit_once(tmp_path):
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    page = str(ROOT / "docs" / "how-to" / "recipes.md")
+    page = str(ROOT / "docs" / "how-to" / "generate.md")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = ["--redirects", "3", "--log-dir", str(tmp_path)]  # or the lines of ranks would mix
     done = subprocess.run(
@@ -92,7 +90,6 @@ def test_the_recipes_run_on_two_ranks_and_generation_gathers_each_unit_once(tmp_
     assert len(of_ranks) == 2
     for lines in of_ranks:
         assert [line for line in lines if "gathers" in line] == ["50 gathers", "5 gathers"]
-        assert f"after step 9: {[list(range(18))]}" in lines  # by the model that was loaded
 
 
 @pytest.mark.full
