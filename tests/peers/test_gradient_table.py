@@ -39,9 +39,6 @@ SITUATIONS = {
     "a divide factor of 3 on gloo": gradients.divide_by_three,
     "float32 and bfloat16 parameters in one unit": gradients.mixed_dtypes_in_a_unit,
     "a float32 adapter beside a frozen bfloat16 base": use.an_adapter_beside_a_narrow_base,
-    "a float32 adapter beside a bfloat16 base that trains": (
-        use.an_adapter_beside_a_narrow_base_that_trains
-    ),
     "parameters frozen, later thawed, between steps": state.frozen_between_steps,
     "parameters thawed under mixed precision": state.thawed_under_mixed_precision,
     "`param.register_hook`": state.hooked,
