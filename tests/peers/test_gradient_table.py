@@ -1,4 +1,4 @@
-"""The table of docs/migrate/gradients-compared.md: gradients of torch's fully_shard and of ours.
+"""The table of docs/migrate/comparison.md: gradients of torch's fully_shard and of ours.
 
 What a line says follows from its row in the files of peers, which run both libraries.
 """
@@ -26,58 +26,28 @@ SITUATIONS = {
     "`zero_grad()` between two microbatches": gradients.zero_grad_in_window,
     "`step()` before the last microbatch": gradients.step_in_an_open_window,
     "512 microbatches of ones, reduced in bfloat16": gradients.many_ones,
-    "bfloat16, reduced in float32; a parameter that only the last microbatch uses": (
-        gradients.first_used_at_the_end
-    ),
     "units that reshard after some backwards of a window only": (
         programs.resharding_after_backward_toggled_for_some
     ),
     "ranks use different parameters of the same size": (
         gradients.different_parameters_of_the_same_size
     ),
-    "ranks use different parameters of other sizes": gradients.different_parameters_of_other_sizes,
-    "the same, after `set_reduce_scatter_unused_params(True)`": (
-        gradients.different_parameters_with_zeros_for_others
-    ),
     "ranks leave a unit out of the loss, an auxiliary head": (
         gradients.a_head_in_the_loss_of_some_ranks
     ),
     "a module of a unit is not used": programs.a_module_of_a_unit_is_not_used,
     "a divide factor of 3 on gloo": gradients.divide_by_three,
-    "a divide factor over replicas of one shard, reduced in float16": gradients.one_shard_float16,
-    "a divide factor of 0": gradients.factor_of_zero,
-    "a divide factor of NaN": gradients.factor_of_nan,
     "float32 and bfloat16 parameters in one unit": gradients.mixed_dtypes_in_a_unit,
     "a float32 adapter beside a frozen bfloat16 base": use.an_adapter_beside_a_narrow_base,
-    "a float32 adapter beside a bfloat16 base that trains": (
-        use.an_adapter_beside_a_narrow_base_that_trains
-    ),
     "parameters frozen, later thawed, between steps": state.frozen_between_steps,
-    "parameters frozen, later thawed, while they are unsharded": state.frozen_while_whole,
-    "parameters frozen under mixed precision": state.frozen_under_mixed_precision,
     "parameters thawed under mixed precision": state.thawed_under_mixed_precision,
     "`param.register_hook`": state.hooked,
     "uneven shards of dim 1": gradients.uneven_on_dim_one,
     "even shards of the largest dim": programs.even_shards_of_the_largest_dim,
-    "uneven shards of the largest dim": programs.uneven_shards_of_the_largest_dim,
     "units resharded by hand between forward and backward": programs.units_resharded_by_hand,
     "some units reshard after forward, others do not": (
         programs.resharding_after_forward_toggled_for_some
     ),
-    "two modules of a unit unsharded ahead of time": (
-        programs.two_modules_of_a_unit_unsharded_ahead
-    ),
-    "units inside torch's `replicate`": programs.units_inside_torchs_replicate,
-    "losses of `torch.func.jvp`, of units that stay unsharded": (
-        programs.forward_derivatives_of_kept_units
-    ),
-    "losses of `torch.func.jvp`, of units that reshard": (
-        programs.forward_derivatives_of_resharded_units
-    ),
-    "losses of dual numbers, of units that stay unsharded": (
-        programs.dual_numbers_through_kept_units
-    ),
-    "losses of dual numbers, of units that reshard": programs.dual_numbers_through_resharded_units,
     "a submodule run by itself, then the whole trained": state.a_part_first,
     "norms and clipping over two meshes": use.norms_over_meshes,
 }
@@ -100,7 +70,7 @@ def lines():
 
 
 def test_the_page_says_what_the_rows_say():
-    page = (ROOT / "docs" / "migrate" / "gradients-compared.md").read_text()
+    page = (ROOT / "docs" / "migrate" / "comparison.md").read_text()
     section = page.partition("# Gradients compared with FSDP2\n")[2]
     found = list(lines())
     assert section.partition("---|\n")[2].partition("\n\n")[0].splitlines() == found

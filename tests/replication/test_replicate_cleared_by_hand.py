@@ -1,4 +1,4 @@
-"""What ``param.grad = None`` drops, beside ``zero_grad()``: a row in docs/migrate/from-ddp.md."""
+"""What ``param.grad = None`` drops, beside ``zero_grad()``: a line in docs/migrate/from-ddp.md."""
 
 import pytest
 import torch
