@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from tests.house.sources import ROOT
+from tests import ROOT
 from tests.support import stand_in_optimizers as stand_ins
 from tests.support.models import UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
