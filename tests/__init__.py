@@ -1,1 +1,5 @@
 """Tests, benchmarks and what they share."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]  # of the repository

@@ -59,7 +59,7 @@ else:  # mypy would take a __getattr__ for the type of every name
         """Read ``__version__`` from the metadata of the package, which takes time to import."""
         if name != "__version__":
             raise AttributeError(f"module 'meshard' has no attribute {name!r}")
-        from importlib import metadata
+        from importlib import metadata  # noqa: PLC0415  # it takes time, and few ask for the version
 
         try:
             return metadata.version("meshard")

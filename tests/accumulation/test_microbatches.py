@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import meshard
 from meshard import GradientSync
 from tests.support.ones import make, values
+from tests.support.ranks import on_threads
 from tests.support.threads import run_threads
 
 
@@ -35,12 +36,9 @@ def test_microbatches_need_no_length():
     assert run_threads(from_a_loader, 4) == [6.0] * 4
 
 
+@on_threads(4)
 @pytest.mark.parametrize("until_last", list(GradientSync))
 def test_a_step_inside_the_loop_says_where_it_belongs(until_last):
-    run_threads(step_inside, 4, until_last)
-
-
-def step_inside(until_last):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = meshard.microbatches(model, [1.0, 2.0], until_last=until_last)

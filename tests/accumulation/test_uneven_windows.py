@@ -14,6 +14,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.covering import covering
 from tests.support.models import seeded
+from tests.support.ranks import on_ranks
 
 COUNTS = [3, 0, 5, 1]  # batches of each rank
 LONGEST = max(COUNTS)
@@ -298,7 +299,8 @@ def test_ranks_are_told_that_one_has_left_the_loop(run_ranks):
     assert run_ranks(leave_alone, 4) == ["", "", left, left]
 
 
-def refuse_a_loop_in_a_loop():
+@on_ranks(2)
+def test_a_loop_in_a_loop_is_refused():
     model, _ = replicated()
     for _ in meshard.uneven_batches(model, [1]):
         with pytest.raises(RuntimeError, match="is under way"):
@@ -306,11 +308,8 @@ def refuse_a_loop_in_a_loop():
         loss_of(model, batch_of(0, 0)).backward()
 
 
-def test_a_loop_in_a_loop_is_refused(run_ranks):
-    run_ranks(refuse_a_loop_in_a_loop, 2)
-
-
-def copied():
+@on_ranks(2)
+def test_a_copy_that_is_made_in_the_loop_divides_as_any():
     """A copy that is made in the loop divides as a module of its own."""
     model, _ = replicated()
     copies = []
@@ -325,10 +324,6 @@ def copied():
     loss_of(plain, batch_of(0, 0)).backward()
     for param, wanted in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad, wanted.grad)
-
-
-def test_a_copy_that_is_made_in_the_loop_divides_as_any(run_ranks):
-    run_ranks(copied, 2)
 
 
 def train_partly_frozen():
@@ -370,7 +365,8 @@ def train_until_one_has_none(model):
         loss_of(model, batch).backward()
 
 
-def end_early():
+@on_ranks(2)
+def test_early_termination_raises_on_every_rank():
     model, _ = replicated()
     with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] have no batch left"):
         train_until_one_has_none(model)
@@ -378,16 +374,9 @@ def end_early():
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_early_termination_raises_on_every_rank(run_ranks):
-    run_ranks(end_early, 2)
-
-
-def check_options():
+@on_ranks(1)
+def test_options_are_checked():
     model, _ = replicated()
     with pytest.raises(TypeError, match="throw_on_early_termination must be a bool"):
         meshard.uneven_batches(model, [], throw_on_early_termination=1)
     assert list(meshard.uneven_batches(model, [])) == []
-
-
-def test_options_are_checked(run_ranks):
-    run_ranks(check_options, 1)

@@ -12,6 +12,7 @@ from meshard import CommLedger, describe, fully_shard_units
 from tests.support.fake import fake_group
 from tests.support.models import ChosenBlocks, MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.units_made import taken_by
 
 BLOCK = 40  # parameters of MlpBlock(4, 4)
@@ -138,7 +139,8 @@ def test_ranks_may_run_different_modules_of_a_joined_unit(run_ranks):
     run_ranks(train_chosen, 2, 300)
 
 
-def train_stack():
+@on_ranks(2)
+def test_a_joined_model_trains_like_one_process():
     plain, model = seeded(MlpStack(depth=6)), seeded(MlpStack(depth=6))
     mesh = init_device_mesh("cpu", (2,))
     assert fully_shard_units(model, mesh, min_params=2 * 136, sync_init=True) == [
@@ -158,7 +160,3 @@ def train_stack():
             optimizer.step(), optimizer.zero_grad()
     model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(model(x), plain(x))
-
-
-def test_a_joined_model_trains_like_one_process(run_ranks):
-    run_ranks(train_stack, 2)

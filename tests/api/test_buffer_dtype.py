@@ -14,6 +14,7 @@ from meshard import MixedPrecisionPolicy, fully_shard, replicate
 from tests.support.fake import fake_group
 from tests.support.models import seeded
 from tests.support.parity import assert_same
+from tests.support.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
@@ -135,7 +136,8 @@ def test_it_computes_as_the_module_does_in_that_dtype(apply, case):
     assert {param.dtype for param in model.parameters()} == {FP32}
 
 
-def run_with_buffers_of_the_first():
+@on_ranks(2)
+def test_they_are_broadcast_in_it():
     """Each forward begins with the buffers of the first rank, whatever the second has seen."""
     model, plain = seeded(Convolutions()), seeded(Convolutions()).to(BF16)
     mesh = init_device_mesh("cpu", (2,))
@@ -146,10 +148,6 @@ def run_with_buffers_of_the_first():
         model(own).sum().backward()
         plain((own if step == 2 else of_first).to(BF16))
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), bitwise=True)
-
-
-def test_they_are_broadcast_in_it(run_ranks):
-    run_ranks(run_with_buffers_of_the_first, 2)
 
 
 @APPLIED

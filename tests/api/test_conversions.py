@@ -13,6 +13,7 @@ import meshard
 from tests.support.cases import CASES
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -109,7 +110,8 @@ def test_a_cast_reaches_the_next_forward(run_ranks, how, part):
     run_ranks(convert, 2, how, part, when, keeps)
 
 
-def cast_under_mixed_precision():
+@on_ranks(2)
+def test_a_cast_of_the_shards_leaves_the_compute_dtype():
     """The whole parameters stay in param_dtype, whatever the shards are."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(mp_policy=policy)
@@ -123,11 +125,8 @@ def cast_under_mixed_precision():
     assert_same(full_grads(model), {k: v.double() for k, v in before.items()}, torch.bfloat16)
 
 
-def test_a_cast_of_the_shards_leaves_the_compute_dtype(run_ranks):
-    run_ranks(cast_under_mixed_precision, 2)
-
-
-def empty_parts():
+@on_ranks(2)
+def test_memory_is_taken_part_by_part():
     """to_empty on a submodule, on a unit, and on the root, each then filled."""
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2,))
@@ -151,10 +150,6 @@ def empty_parts():
     assert_same(model(case.batch(0, 0)), plain(case.batch(0, 0)))
 
 
-def test_memory_is_taken_part_by_part(run_ranks):
-    run_ranks(empty_parts, 2)
-
-
 class Conv(nn.Module):
     def __init__(self):
         super().__init__()
@@ -166,7 +161,9 @@ class Conv(nn.Module):
         return torch.einsum("bchw,ck->bkhw", x, self.matrix)
 
 
-def formats(shard_dim, after):
+@on_ranks(2)
+@pytest.mark.parametrize(("shard_dim", "after"), [(0, False), (1, False), (0, True)])
+def test_parameters_of_any_memory_format_are_sharded(shard_dim, after):
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(Conv()).to(memory_format=torch.channels_last)
     model = copy.deepcopy(plain)
@@ -193,12 +190,8 @@ def formats(shard_dim, after):
     assert_same(full_state(copied), full_state(plain), bitwise=True)
 
 
-@pytest.mark.parametrize(("shard_dim", "after"), [(0, False), (1, False), (0, True)])
-def test_parameters_of_any_memory_format_are_sharded(run_ranks, shard_dim, after):
-    run_ranks(formats, 2, shard_dim, after)
-
-
-def converted_by_swapping_and_overwriting():
+@on_ranks(2)
+def test_every_way_of_converting_is_followed():
     """torch.__future__'s ways of Module.to."""
     batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     for switch in (
@@ -217,7 +210,3 @@ def converted_by_swapping_and_overwriting():
             switch(False)
         assert_same(full_state(model), full_state(plain), bitwise=True)
         check_same_step(model, plain, batches.double(), torch.float64)
-
-
-def test_every_way_of_converting_is_followed(run_ranks):
-    run_ranks(converted_by_swapping_and_overwriting, 2)

@@ -16,6 +16,7 @@ import meshard
 from meshard import CommLedger
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 
 class TwoWays(nn.Module):
@@ -96,18 +97,16 @@ def test_methods_that_call_one_another_train_under_hsdp(run_ranks):
     run_ranks(train_in_every_way, 4, (2, 2), "module")
 
 
-def peer_calls_forward():
+@on_ranks(2)
+def test_the_peer_still_refuses_a_direct_forward():
     mesh = init_device_mesh("cpu", (2,))
     model = torch_fsdp.fully_shard(seeded(MlpBlock(6, 9)), mesh=mesh)
     with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
         model.forward(torch.ones(1, 6))
 
 
-def test_the_peer_still_refuses_a_direct_forward(run_ranks):
-    run_ranks(peer_calls_forward, 2)
-
-
-def calls_cost_no_more():
+@on_ranks(2)
+def test_a_direct_call_communicates_and_casts_like_a_call_of_the_module():
     mesh = init_device_mesh("cpu", (2,))
     model = shard(meshard, seeded(InATree()), mesh, inner=False)
     x = torch.ones(1, 6)
@@ -124,11 +123,8 @@ def calls_cost_no_more():
         assert call(x).dtype == torch.float64
 
 
-def test_a_direct_call_communicates_and_casts_like_a_call_of_the_module(run_ranks):
-    run_ranks(calls_cost_no_more, 2)
-
-
-def raise_then_train():
+@on_ranks(2)
+def test_a_method_that_raises_leaves_everything_sharded():
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(InATree())
     plain = copy.deepcopy(model)
@@ -147,10 +143,6 @@ def raise_then_train():
     for each in (model, plain):
         each.unit.score(x).sum().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_a_method_that_raises_leaves_everything_sharded(run_ranks):
-    run_ranks(raise_then_train, 2)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshard import describe, fully_shard_units, materialize
-from tests.house.sources import ROOT
+from tests import ROOT
 from tests.support.fake import fake_group
 from tests.support.parity import assert_same, assert_same_run, full_state, train, train_plain
 

@@ -13,6 +13,7 @@ from meshard._engine.unit import units_in
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, Wrapper, linear
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
 
@@ -80,7 +81,8 @@ def train_and_free(**kwargs):
     assert [num_bytes > 0 for _, num_bytes in storages(model)] == [False] * 3 + [True] * 4
 
 
-def kept_between_forward_and_backward():
+@on_threads(4)
+def test_with_a_smaller_group_after_forward():
     model = shard_blocks(IntegerModel(), init_device_mesh("cpu", (4,)), reshard_after_forward=2)
     model.set_keep_unsharded_storage(True)
     addresses = set()
@@ -90,10 +92,6 @@ def kept_between_forward_and_backward():
         loss.backward()
         addresses.add(tuple(storages(model)))
     assert len(addresses) == 1
-
-
-def test_with_a_smaller_group_after_forward():
-    run_threads(kept_between_forward_and_backward, 4)
 
 
 @pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])

@@ -17,6 +17,7 @@ from tests.support.cases import CASES
 from tests.support.models import seeded
 from tests.support.normed import BATCH, same_models, values
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -52,7 +53,9 @@ def test_whole_tensors_are_loaded_on_a_2d_mesh(run_ranks):
     run_ranks(load_whole, 4, False, (2, 2))
 
 
-def load_uneven(assign):
+@on_ranks(3)
+@pytest.mark.parametrize("assign", [False, True])
+def test_whole_tensors_are_cut_on_any_dim(assign):
     mesh = init_device_mesh("cpu", (3,))
     model, wanted = CASES["uneven"].build(), seeded(CASES["uneven"].build(), 4)
     for layer in (*model.layers, model):
@@ -66,11 +69,6 @@ def load_uneven(assign):
     assert_same(model(batch), wanted(batch))
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_whole_tensors_are_cut_on_any_dim(run_ranks, assign):
-    run_ranks(load_uneven, 3, assign)
-
-
 def reported(model, given, **kwargs):
     try:
         result = model.load_state_dict(given, **kwargs)
@@ -79,7 +77,8 @@ def reported(model, given, **kwargs):
     return sorted(result.missing_keys), sorted(result.unexpected_keys)
 
 
-def report_as_torch_does():
+@on_ranks(2)
+def test_what_does_not_fit_is_reported_as_torch_does():
     mesh = init_device_mesh("cpu", (2,))
     model, plain = shard_blocks(values(1), mesh), values(1)
     right = values(2).state_dict()
@@ -101,11 +100,9 @@ def report_as_torch_does():
     same_models(model, values(5), BATCH)
 
 
-def test_what_does_not_fit_is_reported_as_torch_does(run_ranks):
-    run_ranks(report_as_torch_does, 2)
-
-
-def load_from_elsewhere(assign):
+@on_ranks(4)
+@pytest.mark.parametrize("assign", [False, True])
+def test_shards_of_another_mesh_are_loaded(assign):
     line = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     model = shard_blocks(values(1), grid)
@@ -125,12 +122,8 @@ def load_from_elsewhere(assign):
         same_models(model, wanted, BATCH)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_shards_of_another_mesh_are_loaded(run_ranks, assign):
-    run_ranks(load_from_elsewhere, 4, assign)
-
-
-def load_from_a_mesh_without_this_rank():
+@on_ranks(2)
+def test_shards_of_a_mesh_without_this_rank_are_refused():
     model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
     alone = DeviceMesh("cpu", [0])
     given = values(2).state_dict()
@@ -142,11 +135,9 @@ def load_from_a_mesh_without_this_rank():
         model.load_state_dict(given)
 
 
-def test_shards_of_a_mesh_without_this_rank_are_refused(run_ranks):
-    run_ranks(load_from_a_mesh_without_this_rank, 2)
-
-
-def load_into_a_whole_copy(assign):
+@on_ranks(2)
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_is_loaded_while_a_unit_is_whole_is_not_lost(assign):
     """While a unit is whole by hand, what is loaded is in the shards all the same."""
     model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
     wanted = values(2)
@@ -159,12 +150,8 @@ def load_into_a_whole_copy(assign):
         same_models(model, wanted, BATCH)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_what_is_loaded_while_a_unit_is_whole_is_not_lost(run_ranks, assign):
-    run_ranks(load_into_a_whole_copy, 2, assign)
-
-
-def assign_by_hand():
+@on_ranks(2)
+def test_a_whole_parameter_that_is_assigned_becomes_a_shard():
     model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
     plain = values(1)
     model(BATCH), plain(BATCH)
@@ -183,11 +170,8 @@ def assign_by_hand():
         model(BATCH)
 
 
-def test_a_whole_parameter_that_is_assigned_becomes_a_shard(run_ranks):
-    run_ranks(assign_by_hand, 2)
-
-
-def memory_of_loading():
+@on_ranks(2)
+def test_loading_keeps_no_whole_tensor():
     """Loading keeps nothing of the whole tensors."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
@@ -202,7 +186,3 @@ def memory_of_loading():
             local = param.to_local()
             assert local.untyped_storage().nbytes() == local.nbytes
             assert torch.equal(param.full_tensor(), torch.ones(param.shape))
-
-
-def test_loading_keeps_no_whole_tensor(run_ranks):
-    run_ranks(memory_of_loading, 2)

@@ -22,10 +22,12 @@ from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
 from tests.support.normed import BATCH, Normed, same_models, values
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
-def load_onto_meta():
+@on_ranks(2)
+def test_a_model_on_meta_is_filled_by_assigning():
     """As accelerate does: shard on meta, place each whole tensor like its parameter, assign."""
     mesh = init_device_mesh("cpu", (2,))
     wanted = values(2)
@@ -60,11 +62,8 @@ def load_onto_meta():
     assert_same(full_state(model), full_state(wanted))
 
 
-def test_a_model_on_meta_is_filled_by_assigning(run_ranks):
-    run_ranks(load_onto_meta, 2)
-
-
-def load_part_of_a_unit_on_meta():
+@on_ranks(2)
+def test_a_unit_on_meta_may_be_filled_in_parts():
     mesh = init_device_mesh("cpu", (2,))
     wanted = seeded(MlpBlock(6, 7))
     with torch.device("meta"):
@@ -77,10 +76,6 @@ def load_part_of_a_unit_on_meta():
     for each in (copy.deepcopy(model), model):
         each.load_state_dict(rest, strict=False, assign=True)
         assert_same(each(BATCH), wanted(BATCH))
-
-
-def test_a_unit_on_meta_may_be_filled_in_parts(run_ranks):
-    run_ranks(load_part_of_a_unit_on_meta, 2)
 
 
 class Adapted(nn.Module):

@@ -16,7 +16,7 @@ from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, Gradi
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.models import Tables
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -97,7 +97,8 @@ def test_gradients_of_a_replicated_module_are_those_of_one_process(schedule, is_
     run_threads(steps, 2, replicated, (2,), schedule, is_async)
 
 
-def on_processes():
+@on_ranks(2)
+def test_on_processes_too():
     steps(sharded, (2,), "NF", True)
     steps(replicated, (2,), "NF", True)
 
@@ -105,10 +106,6 @@ def on_processes():
         return sharded(mesh_shape, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
     steps(offloaded, (2,), "NF", False)
-
-
-def test_on_processes_too(run_ranks):
-    run_ranks(on_processes, 2)
 
 
 def a_unit_rests():
@@ -177,7 +174,11 @@ def test_several_backwards_before_and_after_the_mode_is_changed():
 # --- optimizers in backward ------------------------------------------------------------------
 
 
-def overlapped(schedule, is_async, is_replicated):
+@on_ranks(2)
+@pytest.mark.parametrize("is_replicated", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("schedule", ["F", "NF", "FF"])
+def test_optimizers_step_at_finalization(schedule, is_async, is_replicated):
     make = replicated if is_replicated else sharded
     ours, theirs = make((2,)), make((2,))
     theirs.set_manual_backward_finalization(False)
@@ -201,13 +202,6 @@ def overlapped(schedule, is_async, is_replicated):
         assert all(param.grad is None for param in ours.parameters())
 
 
-@pytest.mark.parametrize("is_replicated", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("schedule", ["F", "NF", "FF"])
-def test_optimizers_step_at_finalization(run_ranks, schedule, is_async, is_replicated):
-    run_ranks(overlapped, 2, schedule, is_async, is_replicated)
-
-
 def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
     def run():
         models = [sharded((2,)), sharded((2,))]
@@ -229,7 +223,8 @@ def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
 # --- the handle ------------------------------------------------------------------------------
 
 
-def nothing_may_begin():
+@on_ranks(2)
+def test_nothing_may_begin_until_the_handle_is_waited_for():
     model, plain = sharded((2,)), IntegerModel()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     early = integer_loss(model(integer_batch(1, dist.get_rank())))
@@ -254,10 +249,6 @@ def nothing_may_begin():
     plain_window(plain, 0, "F")
     assert_same(full_grads(model), full_grads(plain), bitwise=True)
     optimizer.step()
-
-
-def test_nothing_may_begin_until_the_handle_is_waited_for(run_ranks):
-    run_ranks(nothing_may_begin, 2)
 
 
 @pytest.mark.parametrize("make", [sharded, replicated])

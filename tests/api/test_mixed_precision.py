@@ -12,7 +12,7 @@ import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -28,7 +28,9 @@ def batches(count):
     return torch.randn(count, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
-def train_in_bf16(reduce_dtype):
+@on_ranks(2)
+@pytest.mark.parametrize("reduce_dtype", [None, FP32])
+def test_bfloat16_compute_with_float32_masters_is_exact(reduce_dtype):
     """Two ranks against one process that computes each half in bfloat16 and adds in float32."""
     mesh = init_device_mesh("cpu", (2,))
     master = seeded(MlpStack())
@@ -56,11 +58,6 @@ def train_in_bf16(reduce_dtype):
         for each in (optimizer, oracle):
             each.step()
             each.zero_grad()
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, FP32])
-def test_bfloat16_compute_with_float32_masters_is_exact(run_ranks, reduce_dtype):
-    run_ranks(train_in_bf16, 2, reduce_dtype)
 
 
 def dtypes_on_the_wire():
@@ -149,7 +146,8 @@ def test_float64_parameters_accumulate_in_float64():
     assert grads[0].dtype == FP64
 
 
-def outputs_and_inputs():
+@on_ranks(1)
+def test_inputs_and_outputs_are_cast_wherever_they_are():
     seen = []
 
     class Look(nn.Linear):
@@ -170,20 +168,13 @@ def outputs_and_inputs():
     assert layer(torch.ones(1, 3, dtype=BF16)).dtype == BF16
 
 
-def test_inputs_and_outputs_are_cast_wherever_they_are(run_ranks):
-    run_ranks(outputs_and_inputs, 1)
-
-
-def torchs_own_policy():
+@on_ranks(1)
+def test_torchs_own_policy_is_accepted():
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
     layer = meshard.fully_shard(nn.Linear(3, 3), mp_policy=TorchPolicy(param_dtype=BF16))
     assert layer(torch.ones(1, 3)).dtype == BF16
     assert isinstance(MixedPrecisionPolicy(), TorchPolicy)
-
-
-def test_torchs_own_policy_is_accepted(run_ranks):
-    run_ranks(torchs_own_policy, 1)
 
 
 @pytest.mark.parametrize("sync", [GradientSync.FULL, GradientSync.NONE])

@@ -13,6 +13,7 @@ from torch import nn
 
 import meshard
 from tests.support.models import seeded
+from tests.support.ranks import on_ranks
 
 
 class Scaled(nn.Linear):
@@ -101,7 +102,11 @@ def by_torch(model):
 WAYS = {"pickle": by_pickle, "torch": by_torch}
 
 
-def round_trip(apply, way):
+@on_ranks(2)
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("apply", [replicated, sharded, flat, mixed])
+def test_a_pickled_module_is_a_plain_one(apply, way):
     plain, model = net(), apply(net())
     x = torch.randn(6, 3)
     with meshard.unsharded_params(model):
@@ -125,13 +130,6 @@ def round_trip(apply, way):
     assert torch.equal(loaded[1].weight, plain[1].weight)
     apply(loaded)  # and on with it
     loaded(x).sum().backward()
-
-
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("apply", [replicated, sharded, flat, mixed])
-def test_a_pickled_module_is_a_plain_one(run_ranks, apply, way):
-    run_ranks(round_trip, 2, apply, way)
 
 
 def write(path):
@@ -169,7 +167,8 @@ def test_it_loads_where_meshard_is_not_installed(run_ranks, tmp_path):
     assert done.stdout == f"Sequential ['Linear', 'Linear'] {float(values[1][0])}\n", done.stderr
 
 
-def refused():
+@on_ranks(2)
+def test_what_would_be_a_part_of_a_model_is_refused():
     for apply in (replicated, sharded, mixed):
         model = apply(net())
         for each in (model, model[1]):
@@ -195,7 +194,3 @@ def refused():
     model[2].register_forward_hook(lambda *_: pickle.dumps(model))
     with pytest.raises(RuntimeError, match="inside the forward or backward"):
         model(torch.randn(6, 3))
-
-
-def test_what_would_be_a_part_of_a_model_is_refused(run_ranks):
-    run_ranks(refused, 2)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import meshard
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 
 
 def shard(case, model, mesh):
@@ -82,7 +83,9 @@ def test_a_model_made_on_meta_trains_like_one_made_here(run_ranks, mesh_shape):
     run_ranks(make_on_meta, num_ranks, mesh_shape)
 
 
-def reload(assign):
+@on_ranks(2)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_of_shards_is_loaded(assign):
     case = CASES["transformer"]
     mesh = init_device_mesh("cpu", (2,))
     first, second = (shard(case, case.build(), mesh) for _ in range(2))
@@ -100,12 +103,8 @@ def reload(assign):
     views_of_one_buffer(second)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_dict_of_shards_is_loaded(run_ranks, assign):
-    run_ranks(reload, 2, assign)
-
-
-def cast_in_place():
+@on_ranks(2)
+def test_a_model_is_cast_after_a_step():
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2,))
     model = shard(case, case.build(), mesh)
@@ -125,11 +124,8 @@ def cast_in_place():
     assert_same(full_grads(model), full_grads(plain), torch.float64)
 
 
-def test_a_model_is_cast_after_a_step(run_ranks):
-    run_ranks(cast_in_place, 2)
-
-
-def edit_behind_the_whole_copy():
+@on_ranks(2)
+def test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters():
     """Evaluation leaves the root whole; edits of the shards must reach the next forward."""
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2,))
@@ -153,10 +149,6 @@ def edit_behind_the_whole_copy():
         assert_same(model(batch), plain(batch))
 
 
-def test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters(run_ranks):
-    run_ranks(edit_behind_the_whole_copy, 2)
-
-
 def save_on_every_rank(state, file):
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -165,7 +157,8 @@ def save_on_every_rank(state, file):
         torch.save(state, file)
 
 
-def save_with_torch():
+@on_ranks(2)
+def test_a_state_dict_is_pickled_and_copied():
     case = CASES["transformer"]
     model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
     state = model.state_dict()
@@ -178,10 +171,6 @@ def save_with_torch():
         for name, value in state.items():
             assert torch.equal(loaded[name].to_local(), value.to_local())
             assert loaded[name].placements == value.placements
-
-
-def test_a_state_dict_is_pickled_and_copied(run_ranks):
-    run_ranks(save_with_torch, 2)
 
 
 def saved_by(what, mesh_shape=(2,)):
@@ -220,7 +209,8 @@ def test_replicas_of_whole_parameters_are_saved_without_a_warning(run_ranks):
     assert run_ranks(saved_by, 2, "sharded", (2, 1)) == [[], []]
 
 
-def save_beside_other_groups():
+@on_ranks(4)
+def test_a_state_dict_of_a_mesh_with_groups_beside_its_own_is_pickled_and_copied():
     """What a mesh has got for neighbours, or for reductions, is not part of what is saved."""
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2, 2))
@@ -237,10 +227,6 @@ def save_beside_other_groups():
     for loaded in (torch.load(file), copy.deepcopy(state)):
         model.load_state_dict(loaded)
         assert_same(full_state(model), full_state(case.build()), bitwise=True)
-
-
-def test_a_state_dict_of_a_mesh_with_groups_beside_its_own_is_pickled_and_copied(run_ranks):
-    run_ranks(save_beside_other_groups, 4)
 
 
 def save_sharded(path):

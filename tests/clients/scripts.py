@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import ROOT
 from tests.clients.surroundings import prepare
 from tests.house.pages import blocks
-from tests.house.sources import ROOT
 
 PAGES = ROOT / "docs" / "how-to"
 SECONDS = 200

@@ -21,7 +21,7 @@ from meshard import CommLedger, GradientSync
 from tests.support import strategies
 from tests.support.models import MlpStack, Table, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.threads import run_threads
 
 NORMS = [0.5, 1, 2, 3, math.inf]
@@ -54,7 +54,8 @@ def make():
     return model, plain
 
 
-def norms_agree():
+@on_ranks(4)
+def test_norms_over_mixed_meshes_equal_those_of_whole_gradients():
     model, plain = make()
     for norm_type in NORMS:
         expected = torch.nn.utils.get_total_norm(
@@ -66,10 +67,6 @@ def norms_agree():
         torch.testing.assert_close(found, expected)
         if dist.get_backend() != "threaded":  # there, a ledger sees all ranks
             assert ledger.counts == {"all_gather": 2}  # one per distinct mesh
-
-
-def test_norms_over_mixed_meshes_equal_those_of_whole_gradients(run_ranks):
-    run_ranks(norms_agree, 4)
 
 
 def norm_of_drawn_shapes(mesh_shape, shapes, dtypes, norm_type, max_norm):
@@ -144,7 +141,8 @@ def test_clipping_scales_every_shard_alike(norm_type, max_norm):
     run_threads(clip, 4, norm_type, max_norm)
 
 
-def bad_norms():
+@on_threads(4)
+def test_bad_norms_are_refused():
     model, _ = make()
     with pytest.raises(ValueError, match="norm_type must be positive, got -1"):
         meshard.get_total_norm([model.plain.grad], -1)
@@ -159,10 +157,6 @@ def bad_norms():
     model(torch.ones(3, 6), torch.ones(3, 7)).backward()
     with pytest.raises(RuntimeError, match=r"holds gradients that are not reduced yet"):
         meshard.clip_grad_norm_(model, 1.0)
-
-
-def test_bad_norms_are_refused():
-    run_threads(bad_norms, 4)
 
 
 def scale(infinite_on):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshard
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 
 
 class Chain(nn.Module):
@@ -114,7 +115,8 @@ def test_trains_as_one_process(run_ranks, mesh_shape, reshard):
     run_ranks(trains, 4 if mesh_shape != (2,) else 2, mesh_shape, reshard)
 
 
-def given_up():
+@on_ranks(2)
+def test_a_gather_that_is_given_up():
     """A gather that nobody waits for leaves no memory, and the next one is right."""
     model, plain = sent_between(init_device_mesh("cpu", (2,)))
     ids = torch.arange(4)
@@ -135,7 +137,3 @@ def given_up():
         assert not any(each.untyped_storage().nbytes() for each in all_unsharded(model))
     handle.remove()
     assert torch.equal(model(ids), expected)
-
-
-def test_a_gather_that_is_given_up(run_ranks):
-    run_ranks(given_up, 2)

@@ -25,6 +25,7 @@ from meshard import CommLedger, GradientSync, microbatches
 from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 MICROBATCHES = 3
@@ -236,7 +237,8 @@ class Fickle(nn.Module):
         return self.down(torch.sin(self.up(x if self.runs == 1 else x[:1])))
 
 
-def recompute_otherwise():
+@on_ranks(2)
+def test_a_failed_determinism_check_leaves_the_next_step_right():
     mesh = init_device_mesh("cpu", (2,))
     model, x = nn.Sequential(Fickle(), nn.Linear(6, 2)), torch.ones(3, 6)
     for layer in model:
@@ -256,11 +258,10 @@ def recompute_otherwise():
     assert_same(plain_names(full_grads(model)), full_grads(plain))
 
 
-def test_a_failed_determinism_check_leaves_the_next_step_right(run_ranks):
-    run_ranks(recompute_otherwise, 2)
-
-
-def under_autocast(param_dtype, kind):
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["none", "plain"])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_autocast_computes_as_it_does_on_one_process(param_dtype, kind):
     """Compare with the plain model under the same autocast."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (2,))
@@ -285,9 +286,3 @@ def under_autocast(param_dtype, kind):
     for name, gradient in theirs.items():
         error = (ours[name] - gradient).norm() / gradient.norm()
         assert error < (1e-6 if exact else 0.05), f"{name}: {error}"
-
-
-@pytest.mark.parametrize("kind", ["none", "plain"])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_autocast_computes_as_it_does_on_one_process(run_ranks, param_dtype, kind):
-    run_ranks(under_autocast, 2, param_dtype, kind)

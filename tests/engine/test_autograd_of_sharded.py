@@ -11,6 +11,7 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -32,7 +33,8 @@ def backward(model, plain, **kwargs):
     plain(xs.flatten(0, 1)).square().mean().backward(**kwargs)
 
 
-def hooks():
+@on_ranks(2)
+def test_hooks_on_shards_run_on_reduced_gradients():
     model, plain = both()
     heard = []
     for each in (model, plain):
@@ -66,11 +68,8 @@ def hooks():
     assert_same(full_grads(model), full_grads(plain))
 
 
-def test_hooks_on_shards_run_on_reduced_gradients(run_ranks):
-    run_ranks(hooks, 2)
-
-
-def hooks_in_a_window():
+@on_ranks(2)
+def test_a_hook_runs_once_in_a_window():
     """In a window the hook runs once, on the sum."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model, _ = both(mp_policy=policy)
@@ -89,10 +88,6 @@ def hooks_in_a_window():
             model.scale._backward_hooks.clear()
     assert seen == [torch.bfloat16]
     assert_same(grads[0], 2 * grads[1], torch.bfloat16)
-
-
-def test_a_hook_runs_once_in_a_window(run_ranks):
-    run_ranks(hooks_in_a_window, 2)
 
 
 def twice_over_one_graph(reshard_after_forward):

@@ -221,7 +221,8 @@ def test_units_are_borders_of_graphs_in_a_compiled_root(run_ranks):
         assert ours[0] <= peers[0] and ours[1] <= peers[1]
 
 
-def compiled_step():
+@on_ranks(2)
+def test_forward_and_backward_may_be_compiled_together():
     """Compile forward and backward in one function."""
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     models = [seeded(MlpStack()) for _ in range(2)]
@@ -246,10 +247,6 @@ def compiled_step():
     assert_same(full_state(models[1]), full_state(models[0]), bitwise=True)
 
 
-def test_forward_and_backward_may_be_compiled_together(run_ranks):
-    run_ranks(compiled_step, 2)
-
-
 class Scoring(nn.Module):
     def __init__(self):
         super().__init__()
@@ -262,7 +259,10 @@ class Scoring(nn.Module):
         return torch.sin(self.down(x))
 
 
-def other_ways_in(form):
+@on_ranks(2)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("form", ["method", "function", "registered", "direct"])
+def test_torch_modules_and_methods_are_compiled(form):
     """Modules of torch, registered methods, forward called directly: all are compiled."""
     torch_layer = functools.partial(
         nn.TransformerEncoderLayer, 8, 2, dim_feedforward=8, dropout=0.0, batch_first=True
@@ -290,13 +290,8 @@ def other_ways_in(form):
         assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("form", ["method", "function", "registered", "direct"])
-def test_torch_modules_and_methods_are_compiled(run_ranks, form):
-    run_ranks(other_ways_in, 2, form)
-
-
-def switch_modes():
+@on_ranks(2)
+def test_frozen_weights_and_evaluation_between_compiled_steps():
     """Freeze, evaluate and train again: each may compile once more, and no value is stale."""
     mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
     model = seeded(MlpStack())
@@ -321,10 +316,6 @@ def switch_modes():
                 assert_same(full_grads(model), full_grads(plain))
         assert counters["stats"]["unique_graphs"] <= 4
     torch._dynamo.reset()
-
-
-def test_frozen_weights_and_evaluation_between_compiled_steps(run_ranks):
-    run_ranks(switch_modes, 2)
 
 
 @pytest.mark.parametrize("wrap", [meshard.fully_shard, meshard.replicate])

@@ -80,7 +80,8 @@ def test_a_copy_trains_by_itself_on_a_2d_mesh(run_ranks):
     run_ranks(copy_and_train, 4, "transformer", (2, 2))
 
 
-def copy_keeps():
+@on_ranks(2)
+def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
     case = CASES["mlp_stack"]
     model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
     model.set_requires_all_reduce(False)
@@ -118,11 +119,8 @@ def copy_keeps():
     assert_same(full_grads(copied), {k: 2 * v for k, v in before.items()}, bitwise=True)
 
 
-def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own(run_ranks):
-    run_ranks(copy_keeps, 2)
-
-
-def copy_of_a_part():
+@on_ranks(2)
+def test_a_unit_is_copied_out_of_its_root():
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2,))
     model = shard(case, case.build(), mesh)
@@ -144,11 +142,9 @@ def copy_of_a_part():
     assert not unit.is_root
 
 
-def test_a_unit_is_copied_out_of_its_root(run_ranks):
-    run_ranks(copy_of_a_part, 2)
-
-
-def copy_of_lists(root_is_sharded):
+@on_ranks(2)
+@pytest.mark.parametrize("root_is_sharded", [True, False])
+def test_units_of_several_modules_are_copied(root_is_sharded):
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(nn.Sequential(nn.Linear(6, 6), MlpBlock(6, 8), nn.Tanh(), nn.Linear(6, 6)))
     model = copy.deepcopy(plain)
@@ -167,11 +163,6 @@ def copy_of_lists(root_is_sharded):
         assert ledger.counts["reduce_scatter"] == 2
 
 
-@pytest.mark.parametrize("root_is_sharded", [True, False])
-def test_units_of_several_modules_are_copied(run_ranks, root_is_sharded):
-    run_ranks(copy_of_lists, 2, root_is_sharded)
-
-
 class CopiesItself(nn.Module):
     """Copies a module inside its forward."""
 
@@ -185,7 +176,8 @@ class CopiesItself(nn.Module):
         return self.inner(x)
 
 
-def refused_copies():
+@on_ranks(2)
+def test_a_copy_in_the_middle_of_something_is_refused():
     mesh = init_device_mesh("cpu", (2,))
     model = CopiesItself()
     for unit in (model.inner, model):
@@ -214,10 +206,6 @@ def refused_copies():
     copied(x).sum().backward()  # nothing of this left a trace
 
 
-def test_a_copy_in_the_middle_of_something_is_refused(run_ranks):
-    run_ranks(refused_copies, 2)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("is_checked", ["0", "1"])
 def test_a_copy_on_one_rank_only_leaves_the_next_model_alone(is_checked):
@@ -237,7 +225,8 @@ def test_a_copy_on_one_rank_only_leaves_the_next_model_alone(is_checked):
         del os.environ["MESHARD_DEBUG"]
 
 
-def delete_the_copy():
+@on_ranks(2)
+def test_deleting_a_copy_frees_every_byte_without_the_garbage_collector():
     case = CASES["transformer_tied"]
     model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
     rank = dist.get_rank()
@@ -268,11 +257,9 @@ def delete_the_copy():
     case.loss(model(case.batch(0, rank))).backward()
 
 
-def test_deleting_a_copy_frees_every_byte_without_the_garbage_collector(run_ranks):
-    run_ranks(delete_the_copy, 2)
-
-
-def copy_with_its_optimizer(optimizer_first):
+@on_ranks(2)
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_a_model_and_its_optimizer_are_copied_together(optimizer_first):
     case = CASES["mlp_stack"]
     model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
     optimizer = sgd(model.parameters())
@@ -295,12 +282,8 @@ def copy_with_its_optimizer(optimizer_first):
     assert_same(full_state(copied), between, bitwise=True)
 
 
-@pytest.mark.parametrize("optimizer_first", [False, True])
-def test_a_model_and_its_optimizer_are_copied_together(run_ranks, optimizer_first):
-    run_ranks(copy_with_its_optimizer, 2, optimizer_first)
-
-
-def save_gradients():
+@on_ranks(2)
+def test_gradients_and_optimizer_states_are_pickled_and_copied():
     case = CASES["transformer"]
     model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -331,7 +314,3 @@ def save_gradients():
                 getattr(other.state[param][key], "_local_tensor", other.state[param][key]),
                 getattr(value, "_local_tensor", value),
             )
-
-
-def test_gradients_and_optimizer_states_are_pickled_and_copied(run_ranks):
-    run_ranks(save_gradients, 2)

@@ -223,7 +223,8 @@ def test_a_dropped_graph_holds_no_memory(run_ranks):
         assert len(held) == 4 and not left
 
 
-def penalise_tokens():
+@on_ranks(2)
+def test_penalties_under_mixed_precision():
     """Gradient by an embedding, through attention, in bfloat16 compute."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = seeded(Transformer())
@@ -247,10 +248,6 @@ def penalise_tokens():
         assert error < 0.1, f"{name}: {error}"
 
 
-def test_penalties_under_mixed_precision(run_ranks):
-    run_ranks(penalise_tokens, 2)
-
-
 def penalise():
     simple(shard(seeded(MlpStack()), peer_fully_shard), inputs_of(dist.get_rank()))
 
@@ -260,7 +257,9 @@ def test_the_peer_has_freed_what_the_second_backward_reads(run_ranks):
         run_ranks(penalise, 2)
 
 
-def differentiate_by_transforms():
+@on_ranks(2)
+@pytest.mark.full
+def test_transforms_of_torch_func_need_open_parameters():
     plain = seeded(MlpStack())
     model = shard(seeded(MlpStack()), meshard.fully_shard)
     x = inputs_of(dist.get_rank())
@@ -274,19 +273,11 @@ def differentiate_by_transforms():
         assert_same(torch.func.jacrev(lambda x: model(x).sum(0))(x), wanted)
 
 
-@pytest.mark.full
-def test_transforms_of_torch_func_need_open_parameters(run_ranks):
-    run_ranks(differentiate_by_transforms, 2)
-
-
-def map_over_batches():
+@on_ranks(2)
+def test_units_inside_vmap():
     plain = seeded(MlpStack())
     model = shard(seeded(MlpStack()), meshard.fully_shard)
     batches = torch.stack([inputs_of(number) for number in range(3)])
     for each in (model, plain):
         torch.vmap(torch.vmap(each))(batches).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_units_inside_vmap(run_ranks):
-    run_ranks(map_over_batches, 2)

@@ -10,7 +10,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.threads import run_threads
+from tests.support.ranks import on_threads
 
 
 class ReturnsNothing(nn.Module):
@@ -24,7 +24,9 @@ class ReturnsNothing(nn.Module):
         into.append(self.linear(x))
 
 
-def retried():
+@on_threads(2)
+@pytest.mark.filterwarnings("ignore:unit .* returned a NoneType")
+def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
     model = meshard.fully_shard(seeded(ReturnsNothing()), reshard_after_forward=True)
     plain = seeded(ReturnsNothing())
     for each in (model, plain):
@@ -39,17 +41,13 @@ def retried():
     assert_same(full_grads(model), full_grads(plain))
 
 
-@pytest.mark.filterwarnings("ignore:unit .* returned a NoneType")
-def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
-    run_threads(retried, 2)
-
-
 def two_kinds(param):
     """One unit for matrices, which are sharded, and one for vectors, which are replicated."""
     return Shard(0) if param.dim() > 1 else Replicate()
 
 
-def saved_too_early():
+@on_threads(2)
+def test_a_checkpoint_is_refused_while_gradients_of_any_unit_of_a_module_are_pending():
     model = meshard.fully_shard(seeded(nn.Linear(4, 4)), shard_placement_fn=two_kinds)
     model.weight.requires_grad_(False)  # only the second unit has gradients
     model.set_gradient_sync(GradientSync.NONE)
@@ -60,11 +58,8 @@ def saved_too_early():
     model.state_dict()
 
 
-def test_a_checkpoint_is_refused_while_gradients_of_any_unit_of_a_module_are_pending():
-    run_threads(saved_too_early, 2)
-
-
-def stepped_inside():
+@on_threads(2)
+def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
     model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
     optimizer = meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
@@ -79,11 +74,8 @@ def stepped_inside():
     optimizer.step()
 
 
-def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
-    run_threads(stepped_inside, 2)
-
-
-def adopted_in_a_window():
+@on_threads(2)
+def test_a_root_that_is_sharded_in_a_window_loses_no_gradient():
     mesh = init_device_mesh("cpu", (2,))
     outer, plain = (seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) for _ in range(2))
     inner = meshard.fully_shard(outer[0], mesh)
@@ -96,7 +88,3 @@ def adopted_in_a_window():
     plain(x).sum().backward()
     assert_same(full_grads(outer), full_grads(plain))
     torch.optim.SGD(outer.parameters(), lr=0.1).step()
-
-
-def test_a_root_that_is_sharded_in_a_window_loses_no_gradient():
-    run_threads(adopted_in_a_window, 2)

@@ -99,7 +99,9 @@ def test_a_failure_under_hsdp_is_forgotten_too(run_ranks):
     run_ranks(fail_then_step, 4, "forward", (2, 2))
 
 
-def fail_in_window():
+@on_ranks(2)
+def test_an_exception_voids_the_open_window():
+    """Half a window is not a gradient: what it had accumulated does not leak into the next."""
     case = CASES["mlp_stack"]
     model, untouched = build(case), build(case)
     rank = torch.distributed.get_rank()
@@ -117,11 +119,6 @@ def fail_in_window():
     for each in (model, untouched):
         case.loss(each(case.batch(2, rank))).backward()
     assert_same(full_grads(model), full_grads(untouched), bitwise=True)
-
-
-def test_an_exception_voids_the_open_window(run_ranks):
-    """Half a window is not a gradient: what it had accumulated does not leak into the next."""
-    run_ranks(fail_in_window, 2)
 
 
 @on_ranks(2)
@@ -223,7 +220,8 @@ def test_the_call_of_a_backward_is_found_from_another_thread():
     assert not BackwardCall().has_returned()  # outside of a backward nothing is known
 
 
-def fail_in_evaluation():
+@on_ranks(2)
+def test_a_failing_evaluation_leaves_finished_gradients_alone():
     case = CASES["mlp_stack"]
     model = build(case)
     rank = torch.distributed.get_rank()
@@ -234,10 +232,6 @@ def fail_in_evaluation():
         model(case.batch(1, rank))
     handle.remove()
     assert_same(full_grads(model), before, bitwise=True)
-
-
-def test_a_failing_evaluation_leaves_finished_gradients_alone(run_ranks):
-    run_ranks(fail_in_evaluation, 2)
 
 
 def test_a_forward_inside_an_except_block_is_not_taken_for_a_failure():

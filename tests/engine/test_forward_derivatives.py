@@ -11,6 +11,7 @@ import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 KINDS = {
     "replicated": (2,),
@@ -40,7 +41,9 @@ def loss_of(model, x, tangent):
     return out.square().mean() + derivative.square().mean()
 
 
-def differentiate(kind):
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_forward_derivatives(kind):
     model, plain = shard(kind), seeded(MlpStack())
     generator = torch.Generator().manual_seed(0)
     xs, tangents = torch.randn(2, 2, 3, 6, generator=generator)
@@ -50,8 +53,3 @@ def differentiate(kind):
         (sum(losses) / 2).backward()
         dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
         assert_same(full_grads(model), full_grads(plain), dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_of_forward_derivatives(run_ranks, kind):
-    run_ranks(differentiate, 2, kind)

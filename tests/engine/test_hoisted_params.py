@@ -22,6 +22,7 @@ from tests.support.integer_model import (
     integer_loss,
 )
 from tests.support.parity import assert_same, assert_same_run, full_grads, train, train_plain
+from tests.support.ranks import on_ranks
 
 SGD = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
 STEPS = 4
@@ -176,14 +177,11 @@ def test_hoisting_adds_no_collective(run_ranks):
         assert found == {"all_gather": 2 * num_units - 1, "reduce_scatter": num_units}
 
 
-def peer():
+@on_ranks(2)
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not notice them")
+def test_the_peer_refuses_a_tie_across_units_in_the_first_forward():
     model = CalledTrunks()
     for each in (*model.trunks[0].blocks, *model.trunks[1].blocks, *model.trunks, model):
         torch_fsdp.fully_shard(each)
     with pytest.raises(ValueError, match="already managed by another FSDP group"):
         model(integer_batch(0, 0))
-
-
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not notice them")
-def test_the_peer_refuses_a_tie_across_units_in_the_first_forward(run_ranks):
-    run_ranks(peer, 2)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.threads import run_threads
+from tests.support.ranks import on_threads
 
 
 class Residual(nn.Module):
@@ -43,7 +43,10 @@ class Identity(nn.Module):
 LAYERS = {"view": lambda: nn.Linear(4, 4), "plain": lambda: nn.LayerNorm(4), "nested": Identity}
 
 
-def train(kind, reshard):
+@on_threads(2)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_outputs_may_be_changed_in_place(kind, reshard):
     plain = seeded(Residual(LAYERS[kind]))
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (2,))
@@ -61,9 +64,3 @@ def train(kind, reshard):
             (out.square().sum() / (1 if each is model else 2)).backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
     assert_same(full_grads(model), expected)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("reshard", [True, False, None])
-def test_outputs_may_be_changed_in_place(kind, reshard):
-    run_threads(train, 2, kind, reshard)

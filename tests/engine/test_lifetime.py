@@ -16,6 +16,7 @@ from tests.support.fake import fake_group
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -130,7 +131,8 @@ def whole_bytes(unit):
     return sum(storage.nbytes() for storage, _ in unit.group.unit_params.unsharded._storages)
 
 
-def watch_residence():
+@on_ranks(2)
+def test_only_the_unit_that_computes_is_whole():
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2,))
     model = case.build()
@@ -153,11 +155,8 @@ def watch_residence():
     assert after == [0] * 4
 
 
-def test_only_the_unit_that_computes_is_whole(run_ranks):
-    run_ranks(watch_residence, 2)
-
-
-def gradients_die_with_zero_grad():
+@on_ranks(2)
+def test_cleared_gradients_are_not_kept_for_later():
     case = CASES["mlp_stack"]
     mesh = init_device_mesh("cpu", (2,))
     model = case.build()
@@ -173,10 +172,6 @@ def gradients_die_with_zero_grad():
         vars(module)["_meshard_unit"].gradients.sharded._published for module in case.units(model)
     ]
     assert held == [None] * 4
-
-
-def test_cleared_gradients_are_not_kept_for_later(run_ranks):
-    run_ranks(gradients_die_with_zero_grad, 2)
 
 
 def test_forwards_without_a_backward_leave_nothing_behind():

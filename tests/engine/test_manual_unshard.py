@@ -48,7 +48,8 @@ USES = {
 }
 
 
-def change_a_whole_parameter():
+@on_ranks(2)
+def test_a_cast_of_a_part_that_is_whole_by_hand_is_refused():
     for change in CHANGES.values():
         for use in USES.values():
             model, plain = both()
@@ -62,11 +63,8 @@ def change_a_whole_parameter():
             check_step(model, plain)
 
 
-def test_a_cast_of_a_part_that_is_whole_by_hand_is_refused(run_ranks):
-    run_ranks(change_a_whole_parameter, 2)
-
-
-def freeze_whole_parameters():
+@on_ranks(2)
+def test_flags_that_are_set_while_whole_by_hand_hold():
     for use in (USES["reshard"], USES["forward"], USES["unshard"]):
         model, plain = both()
         for flag in (False, True):
@@ -79,11 +77,8 @@ def freeze_whole_parameters():
             check_step(model, plain)
 
 
-def test_flags_that_are_set_while_whole_by_hand_hold(run_ranks):
-    run_ranks(freeze_whole_parameters, 2)
-
-
-def edit_whole_parameters():
+@on_ranks(2)
+def test_edits_that_are_lost_warn():
     model, plain = both()
     model.blocks[1].unshard()
     with torch.no_grad():
@@ -95,10 +90,6 @@ def edit_whole_parameters():
     model.load_state_dict(plain.state_dict())  # into the shards as well: nothing is lost
     model.blocks[1].reshard()
     check_step(model, plain)
-
-
-def test_edits_that_are_lost_warn(run_ranks):
-    run_ranks(edit_whole_parameters, 2)
 
 
 @on_ranks(2)
@@ -153,7 +144,8 @@ def test_a_prefetched_unit_that_the_user_unshards_stays_unsharded():
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def wait_late():
+@on_ranks(2)
+def test_a_late_wait_shows_nothing():
     """A handle that is waited for when nothing is left to wait for does nothing."""
     model, plain = both()
     handles = [model.unshard(async_op=True), model.blocks[1].unshard(async_op=True)]
@@ -167,11 +159,8 @@ def wait_late():
     check_step(model, plain)  # of shards: zero_grad clears theirs
 
 
-def test_a_late_wait_shows_nothing(run_ranks):
-    run_ranks(wait_late, 2)
-
-
-def wait_on_rank_0_only():
+@on_ranks(4, timeout=30)
+def test_a_handle_may_be_waited_for_on_some_ranks_only():
     """A wait is no collective: what backward gathers, and among whom, must not depend on it."""
     model, plain = both(reshard=2)
     for unit in (model.blocks[0], model):
@@ -180,10 +169,6 @@ def wait_on_rank_0_only():
             handle.wait()
     for _ in range(2):
         check_step(model, plain)
-
-
-def test_a_handle_may_be_waited_for_on_some_ranks_only(run_ranks):
-    run_ranks(wait_on_rank_0_only, 4, timeout=30)
 
 
 def test_whoever_asked_first_may_wait_too():
@@ -198,7 +183,8 @@ def test_whoever_asked_first_may_wait_too():
         assert isinstance(model.scale, DTensor)
 
 
-def clip_and_clear():
+@on_ranks(2)
+def test_gradients_are_clipped_and_cleared_while_a_unit_is_whole_by_hand():
     model, plain = both()
     check_step(model, plain)
     for number, set_to_none in enumerate((True, False)):
@@ -212,10 +198,6 @@ def clip_and_clear():
             each.zero_grad(set_to_none=set_to_none)
             each(BATCHES[0]).square().mean().backward()
         assert_same(full_grads(model), full_grads(plain))
-
-
-def test_gradients_are_clipped_and_cleared_while_a_unit_is_whole_by_hand(run_ranks):
-    run_ranks(clip_and_clear, 2)
 
 
 def check_alone(model, plain):

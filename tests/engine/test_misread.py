@@ -40,7 +40,8 @@ def assert_explained(text, *parts):
         assert text.count(remedy) == 1
 
 
-def attention_of_two_units():
+@on_ranks(2)
+def test_an_attention_whose_out_proj_is_a_unit_says_what_helps():
     mesh = init_device_mesh("cpu", (2,))
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
     meshard.fully_shard(model["attention"].out_proj, mesh)
@@ -54,21 +55,14 @@ def attention_of_two_units():
         assert_explained(text_of(root[0].eval(), x, x, x), "sharded now: 'out_proj'.")
 
 
-def test_an_attention_whose_out_proj_is_a_unit_says_what_helps(run_ranks):
-    run_ranks(attention_of_two_units, 2)
-
-
-def peer_says_nothing():
+@on_ranks(2)
+def test_the_peer_names_no_parameter():
     mesh = init_device_mesh("cpu", (2,))
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     for unit in (attention.out_proj, attention):
         torch_fsdp.fully_shard(unit, mesh=mesh)
     x = torch.ones(1, 3, 8)
     assert "out_proj" not in text_of(attention, x, x, x)
-
-
-def test_the_peer_names_no_parameter(run_ranks):
-    run_ranks(peer_says_nothing, 2)
 
 
 class Root(nn.Module):
@@ -187,7 +181,8 @@ def test_a_read_of_a_unit_that_the_line_names(where):
     )
 
 
-def called_with_a_dtensor():
+@on_ranks(2)
+def test_an_input_that_is_a_dtensor_is_what_is_explained():
     world = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for each in (*model, model):
@@ -197,10 +192,6 @@ def called_with_a_dtensor():
     assert "unit '0' was given a DTensor of shape (2, 4)" in text
     assert "to_local()" in text and "parameter '" not in text
     assert text.count("was given a") == 1 and not any(each in text for each in REMEDIES)
-
-
-def test_an_input_that_is_a_dtensor_is_what_is_explained(run_ranks):
-    run_ranks(called_with_a_dtensor, 2)
 
 
 class ReadsCut(nn.Module):
@@ -214,7 +205,8 @@ class ReadsCut(nn.Module):
         return x.to_local() @ self.inner.weight
 
 
-def called_with_a_dtensor_rightly():
+@on_ranks(2)
+def test_units_of_tensor_parallelism_may_take_dtensors():
     world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = ReadsCut()
     parallelize_module(model, world["tp"], {"cut": ColwiseParallel()})
@@ -222,10 +214,6 @@ def called_with_a_dtensor_rightly():
     meshard.fully_shard(model, world["dp"])
     given = DTensor.from_local(torch.ones(2, 4), world["tp"], [Replicate()])
     assert_explained(text_of(model, given), "sharded now: 'inner'.")
-
-
-def test_units_of_tensor_parallelism_may_take_dtensors(run_ranks):
-    run_ranks(called_with_a_dtensor_rightly, 2)
 
 
 class CutUp(nn.Module):
@@ -245,7 +233,9 @@ def add_plain(x):
     return x + torch.ones(8)
 
 
-def given_a_dtensor_inside(between):
+@on_ranks(2)
+@pytest.mark.parametrize("between", [None, add_plain])
+def test_a_dtensor_between_modules_of_a_unit_is_not_blamed_on_its_parameters(between):
     world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(CutUp(between), nn.Linear(8, 8))
     parallelize_module(model[0], world["tp"], {"up": ColwiseParallel(use_local_output=False)})
@@ -256,11 +246,6 @@ def given_a_dtensor_inside(between):
     if between is None:
         assert text.count("module '0.norm' (LayerNorm) of unit '0' was given a DTensor of") == 1
         assert "shape (2, 8) and placements (Shard(dim=1),)" in text and "to_local()" in text
-
-
-@pytest.mark.parametrize("between", [None, add_plain])
-def test_a_dtensor_between_modules_of_a_unit_is_not_blamed_on_its_parameters(run_ranks, between):
-    run_ranks(given_a_dtensor_inside, 2, between)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -276,7 +261,8 @@ def test_other_errors_are_left_alone():
     assert "meshard" not in text_of(model, torch.ones(1, 4))
 
 
-def loss_reads_the_head():
+@on_ranks(2)
+def test_a_loss_that_reads_the_head_trains_inside_unsharded_params():
     """The way out trains like the plain model."""
     mesh = init_device_mesh("cpu", (2,))
     tokens = torch.randint(0, 11, (2, 2, 5), generator=torch.Generator().manual_seed(0))
@@ -300,10 +286,6 @@ def loss_reads_the_head():
     used = {name: g for name, g in full_grads(plain).items() if g is not None}
     ours = {name: g for name, g in full_grads(model).items() if g is not None}
     assert_same(ours, used)
-
-
-def test_a_loss_that_reads_the_head_trains_inside_unsharded_params(run_ranks):
-    run_ranks(loss_reads_the_head, 2)
 
 
 class Inner(nn.Module):

@@ -13,6 +13,7 @@ import meshard
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -34,7 +35,12 @@ class Normed(nn.Module):
         return self.norm(x)
 
 
-def average(use_buffers, multi, reshard_after_forward):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("use_buffers", "multi", "reshard_after_forward"),
+    [(False, True, None), (True, False, None), (False, False, False), (False, True, False)],
+)
+def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_after_forward):
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(Normed())
     model = copy.deepcopy(plain)
@@ -65,17 +71,8 @@ def average(use_buffers, multi, reshard_after_forward):
         assert_same(full_state(model), full_state(plain))
 
 
-@pytest.mark.parametrize(
-    ("use_buffers", "multi", "reshard_after_forward"),
-    [(False, True, None), (True, False, None), (False, False, False), (False, True, False)],
-)
-def test_a_moving_average_follows_and_is_evaluated(
-    run_ranks, use_buffers, multi, reshard_after_forward
-):
-    run_ranks(average, 2, use_buffers, multi, reshard_after_forward)
-
-
-def swap_averages_in():
+@on_ranks(2)
+def test_averages_may_be_swapped_in_for_an_evaluation():
     """Evaluate with averaged values in the model itself, put the old ones back, go on."""
     case = CASES["mlp_stack"]
     model, plain = case.build(), case.build()
@@ -99,7 +96,3 @@ def swap_averages_in():
                     param.grad = None
         assert_same(model.seen, plain.seen)
         assert_same(full_state(model), full_state(plain))
-
-
-def test_averages_may_be_swapped_in_for_an_evaluation(run_ranks):
-    run_ranks(swap_averages_in, 2)

@@ -28,6 +28,7 @@ from tests.support.integer_model import (
 )
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 
 
 class AttentionBlock(nn.Module):
@@ -135,7 +136,9 @@ class SelectiveStack(AttentionStack):
         return x
 
 
-def read_inside_selective_checkpoints(reshard):
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_selective_checkpoints_do_not_see_gathers_of_what_is_read(reshard):
     plain, model = seeded(SelectiveStack()), seeded(SelectiveStack())
     shard_attention(model, init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
     for number in range(2):
@@ -143,11 +146,6 @@ def read_inside_selective_checkpoints(reshard):
         for each in (model, plain):
             each(x).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_selective_checkpoints_do_not_see_gathers_of_what_is_read(run_ranks, reshard):
-    run_ranks(read_inside_selective_checkpoints, 2, reshard)
 
 
 @pytest.mark.parametrize("reshard", [False, 2])
@@ -202,7 +200,8 @@ def test_units_that_are_read_and_called_agree_bit_for_bit(run_ranks, mode):
     run_ranks(train_integers, 4, (2, 2), mode)
 
 
-def watch_residence():
+@on_ranks(2)
+def test_what_was_read_is_given_back_with_the_parent():
     mesh = init_device_mesh("cpu", (2,))
     model = shard_attention(seeded(AttentionStack()), mesh)
     units = [vars(block.attention.out_proj)["_meshard_unit"] for block in model.blocks]
@@ -235,11 +234,9 @@ def watch_residence():
     assert_same(ours, full_grads(plain))
 
 
-def test_what_was_read_is_given_back_with_the_parent(run_ranks):
-    run_ranks(watch_residence, 2)
-
-
-def compile_the_reader():
+@on_ranks(2, timeout=240)
+@pytest.mark.full
+def test_a_compiled_parent_reads():
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(AttentionStack())
     model = shard_attention(copy.deepcopy(plain), mesh)
@@ -255,11 +252,6 @@ def compile_the_reader():
     assert whole_bytes(model) == 0
 
 
-@pytest.mark.full
-def test_a_compiled_parent_reads(run_ranks):
-    run_ranks(compile_the_reader, 2, timeout=240)
-
-
 class Silent(nn.Module):
     """Reads a weight, and hands the result on without returning it."""
 
@@ -271,7 +263,8 @@ class Silent(nn.Module):
         results.append(functional.linear(torch.tanh(x), self.layer.weight))
 
 
-def read_without_a_word():
+@on_ranks(2)
+def test_a_parent_that_returns_nothing_leaves_what_it_read_whole_for_backward():
     mesh = init_device_mesh("cpu", (2,))
     plain, model = seeded(Silent()), seeded(Silent())
     meshard.fully_shard(model.layer, mesh, unshard_on_access=True)
@@ -286,11 +279,8 @@ def read_without_a_word():
     assert_same(full_grads(model), full_grads(plain))
 
 
-def test_a_parent_that_returns_nothing_leaves_what_it_read_whole_for_backward(run_ranks):
-    run_ranks(read_without_a_word, 2)
-
-
-def copy_then_read():
+@on_ranks(2)
+def test_a_copy_is_read_like_the_original():
     mesh = init_device_mesh("cpu", (2,))
     model = shard_attention(seeded(AttentionStack()), mesh)
     copied = copy.deepcopy(model)
@@ -303,11 +293,8 @@ def copy_then_read():
     assert copied.blocks[0].attention.out_proj.weight.grad is not None
 
 
-def test_a_copy_is_read_like_the_original(run_ranks):
-    run_ranks(copy_then_read, 2)
-
-
-def mixed_and_frozen():
+@on_ranks(2)
+def test_frozen_and_cast_weights_are_read():
     mesh = init_device_mesh("cpu", (2,))
     policy = meshard.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
@@ -323,10 +310,6 @@ def mixed_and_frozen():
         each(given).float().square().mean().backward()
     expected = {name: None if g is None else g.float() for name, g in full_grads(plain).items()}
     assert_same(full_grads(model), expected, torch.bfloat16)
-
-
-def test_frozen_and_cast_weights_are_read(run_ranks):
-    run_ranks(mixed_and_frozen, 2)
 
 
 def test_nothing_but_a_flag_is_accepted():

@@ -19,6 +19,7 @@ from meshard import CommLedger, MixedPrecisionPolicy
 from meshard._engine.outputs import cast_floats, tensors_in
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 Named = namedtuple("Named", ["hidden", "label"])
@@ -297,7 +298,8 @@ class FrozenInside(nn.Module):
         return x + self.blocks[0].__dict__["result"]
 
 
-def pass_through_frozen():
+@on_ranks(2)
+def test_hidden_outputs_of_frozen_units_matter_if_an_input_is_trained():
     model = seeded(FrozenInside())
     plain = copy.deepcopy(model)
     shard(model)
@@ -312,11 +314,9 @@ def pass_through_frozen():
     assert_same(full_grads(model), full_grads(plain))
 
 
-def test_hidden_outputs_of_frozen_units_matter_if_an_input_is_trained(run_ranks):
-    run_ranks(pass_through_frozen, 2)
-
-
-def run_peer(form):
+@on_ranks(2)
+@pytest.mark.parametrize("form", [None, "opaque"])
+def test_the_peer_has_freed_what_it_does_not_find(form):
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(Stashing() if form is None else Wrapping(form))
     for block in model.blocks:
@@ -324,8 +324,3 @@ def run_peer(form):
     loss = peer_fully_shard(model, mesh=mesh)(torch.ones(1, 6)).sum()
     with pytest.raises(RuntimeError, match="storage of size 0"):
         loss.backward()
-
-
-@pytest.mark.parametrize("form", [None, "opaque"])
-def test_the_peer_has_freed_what_it_does_not_find(run_ranks, form):
-    run_ranks(run_peer, 2, form)

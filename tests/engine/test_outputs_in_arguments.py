@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 
 @dataclasses.dataclass
@@ -78,7 +79,10 @@ def sharded(plain, **kwargs):
     return model
 
 
-def train(kind, reshard_after_forward):
+@on_ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_may_come_through_what_a_forward_has_left(kind, reshard_after_forward):
     plain = Net(kind)
     model = sharded(plain, reshard_after_forward=reshard_after_forward)
     batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
@@ -87,12 +91,6 @@ def train(kind, reshard_after_forward):
             each.zero_grad()
             each(x, use).square().mean().backward()
         assert_same(full_grads(model), full_grads(plain))
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_may_come_through_what_a_forward_has_left(run_ranks, kind, reshard_after_forward):
-    run_ranks(train, 2, kind, reshard_after_forward)
 
 
 class Attending(nn.Module):
@@ -124,7 +122,8 @@ class Decoder(nn.Module):
         return x * self.scale
 
 
-def train_a_prefix():
+@on_ranks(2)
+def test_the_loss_of_one_forward_reaches_another_through_a_cache():
     """The loss of the second forward reaches the first through the cache alone."""
     plain = Decoder()
     model = sharded(plain)
@@ -144,10 +143,6 @@ def train_a_prefix():
         assert_same(full_grads(model), full_grads(plain))
 
 
-def test_the_loss_of_one_forward_reaches_another_through_a_cache(run_ranks):
-    run_ranks(train_a_prefix, 2)
-
-
 class Opaque:
     """An object that neither pytree nor dataclasses know."""
 
@@ -165,7 +160,8 @@ class Stashes(nn.Module):
         return self.up(x)
 
 
-def read_what_is_not_found():
+@on_ranks(2)
+def test_what_is_left_elsewhere_is_not_found_and_torch_refuses_the_backward():
     layer = seeded(Stashes())
     mesh = init_device_mesh("cpu", (2,))
     meshard.fully_shard(layer, mesh)
@@ -182,7 +178,3 @@ def read_what_is_not_found():
     layer(x, into=into)
     with pytest.raises(RuntimeError, match=text):
         into.result.sum().backward()
-
-
-def test_what_is_left_elsewhere_is_not_found_and_torch_refuses_the_backward(run_ranks):
-    run_ranks(read_what_is_not_found, 2)

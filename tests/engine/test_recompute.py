@@ -13,6 +13,7 @@ import meshard
 from meshard import CommLedger
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -79,7 +80,8 @@ class Twice(nn.Module):
         return self.block(self.between(self.block(x)))
 
 
-def use_twice():
+@on_ranks(2)
+def test_a_unit_used_twice_is_reduced_once():
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(Twice())
     plain = copy.deepcopy(model)
@@ -94,11 +96,8 @@ def use_twice():
     assert ledger.counts["reduce_scatter"] == 2
 
 
-def test_a_unit_used_twice_is_reduced_once(run_ranks):
-    run_ranks(use_twice, 2)
-
-
-def two_forwards_then_two_backwards():
+@on_ranks(2)
+def test_forwards_and_backwards_need_not_alternate():
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(MlpStack())
     plain = copy.deepcopy(model)
@@ -118,10 +117,6 @@ def two_forwards_then_two_backwards():
         for x in xs:
             plain(x.flatten(0, 1)).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_forwards_and_backwards_need_not_alternate(run_ranks):
-    run_ranks(two_forwards_then_two_backwards, 2)
 
 
 class Skipping(nn.Module):
@@ -153,7 +148,8 @@ class DroppableBlock(MlpBlock):
         return x if self.is_dropped else super().forward(x)
 
 
-def drop_layers():
+@on_ranks(2)
+def test_ranks_may_drop_different_layers():
     mesh = init_device_mesh("cpu", (2,))
     model = Skipping()
     model.blocks = nn.ModuleList(DroppableBlock(6, 8) for _ in range(3))
@@ -170,11 +166,8 @@ def drop_layers():
         assert_same(full_grads(model), full_grads(plain))
 
 
-def test_ranks_may_drop_different_layers(run_ranks):
-    run_ranks(drop_layers, 2)
-
-
-def train_after_inference_mode():
+@on_ranks(2)
+def test_training_follows_inference_mode():
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(MlpStack())
     plain = copy.deepcopy(model)
@@ -186,10 +179,6 @@ def train_after_inference_mode():
     model(xs[dist.get_rank()]).square().mean().backward()
     plain(xs.flatten(0, 1)).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_training_follows_inference_mode(run_ranks):
-    run_ranks(train_after_inference_mode, 2)
 
 
 def order_around_compute(forward):
@@ -229,7 +218,8 @@ def test_prefetch_lists_replace_the_prediction(run_ranks):
         assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
 
 
-def shard_after_running():
+@on_ranks(2)
+def test_units_may_run_before_their_root_is_sharded():
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(MlpStack())
     plain = copy.deepcopy(model)
@@ -241,10 +231,6 @@ def shard_after_running():
     model(xs[dist.get_rank()]).square().mean().backward()
     plain(xs.flatten(0, 1)).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_units_may_run_before_their_root_is_sharded(run_ranks):
-    run_ranks(shard_after_running, 2)
 
 
 class Branches(nn.Module):
@@ -284,7 +270,8 @@ def test_ranks_may_leave_different_outputs_unused(run_ranks, useds):
     assert orders[0] == orders[1]
 
 
-def interrupt():
+@on_ranks(2)
+def test_a_keyboard_interrupt_is_forgotten_at_the_next_forward():
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(MlpStack())
     plain = copy.deepcopy(model)
@@ -303,7 +290,3 @@ def interrupt():
         plain(xs.flatten(0, 1)).square().mean().backward()
         assert_same(full_grads(model), full_grads(plain))
     assert len(vars(model)["_meshard_unit"].lifecycle.schedule.current.units) == 4
-
-
-def test_a_keyboard_interrupt_is_forgotten_at_the_next_forward(run_ranks):
-    run_ranks(interrupt, 2)

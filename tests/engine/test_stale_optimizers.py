@@ -13,6 +13,7 @@ import meshard
 from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 X = torch.ones(2, 6)
 
@@ -154,7 +155,8 @@ def test_optimizers_of_other_models_are_left_alone():
     step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
 
 
-def trains_after_an_evaluation():
+@on_ranks(2)
+def test_an_optimizer_built_after_an_evaluation_trains():
     """An optimizer built after an evaluation, which may leave the root whole, trains."""
     model, plain = shard(seeded(MlpStack())), seeded(MlpStack())
     model.set_reshard_after_forward(False)
@@ -163,7 +165,3 @@ def trains_after_an_evaluation():
     for each in (model, plain):
         step(each, torch.optim.SGD(each.parameters(), lr=0.1))
     assert_same(full_state(model), full_state(plain))
-
-
-def test_an_optimizer_built_after_an_evaluation_trains(run_ranks):
-    run_ranks(trains_after_an_evaluation, 2)

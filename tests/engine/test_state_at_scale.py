@@ -16,7 +16,7 @@ from meshard import (
     flat_optimizer,
     fully_shard_units,
 )
-from tests.house.sources import ROOT
+from tests import ROOT
 from tests.support.fake import fake_group
 from tests.support.models import Transformer, TransformerBlock
 

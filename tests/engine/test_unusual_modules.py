@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import meshard
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 
 class Detached(nn.Module):
@@ -84,7 +85,9 @@ class Stack(nn.Module):
         return x + self.own
 
 
-def train_kind(kind):
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Detached, Wrapping, Recursive, Force])
+def test_unusual_modules_train_like_plain_ones(kind):
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(Stack(kind))
     plain = copy.deepcopy(model)
@@ -104,11 +107,6 @@ def train_kind(kind):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", [Detached, Wrapping, Recursive, Force])
-def test_unusual_modules_train_like_plain_ones(run_ranks, kind):
-    run_ranks(train_kind, 2, kind)
-
-
 class Returning(nn.Module):
     """Returns its own parameter: an embedding of positions."""
 
@@ -120,7 +118,8 @@ class Returning(nn.Module):
         return self.weight, x
 
 
-def return_parameters():
+@on_ranks(2)
+def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it():
     plain = seeded(Returning())
     model = meshard.fully_shard(copy.deepcopy(plain), reshard_after_forward=False)
     for _ in range(3):
@@ -130,10 +129,6 @@ def return_parameters():
             assert not weight._backward_hooks or weight.grad_fn is not None
             (weight * x).square().sum().backward()
         assert_same(full_grads(model), full_grads(plain))
-
-
-def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it(run_ranks):
-    run_ranks(return_parameters, 2)
 
 
 class Assigning(nn.Module):
@@ -148,7 +143,8 @@ class Assigning(nn.Module):
         return x
 
 
-def assign_parameters():
+@on_ranks(2)
+def test_an_unsharded_parameter_gets_no_second_name():
     model = nn.Sequential(Assigning(), nn.Linear(6, 6))
     meshard.fully_shard(model[0])
     meshard.fully_shard(model)
@@ -159,7 +155,3 @@ def assign_parameters():
             model(torch.ones(2, 6))
         assert list(model.state_dict()) == names
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-def test_an_unsharded_parameter_gets_no_second_name(run_ranks):
-    run_ranks(assign_parameters, 2)

@@ -10,9 +10,12 @@ from torch import nn
 import meshard
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 
 
-def penalised(place):
+@on_ranks(2)
+@pytest.mark.parametrize("place", ["on shards", "on whole parameters"])
+def test_a_penalty_on_weights(place):
     plain = seeded(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
     model = copy.deepcopy(plain)
     for unit in (model[0], model[2], model):
@@ -34,11 +37,6 @@ def penalised(place):
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("place", ["on shards", "on whole parameters"])
-def test_a_penalty_on_weights(run_ranks, place):
-    run_ranks(penalised, 2, place)
-
-
 class WithLoss(nn.Sequential):
     """Returns the loss, as models of transformers do."""
 
@@ -46,14 +44,11 @@ class WithLoss(nn.Sequential):
         return super().forward(x).square().mean()
 
 
-def penalised_by_a_dtensor():
+@on_ranks(2)
+def test_a_penalty_that_is_a_dtensor_is_explained():
     model = seeded(WithLoss(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
     for unit in (model[0], model[2], model):
         meshard.fully_shard(unit)
     penalty = sum(param.square().sum() for param in model.parameters())
     with pytest.raises(RuntimeError, match=r"output of unit '\(root\)', an .*full_tensor\(\)"):
         (model(torch.ones(4, 6)) + 0.1 * penalty).backward()
-
-
-def test_a_penalty_that_is_a_dtensor_is_explained(run_ranks):
-    run_ranks(penalised_by_a_dtensor, 2)

@@ -14,6 +14,7 @@ import meshard
 from tests.support.models import seeded
 from tests.support.ones import make, values
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.threads import run_threads
 
 
@@ -249,7 +250,8 @@ class FrozenBetween(nn.Module):
         )
 
 
-def frozen_between():
+@on_ranks(2)
+def test_ranks_agree_on_the_order_around_a_frozen_unit():
     model = seeded(FrozenBetween())
     plain = copy.deepcopy(model)
     for unit in (model.middle[1], model.middle, model):
@@ -264,7 +266,3 @@ def frozen_between():
             assert (ours.grad is None) == (theirs.grad is None)
             if ours.grad is not None:
                 torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-
-
-def test_ranks_agree_on_the_order_around_a_frozen_unit(run_ranks):
-    run_ranks(frozen_between, 2)

@@ -16,7 +16,7 @@ from meshard._comm.gradient_buffer import GradientLayout
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 from meshard.foreach_reduce import ReducePlan, Reduction, foreach_reduce
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.threads import run_threads
 
 MESHES = [(1,), (2,), (1, 2), (2, 1), (2, 2)]  # (replicas, shards), or shards alone
@@ -152,7 +152,8 @@ def test_float16_averages_what_would_overflow_as_a_sum():
     assert run_threads(large_values, 4) == [[20_000.0]] * 4
 
 
-def refused():
+@on_threads(1)
+def test_wrong_arguments_are_refused_before_any_collective():
     group, ones = dist.group.WORLD, torch.ones(2)
     wrong = [
         (([None], group), {}, ValueError, "gradient 0 is None: pass shapes"),
@@ -177,10 +178,6 @@ def refused():
     assert foreach_reduce([], group) == []
     with torch.device("meta"):  # where this rank has no gradient to tell the device
         assert foreach_reduce([None], group, shapes=[(2,)], device=torch.device("cpu")) == [None]
-
-
-def test_wrong_arguments_are_refused_before_any_collective():
-    run_threads(refused, 1)
 
 
 def are_freed(refs, seconds=5.0):

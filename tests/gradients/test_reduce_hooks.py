@@ -12,6 +12,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.models import Ones, seeded
 from tests.support.ones import make, run, values
+from tests.support.ranks import on_threads
 from tests.support.threads import run_threads
 
 
@@ -88,7 +89,8 @@ def test_the_hook_of_fsdp2_gets_what_is_about_to_be_the_gradient(with_all_reduce
     assert run_threads(fsdp2_hook, 4, with_all_reduce) == [{"a": 3.0, "b": 2.0}] * 4
 
 
-def bad_hooks():
+@on_threads(2)
+def test_bad_hooks_are_refused():
     model = meshard.fully_shard(Ones(), init_device_mesh("cpu", (2,)))
     for hook in ({}, {"hook": lambda tensor: None}, {"hook": 3, "wire_dtype": torch.bfloat16}):
         with pytest.raises(TypeError, match=r"needs a method arrived, before or after"):
@@ -106,10 +108,6 @@ def bad_hooks():
         meshard.register_reduce_hook(model, types.SimpleNamespace(after=3))
     with pytest.raises(ValueError, match="no unit in this Ones"):
         meshard.register_reduce_hook(Ones(), wire_dtype=torch.bfloat16)
-
-
-def test_bad_hooks_are_refused():
-    run_threads(bad_hooks, 2)
 
 
 class LeaveOut:

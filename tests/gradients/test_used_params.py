@@ -17,6 +17,7 @@ import meshard
 from tests.support import strategies
 from tests.support.models import Ones, Table, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 from tests.support.windows import (
@@ -92,7 +93,8 @@ def test_ranks_that_use_different_parameters_of_the_same_size_stay_apart(run_ran
         run_ranks(diverge, 4, schedule)
 
 
-def freeze_and_thaw():
+@on_ranks(2)
+def test_parameters_may_be_frozen_and_thawed_between_steps():
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
@@ -113,10 +115,6 @@ def freeze_and_thaw():
             optimizer.step()
             optimizer.zero_grad()
         assert_same(full_state(model), full_state(plain))
-
-
-def test_parameters_may_be_frozen_and_thawed_between_steps(run_ranks):
-    run_ranks(freeze_and_thaw, 2)
 
 
 def float_window(mesh_shape, schedule, wire_dtype, seed):

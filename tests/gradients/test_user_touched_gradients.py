@@ -8,6 +8,7 @@ from torch import nn
 
 import meshard
 from tests.support.live_memory import settled_tensor_bytes
+from tests.support.ranks import on_ranks
 
 
 def small(out_features=4):
@@ -39,7 +40,12 @@ TOUCHES = {
 }
 
 
-def touched(touch):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "touch",
+    [pytest.param(name, marks=[pytest.mark.extras] * (name == "numpy")) for name in TOUCHES],
+)
+def test_what_a_user_did_to_a_gradient_goes_with_it(touch):
     model = small()
     expected = None
     for _ in range(4):
@@ -55,14 +61,6 @@ def touched(touch):
             assert left() is None
 
 
-@pytest.mark.parametrize(
-    "touch",
-    [pytest.param(name, marks=[pytest.mark.extras] * (name == "numpy")) for name in TOUCHES],
-)
-def test_what_a_user_did_to_a_gradient_goes_with_it(run_ranks, touch):
-    run_ranks(touched, 2, touch)
-
-
 def drop_one(model):
     model[0].weight.grad = None
 
@@ -72,7 +70,9 @@ def replace_all(model):
         param.grad = param.grad.clone()
 
 
-def held_in_a_window(take_away):
+@on_ranks(2)
+@pytest.mark.parametrize("take_away", [drop_one, replace_all])
+def test_a_gradient_taken_away_within_a_window_keeps_its_value(take_away):
     model = small()
     model(BATCH).sum().backward()
     held, expected = model[0].weight.grad, local(model).clone()
@@ -83,12 +83,8 @@ def held_in_a_window(take_away):
     torch.testing.assert_close(local(model), times * expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("take_away", [drop_one, replace_all])
-def test_a_gradient_taken_away_within_a_window_keeps_its_value(run_ranks, take_away):
-    run_ranks(held_in_a_window, 2, take_away)
-
-
-def cast_there_and_back():
+@on_ranks(2)
+def test_gradients_follow_a_cast_there_and_back():
     model = small()
     model(BATCH).sum().backward()
     expected = local(model).clone()
@@ -99,11 +95,8 @@ def cast_there_and_back():
     torch.testing.assert_close(local(model), 2 * expected, rtol=0, atol=0)
 
 
-def test_gradients_follow_a_cast_there_and_back(run_ranks):
-    run_ranks(cast_there_and_back, 2)
-
-
-def empty_shards():
+@on_ranks(2)
+def test_gradients_of_empty_shards_stay_the_same_in_a_window():
     model = small(out_features=1)  # one rank of two owns nothing of the first layer's parameters
     for _ in range(3):
         model(BATCH).sum().backward()
@@ -114,11 +107,8 @@ def empty_shards():
         model.zero_grad()
 
 
-def test_gradients_of_empty_shards_stay_the_same_in_a_window(run_ranks):
-    run_ranks(empty_shards, 2)
-
-
-def cleared_on_the_way():
+@on_ranks(2)
+def test_gradients_cleared_on_the_way_keep_no_memory():
     model = small()
     for _ in range(2):
         model(BATCH).sum().backward()
@@ -130,7 +120,3 @@ def cleared_on_the_way():
     meshard.finalize_gradients(model)
     assert all(param.grad is None for param in model.parameters())
     assert settled_tensor_bytes() <= before
-
-
-def test_gradients_cleared_on_the_way_keep_no_memory(run_ranks):
-    run_ranks(cleared_on_the_way, 2)

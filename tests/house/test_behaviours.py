@@ -3,8 +3,8 @@
 import ast
 import functools
 
+from tests import ROOT
 from tests.behaviours import BEHAVIOURS
-from tests.house.sources import ROOT
 
 TESTS = ROOT / "tests"
 

@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.house.pages import blocks
-from tests.house.sources import ROOT
 
 SECONDS = 240
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -90,35 +89,3 @@ def test_generation_on_two_ranks_gathers_each_unit_once(tmp_path):
     assert len(of_ranks) == 2
     for lines in of_ranks:
         assert [line for line in lines if "gathers" in line] == ["50 gathers", "5 gathers"]
-
-
-@pytest.mark.full
-def test_blocks_share_names_and_a_no_run_block_is_only_compiled(run_page, tmp_path):
-    page = _page(tmp_path, "x = 1", "print(x + 1)", "<!-- no-run: needs a GPU -->", "1 / 0")
-    assert [block.runs for block in blocks(page)] == [True, True, False]
-    assert run_page(page, tmp_path) == (0, "2\n")
-
-
-@pytest.mark.full
-def test_a_failing_block_names_its_line_of_the_page(run_page, tmp_path):
-    page = _page(tmp_path, "x = 1", "y = x / 0")
-    (output,) = failing_pages(run_page, [page], tmp_path)
-    line = page.read_text().splitlines().index("y = x / 0") + 1
-    assert f'page.md", line {line}' in output
-
-
-def test_a_page_ends_like_a_script_and_what_it_changes_is_its_own(run_page, tmp_path):
-    at_exit = "import atexit, sys\natexit.register(print, 'at exit')\nsys.argv.append('changed')"
-    page = _page(tmp_path, at_exit, "import warnings\nwarnings.warn('careful')")
-    code, output = run_page(page, tmp_path)
-    assert code == 1 and "UserWarning: careful" in output and output.endswith("at exit\n")
-    assert (
-        run_page(_page(tmp_path, "import sys\nassert 'changed' not in sys.argv"), tmp_path)[0] == 0
-    )
-
-
-def _page(folder: Path, *parts: str) -> Path:
-    page = folder / "page.md"
-    texts = [part if part.startswith("<") else f"```python\n{part}\n```" for part in parts]
-    page.write_text("# A page\n\n" + "\n\n".join(texts) + "\n")
-    return page

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from tests import ROOT
 from tests.house.pages import blocks
-from tests.house.sources import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.extras, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from examples import train_gpt
+from tests import ROOT
 from tests.house.pages import blocks
-from tests.house.sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 SMALL_GPT = ["--width", "40", "--depth", "2", "--sample", "20"]

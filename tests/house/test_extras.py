@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests import ROOT
 
 # Runs pytest as if these were not installed. What pytest loads by itself is named to it.
 SCRIPT = """

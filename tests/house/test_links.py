@@ -2,7 +2,7 @@
 
 import re
 
-from tests.house.sources import ROOT
+from tests import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *ROOT.glob("examples/*.md")]
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")

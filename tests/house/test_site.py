@@ -11,7 +11,7 @@ import pytest
 
 import meshard
 import meshard.checkpoint
-from tests.house.sources import ROOT
+from tests import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.extras]
 # Linked from no page on purpose, or read by programs.

@@ -11,6 +11,7 @@ import meshard
 from meshard import fully_shard, fully_shard_units, materialize, unsharded_params
 from tests.support.fake import fake_group
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 SEED = 7
 
@@ -48,15 +49,12 @@ def test_what_nothing_resets_keeps_its_values(run_ranks, device):
         assert_same(state["drawn.weight"], drawn.weight.detach(), bitwise=True)
 
 
-def reaching_too_far():
+@on_ranks(2)
+def test_init_that_writes_to_shards_is_an_error():
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)])
     fully_shard_units(model)
     with pytest.raises(RuntimeError, match=r"init\(\(root\)\) wrote to parameters of a unit"):
         materialize(model, init=lambda m: nn.init.ones_(m[0].weight) if m is model else None)
-
-
-def test_init_that_writes_to_shards_is_an_error(run_ranks):
-    run_ranks(reaching_too_far, 2)
 
 
 class RunsItself(nn.Linear):
@@ -116,7 +114,8 @@ class Forgetful(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-def wrong_calls():
+@on_ranks(2)
+def test_what_would_not_be_initialised_is_named():
     model = meta(lambda: nn.Sequential(Partly(), Partly()))
     fully_shard_units(model)
     refused(model, ValueError, r"no reset_parameters: 0 \(Partly: gain\); 1 \(Partly: gain\)\.")
@@ -139,10 +138,6 @@ def wrong_calls():
     model.reset_parameters = lambda: setattr(model, "weight", nn.Parameter(torch.ones(3)))
     refused(model, RuntimeError, r"'weight' .* was replaced inside materialize .* shape \(2, 2\)")
     assert model.weight.shape == (2, 2)
-
-
-def test_what_would_not_be_initialised_is_named(run_ranks):
-    run_ranks(wrong_calls, 2)
 
 
 def test_a_materialized_model_is_freed_without_the_garbage_collector():

@@ -11,22 +11,20 @@ from torch.distributed.tensor import Replicate
 import meshard
 from meshard._mesh.mesh_info import MeshInfo, post_forward_pg, separate_reduce_scatter_pg
 from tests.support.fake import fake_group
+from tests.support.ranks import on_ranks
 
 
 def timeout_of(group):
     return group._get_backend(torch.device("cpu")).options._timeout
 
 
-def groups_like_those_of_the_mesh():
+@on_ranks(2)
+def test_they_wait_as_long_as_the_groups_of_the_mesh():
     patience = timedelta(seconds=77)
     own = dist.new_group(backend="gloo", timeout=patience)
     mesh_info = MeshInfo.of(DeviceMesh.from_group(own, "cpu"))
     for group in (post_forward_pg(mesh_info, 1), separate_reduce_scatter_pg(mesh_info)):
         assert timeout_of(group) == patience
-
-
-def test_they_wait_as_long_as_the_groups_of_the_mesh(run_ranks):
-    run_ranks(groups_like_those_of_the_mesh, 2)
 
 
 def test_they_have_the_backend_of_the_mesh():

@@ -15,8 +15,8 @@ from tests.support import expert_meshes as several
 from tests.support import tensor_parallel as cut
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
-from tests.support.threads import run_threads
 
 MODELS = {
     "cut": (cut.build, lambda: cut.batches(1, 0)[0]),
@@ -42,7 +42,10 @@ def step(model, batch):
     return grads
 
 
-def copies(kind):
+@on_ranks(4, timeout=200)
+@pytest.mark.default_rows(2)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_copy_trains_by_itself(kind):
     model = sharded(kind)
     batch = MODELS[kind][1]()
     step(model, batch)
@@ -57,13 +60,11 @@ def copies(kind):
     assert_same(full_state(model), full_state(copied))
 
 
-@pytest.mark.default_rows(2)
+@on_threads(4)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_copy_trains_by_itself(run_ranks, kind):
-    run_ranks(copies, 4, kind, timeout=200)
-
-
-def load_whole(kind, assign):
+def test_whole_tensors_are_loaded(kind, assign):
     model = sharded(kind)
     plain = seeded(MODELS[kind][0](), seed=5)
     model.load_state_dict(plain.state_dict(), assign=assign)
@@ -73,14 +74,10 @@ def load_whole(kind, assign):
     assert_same(full_state(model), full_state(plain))
 
 
+@on_threads(4)
 @pytest.mark.default_rows(1)
-@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_whole_tensors_are_loaded(kind, assign):
-    run_threads(load_whole, 4, kind, assign)
-
-
-def edit_open(kind):
+def test_open_parameters_are_edited_and_computed_with(kind):
     model, plain = sharded(kind), MODELS[kind][0]()
     batch = MODELS[kind][1]()
     with meshard.unsharded_params(model):
@@ -103,13 +100,8 @@ def edit_open(kind):
     assert_same(step(model, batch), step(plain, batch))
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("kind", MODELS)
-def test_open_parameters_are_edited_and_computed_with(kind):
-    run_threads(edit_open, 4, kind)
-
-
-def call_directly():
+@on_threads(4)
+def test_forward_called_directly_enters_all_meshes():
     model = sharded("several")
     batch = several.batch_of(0, 0)
     model.forward(batch).square().mean().backward()
@@ -117,10 +109,6 @@ def call_directly():
     plain(batch).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-def test_forward_called_directly_enters_all_meshes():
-    run_threads(call_directly, 4)
 
 
 class Reader(nn.Module):
@@ -135,7 +123,8 @@ class Reader(nn.Module):
         return x @ dense.weight @ expert.weight + dense.bias + expert.bias
 
 
-def read_on_access():
+@on_threads(4)
+def test_a_read_gathers_all_meshes():
     most, of_experts = several.meshes("flat")
     model = seeded(Reader())
     experts = set(model.block.expert.parameters())
@@ -153,10 +142,6 @@ def read_on_access():
     for _ in range(2):
         assert_same(step(model, batch), step(plain, batch))
     assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-def test_a_read_gathers_all_meshes():
-    run_threads(read_on_access, 4)
 
 
 class Deep(nn.Module):
@@ -186,7 +171,8 @@ def test_materialized_values_are_those_of_a_model_that_nothing_has_cut(run_ranks
         assert_same(state, expected, bitwise=True)
 
 
-def sync_experts():
+@on_threads(4)
+def test_sync_init_evens_out_over_each_parameters_own_mesh():
     """Experts differ from one half of the ranks to the other, and are to stay so."""
     most, of_experts = several.meshes("flat")
     half = dist.get_rank() // 2
@@ -207,11 +193,9 @@ def sync_experts():
         assert torch.equal(value, (first_of_half if "expert" in name else first_of_all)[name])
 
 
-def test_sync_init_evens_out_over_each_parameters_own_mesh():
-    run_threads(sync_experts, 4)
-
-
-def debug(kind):
+@on_ranks(4, timeout=200)
+@pytest.mark.parametrize("kind", ["several", "replicas only"])
+def test_ranks_compare_notes_on_every_mesh(kind):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHARD_DEBUG", "1")
         if kind == "several":
@@ -227,8 +211,3 @@ def debug(kind):
             dims = DataParallelMeshDims(replicate="dp")
             meshard.fully_shard(model, mesh, dp_mesh_dims=dims)
         step(model, several.batch_of(0, 0))
-
-
-@pytest.mark.parametrize("kind", ["several", "replicas only"])
-def test_ranks_compare_notes_on_every_mesh(run_ranks, kind):
-    run_ranks(debug, 4, kind, timeout=200)

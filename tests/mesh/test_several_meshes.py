@@ -27,6 +27,7 @@ from tests.support.parity import (
     full_grads,
     full_state,
 )
+from tests.support.ranks import on_threads
 from tests.support.threads import run_threads
 
 STEPS = 3
@@ -112,7 +113,8 @@ def test_replicas_of_several_meshes(schedule):
     assert_simulated(runs, simulate(8, schedule))
 
 
-def replicate_on_two_planes():
+@on_threads(4)
+def test_meshes_that_share_an_axis():
     """Two meshes of two axes that share the inner one reduce over different ranks."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     for axis in "ab":
@@ -120,10 +122,6 @@ def replicate_on_two_planes():
         layer = meshard.replicate(nn.Linear(1, 1, bias=False), plane)
         layer(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
         assert layer.weight.grad.item() == plane.mesh.float().mean()
-
-
-def test_meshes_that_share_an_axis():
-    run_threads(replicate_on_two_planes, 4)
 
 
 def test_one_divide_factor_holds_for_all_meshes():

@@ -17,6 +17,7 @@ from tests.support.parity import (
     full_grads,
     full_state,
 )
+from tests.support.ranks import on_threads
 from tests.support.threads import run_threads
 
 
@@ -58,7 +59,8 @@ def test_every_mesh_has_a_unit_and_the_inner_one_is_reduced_first(run_ranks):
     assert counts == [(2 * 2 * 3 - 2, 2 * 3)] * 4  # the root, both of it, stays whole for backward
 
 
-def call_setters():
+@on_threads(4)
+def test_calls_on_a_module_reach_all_of_its_units():
     model = shard(build(), "flat")
     block = model.blocks[0]
     own = [vars(block)["_meshard_unit"], *vars(block)["_meshard_unit"].siblings]
@@ -90,11 +92,8 @@ def call_setters():
     handle.remove()
 
 
-def test_calls_on_a_module_reach_all_of_its_units():
-    run_threads(call_setters, 4)
-
-
-def edit_after_a_forward():
+@on_threads(4)
+def test_what_a_forward_left_whole_is_not_trusted_on_any_mesh():
     model = shard(build(), "flat")
     x = batch_of(0, 0, width=5)
     params = model.scale, model.expert.weight, model.expert.bias
@@ -110,15 +109,12 @@ def edit_after_a_forward():
     assert_same(after, plain(x))
 
 
-def test_what_a_forward_left_whole_is_not_trusted_on_any_mesh():
-    run_threads(edit_after_a_forward, 4)
-
-
 class Stop(Exception):
     pass
 
 
-def fail_inside():
+@on_threads(4)
+def test_an_exception_leaves_all_meshes_sharded():
     model = shard(build(), "flat")
     x = batch_of(0, 0, width=5)
 
@@ -135,10 +131,6 @@ def fail_inside():
     plain = build()
     plain(x).square().sum().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_an_exception_leaves_all_meshes_sharded():
-    run_threads(fail_inside, 4)
 
 
 def compute_in_bfloat16():

@@ -23,6 +23,7 @@ from tests.support.parity import (
     train_plain,
     whole,
 )
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.tensor_parallel import (
     ADAM,
@@ -110,7 +111,8 @@ def test_neighbours_are_those_of_the_same_part():
         assert_same_run(run, expected)
 
 
-def faces():
+@on_threads(8)
+def test_parameters_lie_over_all_axes_at_rest_and_over_those_of_tensor_parallelism_in_use():
     data, tp, _ = meshes("hsdp")
     model = shard_blocks(cut(build(), tp, "sequence"), data)
     block = model.blocks[0]
@@ -139,10 +141,6 @@ def faces():
     assert seen == {"mesh": tp, "placements": (Shard(0),), "shape": (7, 6)}
     assert isinstance(block.up.weight, DTensor) and block.up.weight.device_mesh.ndim == 3
     assert_same(full_state(model), full_state(build()), bitwise=True)
-
-
-def test_parameters_lie_over_all_axes_at_rest_and_over_those_of_tensor_parallelism_in_use():
-    run_threads(faces, 8)
 
 
 SCHEDULES = [
@@ -182,7 +180,8 @@ def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule
         assert_same(grads, expected)
 
 
-def clip():
+@on_ranks(4)
+def test_norms_over_cut_sharded_and_plain_parameters_are_those_of_the_whole():
     data, tp, _ = meshes("dp")
     model, plain = build(), build()
     cut(model, tp, "sequence")
@@ -200,10 +199,6 @@ def clip():
     meshard.clip_grad_norm_(model, 0.01)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     assert_same(full_grads(model), full_grads(plain))
-
-
-def test_norms_over_cut_sharded_and_plain_parameters_are_those_of_the_whole(run_ranks):
-    run_ranks(clip, 4)
 
 
 def train_in_bfloat16():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import meshard
 from tests.support.parity import whole
-from tests.support.threads import run_threads
+from tests.support.ranks import on_threads
 
 
 class Scaled(nn.Module):
@@ -25,7 +25,12 @@ class Scaled(nn.Module):
         return self.weight.to_local() * x
 
 
-def cut_twice(shape, placements, shard_dim):
+@on_threads(8)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5), (1, 1)])
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
+@pytest.mark.parametrize("shard_dim", [0, 1])
+def test_two_axes_may_have_cut_a_parameter_before(shape, placements, shard_dim):
     world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     model = Scaled(world["cp", "tp"], placements, shape)
     expected = model.weight.full_tensor().detach()
@@ -34,11 +39,3 @@ def cut_twice(shape, placements, shard_dim):
     factor = 1.0 + world["dp"].get_local_rank()
     model(factor).sum().backward()
     assert torch.equal(whole(model.weight.grad), torch.full(shape, 1.5))
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5), (1, 1)])
-@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
-@pytest.mark.parametrize("shard_dim", [0, 1])
-def test_two_axes_may_have_cut_a_parameter_before(shape, placements, shard_dim):
-    run_threads(cut_twice, 8, shape, placements, shard_dim)

@@ -16,6 +16,7 @@ import meshard.offloading
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, full_state, own_grads, own_state
+from tests.support.ranks import on_threads
 from tests.support.threads import run_threads
 
 HOST = CPUOffloadPolicy(pin_memory=False)
@@ -133,7 +134,8 @@ def test_also_under_every_way_of_accumulating(case_name, how, kwargs):
     run_threads(compare, 4, case_name, (2, 2), how, **kwargs)
 
 
-def prefetch_by_hand():
+@on_threads(2)
+def test_also_with_explicit_prefetch():
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     models = [make(case, mesh), make(case, mesh, offload_policy=HOST)]
     for model in models:
@@ -143,11 +145,8 @@ def prefetch_by_hand():
         assert_same(ours, theirs, bitwise=True)
 
 
-def test_also_with_explicit_prefetch():
-    run_threads(prefetch_by_hand, 2)
-
-
-def mix_policies():
+@on_threads(2)
+def test_units_with_and_without_the_policy_train_together():
     """Units on the host beside units that are not, and a policy object of torch's."""
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     ordinary, mixed = make(case, mesh), case.build()
@@ -160,11 +159,8 @@ def mix_policies():
         assert_same(ours, theirs, bitwise=True)
 
 
-def test_units_with_and_without_the_policy_train_together():
-    run_threads(mix_policies, 2)
-
-
-def scale_losses():
+@on_threads(2)
+def test_losses_are_scaled_as_ever():
     """An inf on one rank skips the step of all."""
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     results = []
@@ -185,11 +181,8 @@ def scale_losses():
     assert_same(results[1][0], results[0][0], bitwise=True)
 
 
-def test_losses_are_scaled_as_ever():
-    run_threads(scale_losses, 2)
-
-
-def train_and_keep():
+@on_threads(2)
+def test_gradients_that_the_user_keeps_are_not_written_over():
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     model = make(case, mesh, offload_policy=HOST)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,11 +197,8 @@ def train_and_keep():
     assert all(torch.equal(g.full_tensor(), v) for g, v in zip(kept, values, strict=True))
 
 
-def test_gradients_that_the_user_keeps_are_not_written_over():
-    run_threads(train_and_keep, 2)
-
-
-def hook_values():
+@on_threads(2)
+def test_hooks_on_sharded_parameters_see_what_has_arrived():
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     model, heard = make(case, mesh, offload_policy=HOST), []
     for param in model.parameters():
@@ -222,11 +212,8 @@ def hook_values():
         heard.clear()
 
 
-def test_hooks_on_sharded_parameters_see_what_has_arrived():
-    run_threads(hook_values, 2)
-
-
-def freeze_between():
+@on_threads(4)
+def test_parameters_are_frozen_and_thawed_between_reductions():
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2, 2))
     results = []
     for policy in (meshard.OffloadPolicy(), HOST):
@@ -243,11 +230,8 @@ def freeze_between():
         assert_same(theirs, ours, bitwise=True)
 
 
-def test_parameters_are_frozen_and_thawed_between_reductions():
-    run_threads(freeze_between, 4)
-
-
-def make_late():
+@on_threads(2)
+def test_a_model_made_on_meta_is_filled_on_the_host():
     case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         model = case.build()
@@ -266,10 +250,6 @@ def make_late():
     model.zero_grad()
     model(batch).sum().backward()
     assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
-
-
-def test_a_model_made_on_meta_is_filled_on_the_host():
-    run_threads(make_late, 2)
 
 
 def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):

@@ -11,6 +11,7 @@ import meshard
 from meshard import CPUOffloadPolicy
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_threads
 from tests.support.threads import run_threads
 
 HOST = CPUOffloadPolicy(pin_memory=False)
@@ -46,7 +47,8 @@ def test_copies_train_alike():
     run_threads(copies, 2)
 
 
-def edits():
+@on_threads(2)
+def test_shards_are_edited_and_loaded():
     offloaded, ordinary, backward = make_both()
     for model in (offloaded, ordinary):
         with meshard.unsharded_params(model), torch.no_grad():
@@ -61,11 +63,8 @@ def edits():
     assert_same(full_grads(offloaded), full_grads(ordinary), bitwise=True)
 
 
-def test_shards_are_edited_and_loaded():
-    run_threads(edits, 2)
-
-
-def tensor_hooks():
+@on_threads(2)
+def test_hooks_see_every_gradient_before_it_is_added():
     *models, backward = make_both()
     for model in models:
         for number, param in enumerate(model.parameters()):
@@ -76,11 +75,8 @@ def tensor_hooks():
     assert_same(*(full_grads(model) for model in models), bitwise=True)
 
 
-def test_hooks_see_every_gradient_before_it_is_added():
-    run_threads(tensor_hooks, 2)
-
-
-def initialise_late():
+@on_threads(2)
+def test_a_model_on_meta_is_initialised():
     case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
     with torch.device("meta"):
         model = case.build()
@@ -91,11 +87,8 @@ def initialise_late():
     assert all(param.grad.full_tensor().isfinite().all() for param in model.parameters())
 
 
-def test_a_model_on_meta_is_initialised():
-    run_threads(initialise_late, 2)
-
-
-def rest():
+@on_threads(2)
+def test_a_copy_of_a_model_that_rests_rests_too():
     _, model, backward = make_both()
     meshard.offload(model)
     copied = copy.deepcopy(model)
@@ -110,7 +103,3 @@ def rest():
         meshard.onload(each)
         backward(each)
     assert_same(full_grads(copied), full_grads(model), bitwise=True)
-
-
-def test_a_copy_of_a_model_that_rests_rests_too():
-    run_threads(rest, 2)

@@ -9,7 +9,7 @@ import meshard
 from meshard import CPUOffloadPolicy
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads
-from tests.support.threads import run_threads
+from tests.support.ranks import on_threads
 
 HOST = CPUOffloadPolicy(pin_memory=False)
 
@@ -21,7 +21,30 @@ def make(case, mesh, **kwargs):
     return model
 
 
-def clear_midway(set_to_none, num_before):
+@on_threads(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_first_gradients_on_their_way_are_cleared(set_to_none):
+    """A parameter gets its first gradient beside one that has some, and both are cleared."""
+    case, mesh = CASES["sometimes_unused"], init_device_mesh("cpu", (2,))
+    results = []
+    for policy in (meshard.OffloadPolicy(), HOST):
+        model, seen = make(case, mesh, offload_policy=policy), []
+        for number, used in enumerate([(True, False, False), (True,) * 3, (True,) * 3]):
+            model.set_is_last_backward(number != 1)
+            case.loss(model(case.batch(number, dist.get_rank()), used)).backward()
+            if number == 1:
+                model.zero_grad(set_to_none=set_to_none)
+            else:
+                seen.append(full_grads(model))
+        results.append(seen)
+    for ours, theirs in zip(*reversed(results), strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+@on_threads(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_gradients_on_their_way_are_cleared(set_to_none, num_before):
     """Clear some gradients while they are on their way; what comes after must not be touched."""
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     results = []
@@ -40,32 +63,3 @@ def clear_midway(set_to_none, num_before):
         results.append(seen)
     for ours, theirs in zip(*reversed(results), strict=True):
         assert_same(ours, theirs, bitwise=True)
-
-
-def clear_what_is_new(set_to_none):
-    """A parameter gets its first gradient beside one that has some, and both are cleared."""
-    case, mesh = CASES["sometimes_unused"], init_device_mesh("cpu", (2,))
-    results = []
-    for policy in (meshard.OffloadPolicy(), HOST):
-        model, seen = make(case, mesh, offload_policy=policy), []
-        for number, used in enumerate([(True, False, False), (True,) * 3, (True,) * 3]):
-            model.set_is_last_backward(number != 1)
-            case.loss(model(case.batch(number, dist.get_rank()), used)).backward()
-            if number == 1:
-                model.zero_grad(set_to_none=set_to_none)
-            else:
-                seen.append(full_grads(model))
-        results.append(seen)
-    for ours, theirs in zip(*reversed(results), strict=True):
-        assert_same(ours, theirs, bitwise=True)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_first_gradients_on_their_way_are_cleared(set_to_none):
-    run_threads(clear_what_is_new, 2, set_to_none)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("num_before", [0, 1, 2])
-def test_gradients_on_their_way_are_cleared(set_to_none, num_before):
-    run_threads(clear_midway, 2, set_to_none, num_before)

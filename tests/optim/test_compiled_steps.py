@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import meshard
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 from tests.support.side_by_side import BATCHES
 
 NUM_STEPS = 3
@@ -54,7 +55,19 @@ def train(model, batches, optimizer, step):
     return full_state(model)
 
 
-def compiled_beside_plain(optimizer_class, backend):
+@on_ranks(2, timeout=240)
+@pytest.mark.parametrize(
+    ("backend", "optimizer_class"),
+    [
+        pytest.param("aot_eager", CompilesInside, marks=pytest.mark.full),
+        pytest.param("aot_eager", AdamW, marks=pytest.mark.full),
+        pytest.param("inductor", SGD, marks=pytest.mark.full),
+        pytest.param("aot_eager", SGD, marks=pytest.mark.exhaustive),
+        pytest.param("inductor", AdamW, marks=pytest.mark.exhaustive),
+        pytest.param("inductor", CompilesInside, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_compiled_step_is_the_ordinary_step(optimizer_class, backend):
     """Train on two ranks by compiled steps, and in one process by ordinary ones."""
     warnings.simplefilter("default")  # torch's own, about what it compiles with
     torch._dynamo.reset()
@@ -71,21 +84,6 @@ def compiled_beside_plain(optimizer_class, backend):
         step = torch.compile(step, backend=backend)
     assert_same(train(model, [BATCHES[dist.get_rank()]], optimizer, step), expected)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("backend", "optimizer_class"),
-    [
-        pytest.param("aot_eager", CompilesInside, marks=pytest.mark.full),
-        pytest.param("aot_eager", AdamW, marks=pytest.mark.full),
-        pytest.param("inductor", SGD, marks=pytest.mark.full),
-        pytest.param("aot_eager", SGD, marks=pytest.mark.exhaustive),
-        pytest.param("inductor", AdamW, marks=pytest.mark.exhaustive),
-        pytest.param("inductor", CompilesInside, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_compiled_step_is_the_ordinary_step(run_ranks, optimizer_class, backend):
-    run_ranks(compiled_beside_plain, 2, optimizer_class, backend, timeout=240)
 
 
 def test_torch_compile_can_make_fakes_of_gradients():

@@ -37,7 +37,7 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state, own_state
-from tests.support.ranks import on_fake_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 
 def compare(shape, name, dtype, schedule, wait, grouped=False):
@@ -162,7 +162,9 @@ def test_an_interrupted_window_is_void(run_ranks):
     run_ranks(interrupted, 2, "gather")
 
 
-def several_roots(wait):
+@on_ranks(2)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_several_roots_are_clipped_by_one_norm(wait):
     """One norm for all, whichever of them is run again before the backward of the other."""
     ours, theirs = (nn.ModuleList([make((2,)), make((2,))]) for _ in range(2))
     late = overlap_optimizer(ours, ADAMW, wait=wait, **OPTIONS, **DEFERRED)
@@ -183,12 +185,9 @@ def several_roots(wait):
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("wait", ["step", "gather"])
-def test_several_roots_are_clipped_by_one_norm(run_ranks, wait):
-    run_ranks(several_roots, 2, wait)
-
-
-def dropped_windows(wait):
+def test_a_window_that_is_cleared_is_not_stepped(wait):
     """Gradients are in ``.grad`` until ``step``: what drops them there drops the window."""
     ours, theirs = make((2,)), make((2,))
     late = overlap_optimizer(ours, ADAMW, wait=wait, **OPTIONS, **DEFERRED)
@@ -216,12 +215,8 @@ def dropped_windows(wait):
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
 
 
-@pytest.mark.parametrize("wait", ["step", "gather"])
-def test_a_window_that_is_cleared_is_not_stepped(run_ranks, wait):
-    run_ranks(dropped_windows, 2, wait)
-
-
-def scaled():
+@on_ranks(2)
+def test_a_scaled_loss():
     """Gradients can be unscaled before ``step``, so a scaler works as with any optimizer."""
     ours, theirs = make((2,)), make((2,))
     late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
@@ -238,10 +233,6 @@ def scaled():
             optimizer.zero_grad()
         assert scaler.get_scale() == 4.0
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
-
-
-def test_a_scaled_loss(run_ranks):
-    run_ranks(scaled, 2)
 
 
 def edited(how):
@@ -296,7 +287,9 @@ class Multiplying(torch.optim.Optimizer):
                 param.to_local().sub_(product[0, 0])
 
 
-def under_other_modes(cls):
+@on_ranks(2)
+@pytest.mark.parametrize("cls", [torch.optim.Adam, Multiplying])
+def test_a_step_in_a_forward_under_other_modes(cls):
     """A step in the next forward has the modes and hyperparameters that ``step`` had."""
     ours, theirs = make((2,)), make((2,))
     for model, wait in ((ours, "gather"), (theirs, "step")):
@@ -311,11 +304,6 @@ def under_other_modes(cls):
                 model(batch(number))
         optimizer.wait()
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, Multiplying])
-def test_a_step_in_a_forward_under_other_modes(run_ranks, cls):
-    run_ranks(under_other_modes, 2, cls)
 
 
 def around():
@@ -341,7 +329,8 @@ def test_what_takes_the_steps_first(run_ranks):
     run_ranks(around, 2)
 
 
-def refused():
+@on_ranks(2)
+def test_errors():
     model = make((2,))
     with pytest.raises(ValueError, match='wait must be "step" or "gather", got \'later\''):
         overlap_optimizer(model, ADAMW, wait="later")
@@ -364,11 +353,8 @@ def refused():
         overlap_optimizer(model, ADAMW, clip="norm", max_norm=1.0)
 
 
-def test_errors(run_ranks):
-    run_ranks(refused, 2)
-
-
-def dropped():
+@on_ranks(2)
+def test_a_deleted_model_is_gone():
     gc.collect()
     gc.disable()
     try:
@@ -380,10 +366,6 @@ def dropped():
         assert [each() for each in alive] == [None, None]
     finally:
         gc.enable()
-
-
-def test_a_deleted_model_is_gone(run_ranks):
-    run_ranks(dropped, 2)
 
 
 class FailsOnce(torch.optim.SGD):

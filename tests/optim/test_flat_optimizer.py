@@ -14,6 +14,7 @@ from tests.support.flat_models import Net, backward, make, train
 from tests.support.models import seeded
 from tests.support.optimizers import MANY, assert_same_state, groups_of, plain_state
 from tests.support.parity import assert_same, full_state, own_state
+from tests.support.ranks import on_ranks
 
 STEPS = 5
 FUSED = {"lr": 0.01, "fused": True}
@@ -74,7 +75,8 @@ def test_accumulation(run_ranks):
     run_ranks(compare, 4, (2, 2), "adam", schedule=schedule, per_layer=True)
 
 
-def narrow_parameters():
+@on_ranks(2)
+def test_gradients_that_are_not_next_to_each_other():
     for _ in range(1):
         ours, theirs = (make((2,)) for _ in range(2))
         for model in (ours, theirs):
@@ -89,20 +91,14 @@ def narrow_parameters():
         assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_gradients_that_are_not_next_to_each_other(run_ranks):
-    run_ranks(narrow_parameters, 2)
-
-
-def narrow_compute():
+@on_ranks(2)
+def test_mixed_precision():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     compare((2,), "adamw", mp_policy=policy)
 
 
-def test_mixed_precision(run_ranks):
-    run_ranks(narrow_compute, 2)
-
-
-def schedule_and_offload():
+@on_ranks(2)
+def test_schedulers_offload_and_edits_of_the_state():
     cls = torch.optim.AdamW
     ours, theirs = make((2,)), make((2,))
     flat, plain = flat_optimizer(ours, cls, lr=0.1), cls(theirs.parameters(), lr=0.1)
@@ -122,11 +118,8 @@ def schedule_and_offload():
     assert_same_state(plain_state(flat), plain_state(plain))
 
 
-def test_schedulers_offload_and_edits_of_the_state(run_ranks):
-    run_ranks(schedule_and_offload, 2)
-
-
-def edited_gradients():
+@on_ranks(2)
+def test_clipped_and_replaced_gradients():
     ours, theirs = make((2,), per_layer=True), make((2,), per_layer=True)
     flat = flat_optimizer(ours, torch.optim.SGD, lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
@@ -141,11 +134,8 @@ def edited_gradients():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_clipped_and_replaced_gradients(run_ranks):
-    run_ranks(edited_gradients, 2)
-
-
-def converted():
+@on_ranks(2)
+def test_a_model_that_is_converted_between_steps():
     """Storage that is replaced between steps is stepped where it is now."""
     ours, theirs = make((2,)), make((2,))
     flat = flat_optimizer(ours, torch.optim.SGD, lr=0.1)
@@ -161,11 +151,8 @@ def converted():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_a_model_that_is_converted_between_steps(run_ranks):
-    run_ranks(converted, 2)
-
-
-def guarded():
+@on_ranks(2)
+def test_guards_hold_and_no_gradient_is_kept():
     model = make((2,))
     optimizer = flat_optimizer(model, torch.optim.AdamW)
     model.set_gradient_sync(GradientSync.NONE)
@@ -184,10 +171,6 @@ def guarded():
     assert held == [None] * len(held)
 
 
-def test_guards_hold_and_no_gradient_is_kept(run_ranks):
-    run_ranks(guarded, 2)
-
-
 def test_others_are_refused(run_ranks):
     with pytest.raises(TypeError, match="none of them"):
         flat_optimizer(nn.Linear(2, 2), torch.optim.LBFGS)
@@ -195,7 +178,8 @@ def test_others_are_refused(run_ranks):
         flat_optimizer(nn.Linear(2, 2), torch.optim.SGD)
 
 
-def loose_parameters():
+@on_ranks(2)
+def test_parameters_of_no_unit():
     """A parameter of no unit is stepped as it is, and moves like the rest."""
     records = []
     for is_flat in (True, False):
@@ -213,7 +197,3 @@ def loose_parameters():
         records.append((full_state(model), plain_state(optimizer)))
     assert_same(records[0][0], records[1][0], bitwise=True)
     assert_same_state(records[0][1], records[1][1])
-
-
-def test_parameters_of_no_unit(run_ranks):
-    run_ranks(loose_parameters, 2)

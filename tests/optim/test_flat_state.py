@@ -18,9 +18,13 @@ from tests.support.flat_models import backward, make, train
 from tests.support.models import seeded
 from tests.support.optimizers import assert_same_state, plain_state
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 
-def interchange(way):
+@on_ranks(2)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("way", ["to ordinary", "from ordinary", "to itself"])
+def test_state_dicts_are_interchangeable(way):
     """Train three steps with one, go on with the other by its state dict."""
     cls, options = torch.optim.AdamW, {"lr": 0.01}
     straight = make((2,))
@@ -42,12 +46,6 @@ def interchange(way):
     after.load_state_dict(torch.load(file, weights_only=False))
     train(model, after, range(3, 6))
     assert_same(full_state(model), full_state(straight), bitwise=True)
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("way", ["to ordinary", "from ordinary", "to itself"])
-def test_state_dicts_are_interchangeable(run_ranks, way):
-    run_ranks(interchange, 2, way)
 
 
 def through_checkpoint(folder):
@@ -81,7 +79,8 @@ def test_through_a_distributed_checkpoint(run_ranks, tmp_path):
     run_ranks(through_checkpoint, 2, str(tmp_path))
 
 
-def copied():
+@on_ranks(2)
+def test_copies_and_groups_that_are_added_later():
     model = make((2,))
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
     train(model, optimizer, range(2))
@@ -101,10 +100,6 @@ def copied():
     with pytest.warns(UserWarning, match=r"are in no unit \(2 in all"):
         optimizer.step()
     assert not torch.equal(late.weight, before)
-
-
-def test_copies_and_groups_that_are_added_later(run_ranks):
-    run_ranks(copied, 2)
 
 
 class Small(nn.Module):
@@ -137,7 +132,8 @@ def edit(optimizer, params, step):
             state["step"].add_(1)
 
 
-def owns_nothing():
+@on_ranks(3)
+def test_edits_of_the_state_where_a_rank_owns_nothing():
     records = []
     for is_flat in (True, False):
         model = seeded(Small())
@@ -157,11 +153,8 @@ def owns_nothing():
     assert_same_state(records[0][1], records[1][1])
 
 
-def test_edits_of_the_state_where_a_rank_owns_nothing(run_ranks):
-    run_ranks(owns_nothing, 3)
-
-
-def steps_as_numbers():
+@on_ranks(2)
+def test_steps_that_are_numbers():
     straight, model = make((2,)), make((2,))
     cls = torch.optim.AdamW
     train(straight, cls(straight.parameters(), lr=0.01), range(4))
@@ -176,11 +169,8 @@ def steps_as_numbers():
     assert_same(full_state(model), full_state(straight), bitwise=True)
 
 
-def test_steps_that_are_numbers(run_ranks):
-    run_ranks(steps_as_numbers, 2)
-
-
-def replaced_in_place():
+@on_ranks(2)
+def test_a_parameter_put_into_a_group():
     """Whoever puts another parameter into a group's list has that one stepped."""
     model, other = make((2,)), make((2,))
     optimizer = flat_optimizer(model, torch.optim.SGD, lr=0.1)
@@ -192,7 +182,3 @@ def replaced_in_place():
     optimizer.step()
     assert torch.equal(full_state(model)["tiny"], before[0]["tiny"])
     assert not torch.equal(full_state(other)["tiny"], before[1]["tiny"])
-
-
-def test_a_parameter_put_into_a_group(run_ranks):
-    run_ranks(replaced_in_place, 2)

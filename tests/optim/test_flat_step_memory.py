@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshard import flat_optimizer, fully_shard
 from meshard._shared_memory.channel import Channel
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 WIDTH = 1024  # a square of it is 4 MiB, and a rank of two has half of that
 
@@ -68,15 +69,12 @@ def held(channels):
     return sum(os.fstat(each._own.descriptor).st_blocks * 512 for each in channels) >> 20
 
 
-def in_portions():
+@on_ranks(2)
+def test_large_units_one_by_one_and_small_ones_together():
     flat, taken = trained(is_flat=True)
     ordinary, _ = trained(is_flat=False)
     assert_same(ordinary, flat, bitwise=True)
     assert taken == [(2 << 20, 1)] * 3 + [(3 * 8 * 8 * 4 // 2, 3)]
-
-
-def test_large_units_one_by_one_and_small_ones_together(run_ranks):
-    run_ranks(in_portions, 2)
 
 
 def held_after_steps(*, is_flat):
@@ -93,9 +91,6 @@ def held_after_steps(*, is_flat):
     return notes
 
 
-def what_segments_hold():
+@on_ranks(2)
+def test_memory_of_segments_is_released_for_a_step():
     assert held_after_steps(is_flat=True) == held_after_steps(is_flat=False) == [0, 0, 0]
-
-
-def test_memory_of_segments_is_released_for_a_step(run_ranks):
-    run_ranks(what_segments_hold, 2)

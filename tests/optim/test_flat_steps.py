@@ -18,6 +18,7 @@ from tests.support.flat_models import (
 )
 from tests.support.optimizers import assert_same_state, plain_state
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 
 def steps_that_raise():
@@ -73,7 +74,8 @@ def test_steps_that_raise(run_ranks):
     run_ranks(steps_that_raise_first, 2)
 
 
-def later_momentum():
+@on_ranks(2)
+def test_state_that_comes_later():
     """State that the optimizer makes only after some steps."""
     records = []
     for is_flat in (True, False):
@@ -92,10 +94,6 @@ def later_momentum():
     assert_same_state(records[0][1], records[1][1])
 
 
-def test_state_that_comes_later(run_ranks):
-    run_ranks(later_momentum, 2)
-
-
 def addresses(optimizer):
     """Return where the slices are, and where their state is."""
     inner = optimizer._stepper._inner
@@ -103,7 +101,8 @@ def addresses(optimizer):
     return [each.data_ptr() for each in (*inner.state, *states)]
 
 
-def nothing_new():
+@on_ranks(2)
+def test_slices_are_kept_from_step_to_step():
     """Where nothing is replaced, slices and their state stay where they are."""
     model = make_loose()
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
@@ -125,11 +124,8 @@ def nothing_new():
     assert all(each == places[0] for each in places)
 
 
-def test_slices_are_kept_from_step_to_step(run_ranks):
-    run_ranks(nothing_new, 2)
-
-
-def hooked():
+@on_ranks(2)
+def test_hooks_of_all_optimizers_hear_of_a_step_once():
     model = make_loose()
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
     calls = []
@@ -145,11 +141,8 @@ def hooked():
     assert calls == [optimizer] * 4
 
 
-def test_hooks_of_all_optimizers_hear_of_a_step_once(run_ranks):
-    run_ranks(hooked, 2)
-
-
-def of_their_own():
+@on_ranks(2)
+def test_counters_have_memory_of_their_own():
     """A counter is saved with its own four bytes, not with those of the whole model."""
     model = make_loose()
     optimizer = flat_optimizer(model, torch.optim.AdamW, lr=0.01)
@@ -160,7 +153,3 @@ def of_their_own():
     assert {int(each) for each in counters} == {3}
     assert {each.untyped_storage().nbytes() for each in counters} == {4}
     assert len({each.data_ptr() for each in counters}) == len(counters)
-
-
-def test_counters_have_memory_of_their_own(run_ranks):
-    run_ranks(of_their_own, 2)

@@ -102,7 +102,8 @@ def test_a_refused_forward_leaves_the_open_window_alone(name):
     assert_same(full_grads(model), full_grads(untouched), bitwise=True)
 
 
-def ignored_ones():
+@on_ranks(1)
+def test_optimizers_in_backward_of_ignored_parameters_are_allowed():
     """Of ignored parameters nothing is known, and other models are not looked at."""
     model = net()
     step_in_backward(net().parameters())
@@ -111,10 +112,6 @@ def ignored_ones():
     before = copy.deepcopy(model[2].weight)
     model(batch()).sum().backward()
     assert not torch.equal(model[2].weight, before)
-
-
-def test_optimizers_in_backward_of_ignored_parameters_are_allowed(run_ranks):
-    run_ranks(ignored_ones, 1)
 
 
 # --- hooks that step, under replicate ------------------------------------------------------------
@@ -171,7 +168,8 @@ def test_hooks_that_step_before_the_reduction_are_refused(run_ranks, make, bucke
     run_ranks(hooked, world, make, bucket_cap_mb)
 
 
-def hooked_copies():
+@on_ranks(2)
+def test_hooks_that_would_not_be_called_are_refused():
     """The module computes with copies, whose gradients hooks of parameters do not see."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = meshard.replicate(net(), mp_policy=policy)
@@ -184,11 +182,8 @@ def hooked_copies():
     model(batch()).sum().backward()
 
 
-def test_hooks_that_would_not_be_called_are_refused(run_ranks):
-    run_ranks(hooked_copies, 2)
-
-
-def sharded_hooks():
+@on_ranks(2)
+def test_hooks_on_shards_may_step():
     """With shards they see reduced gradients, and may step."""
     plain, model = seeded(net(), 0), seeded(net(), 0)
     apply("fully_shard", model)
@@ -202,10 +197,6 @@ def sharded_hooks():
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), wanted)
-
-
-def test_hooks_on_shards_may_step(run_ranks):
-    run_ranks(sharded_hooks, 2)
 
 
 class Unused(torch.autograd.Function):
@@ -224,7 +215,8 @@ def double(param):
     param.grad.mul_(2)
 
 
-def looking_hooks():
+@on_ranks(2)
+def test_hooks_that_look_are_allowed():
     """Hooks that look at gradients or change them, and parameters without one, are no concern."""
     model = meshard.replicate(seeded(net(), 0))
     seen = []
@@ -240,11 +232,8 @@ def looking_hooks():
     assert model[0].bias.grad is None
 
 
-def test_hooks_that_look_are_allowed(run_ranks):
-    run_ranks(looking_hooks, 2)
-
-
-def frozen_since_forward():
+@on_ranks(2)
+def test_a_parameter_may_be_frozen_between_forward_and_backward():
     """Autograd has a gradient for it, and nowhere to put it: no hook took that."""
     model = meshard.replicate(seeded(net(), 0))
     loss = model(batch()).sum()
@@ -252,10 +241,6 @@ def frozen_since_forward():
     loss.backward()
     assert model[0].weight.grad is None
     assert model[2].bias.grad.tolist() == [6.0, 6.0]
-
-
-def test_a_parameter_may_be_frozen_between_forward_and_backward(run_ranks):
-    run_ranks(frozen_since_forward, 2)
 
 
 # --- torch.distributed.autograd ------------------------------------------------------------------

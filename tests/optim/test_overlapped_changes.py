@@ -21,10 +21,13 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state
-from tests.support.ranks import on_fake_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 
-def compare(name, dtype):
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["adamw", "momentum", "adagrad"])
+def test_as_the_ordinary_one(name, dtype):
     cls, options = MANY[name]
     ours, theirs = make((2,), DTYPES[dtype]), make((2,), DTYPES[dtype])
     overlapped = overlap_optimizer(ours, cls, groups_of(ours), **options)
@@ -39,13 +42,8 @@ def compare(name, dtype):
     assert_same_state(plain_state(overlapped), plain_state(plain))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["adamw", "momentum", "adagrad"])
-def test_as_the_ordinary_one(run_ranks, name, dtype):
-    run_ranks(compare, 2, name, dtype)
-
-
-def hooked():
+@on_ranks(2)
+def test_hooks_of_parameters():
     """Who hooks a parameter sees its gradient, and what the hook does to it counts."""
     ours, theirs = make((2,)), make((2,))
     seen = {ours: [], theirs: []}
@@ -69,11 +67,8 @@ def hooked():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_hooks_of_parameters(run_ranks):
-    run_ranks(hooked, 2)
-
-
-def asked_early():
+@on_ranks(2)
+def test_asked_for_in_the_middle_of_a_backward():
     """Whoever asks in the middle of a backward gets what has been stepped by then."""
     model = make((2,))
     optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
@@ -91,11 +86,9 @@ def asked_early():
     assert {int(state["step"]) for state in optimizer.state.values() if state} == {4}
 
 
-def test_asked_for_in_the_middle_of_a_backward(run_ranks):
-    run_ranks(asked_early, 2)
-
-
-def frozen(name):
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_parameters_frozen_after_some_steps(name):
     """A parameter that is stepped less often than others of its unit, from some step on."""
     cls, options = MANY[name]
     theirs, ours = make((2,)), make((2,))
@@ -113,12 +106,8 @@ def frozen(name):
     assert_same_state(plain_state(overlapped), plain_state(plain))
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_parameters_frozen_after_some_steps(run_ranks, name):
-    run_ranks(frozen, 2, name)
-
-
-def split():
+@on_ranks(2)
+def test_parameters_frozen_between():
     """Runs that are cut leave nothing behind."""
     model = make((2,))
     for param in model.parameters():
@@ -139,11 +128,8 @@ def split():
     assert settled_tensor_bytes() - before < state // 4
 
 
-def test_parameters_frozen_between(run_ranks):
-    run_ranks(split, 2)
-
-
-def step_raises():
+@on_ranks(2)
+def test_a_step_that_raises():
     """What has been stepped before a step that raises still counts."""
     model = make((2,))
     optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
@@ -156,10 +142,6 @@ def step_raises():
     train(model, optimizer, range(4, 6))
     # AdamW counts a step before it reads lr; units that it has not come to were not stepped.
     assert {float(each["step"]) for each in optimizer.state.values()} <= {5.0, 6.0}
-
-
-def test_a_step_that_raises(run_ranks):
-    run_ranks(step_raises, 2)
 
 
 def replaced():

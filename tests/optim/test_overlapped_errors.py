@@ -21,6 +21,7 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state, whole
+from tests.support.ranks import on_ranks
 
 
 def scaled():
@@ -50,7 +51,8 @@ def test_a_scaled_loss(run_ranks):
     run_ranks(scaled, 2)
 
 
-def by_torch():
+@on_ranks(2)
+def test_the_scaler_of_torch():
     model = make((2,))
     optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -64,10 +66,6 @@ def by_torch():
     overlapped = overlap_optimizer(model, ADAMW, **OPTIONS)
     off.scale(model(batch(0)).sum()).backward()
     off.step(overlapped)
-
-
-def test_the_scaler_of_torch(run_ranks):
-    run_ranks(by_torch, 2)
 
 
 def late():
@@ -87,7 +85,8 @@ def test_a_gradient_that_comes_after_the_step(run_ranks):
     run_ranks(late, 2)
 
 
-def late_in_flight():
+@on_ranks(2)
+def test_a_gradient_that_comes_while_the_rest_is_reduced():
     """So does who uses a weight outside of the forward, also before the first part is reduced."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
@@ -103,11 +102,8 @@ def late_in_flight():
         loss.backward()
 
 
-def test_a_gradient_that_comes_while_the_rest_is_reduced(run_ranks):
-    run_ranks(late_in_flight, 2)
-
-
-def let_go():
+@on_ranks(2)
+def test_an_optimizer_that_nobody_holds():
     """The units keep it, and it can be found again."""
     model = make((2,))
     overlap_optimizer(model, ADAMW, trainable(model)[:3], **OPTIONS)
@@ -130,11 +126,8 @@ def let_go():
     assert gone() is None
 
 
-def test_an_optimizer_that_nobody_holds(run_ranks):
-    run_ranks(let_go, 2)
-
-
-def put_off():
+@on_ranks(2)
+def test_detach_with_steps_put_off():
     """``detach`` takes the steps that wait for the next forward, and leaves what is pending."""
     ours, theirs = make((2,)), make((2,))
     late, plain = (
@@ -164,11 +157,8 @@ def put_off():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_detach_with_steps_put_off(run_ranks):
-    run_ranks(put_off, 2)
-
-
-def thawed():
+@on_ranks(2)
+def test_going_back_with_frozen_parameters():
     """To go back takes the parameters of before, not those that are trained by then."""
     model = make((2,))
     optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
@@ -187,7 +177,3 @@ def thawed():
     after = full_state(model)
     assert torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
     assert not torch.equal(after["blocks.1.up.weight"], before["blocks.1.up.weight"])
-
-
-def test_going_back_with_frozen_parameters(run_ranks):
-    run_ranks(thawed, 2)

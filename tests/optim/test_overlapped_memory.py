@@ -12,6 +12,7 @@ from tests.support.models import seeded
 from tests.support.optimizers import SYNC
 from tests.support.parity import assert_same, full_state
 from tests.support.rank_pool import RankError
+from tests.support.ranks import on_ranks
 
 WIDTH, UNITS = 128, 8
 UNIT = WIDTH * WIDTH * 4  # bytes of a unit, and on one rank of its gradient
@@ -99,7 +100,8 @@ def test_no_gradient_is_left_and_one_is_alive_at_the_peak(run_ranks, name):
     run_ranks(freed, 1, name)
 
 
-def with_scratch():
+@on_ranks(1)
+def test_what_a_step_takes_it_takes_for_one_unit():
     """What an optimizer takes for its step, it takes for one unit."""
     (backward, later), (plain_backward, plain_later) = both(
         torch.optim.AdamW, {"lr": 0.01, "foreach": True}
@@ -110,11 +112,8 @@ def with_scratch():
     assert backward.peak == (1 + 2 + 1) * UNIT + ROW
 
 
-def test_what_a_step_takes_it_takes_for_one_unit(run_ranks):
-    run_ranks(with_scratch, 1)
-
-
-def accumulated():
+@on_ranks(1)
+def test_accumulated_gradients_are_freed():
     """What microbatches have added up is freed, too."""
     cls, options = IN_PLACE["momentum"]
     states = []
@@ -138,11 +137,8 @@ def accumulated():
         assert_same(states[0], other, bitwise=True)
 
 
-def test_accumulated_gradients_are_freed(run_ranks):
-    run_ranks(accumulated, 1)
-
-
-def put_aside():
+@on_ranks(1)
+def test_deferred_steps_keep_them_until_they_are_taken():
     """Deferred steps keep the gradients until ``step``, or until the next forward."""
     for wait in ("step", "gather"):
         model = make()
@@ -156,7 +152,3 @@ def put_aside():
             assert backward.left == UNITS * UNIT
             assert in_step.left == (-UNITS * UNIT if wait == "step" else 0)
             assert in_forward.left == (0 if wait == "step" else -UNITS * UNIT)
-
-
-def test_deferred_steps_keep_them_until_they_are_taken(run_ranks):
-    run_ranks(put_aside, 1)

@@ -28,6 +28,7 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
@@ -51,7 +52,8 @@ def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
     run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)
 
 
-def as_without_offload():
+@on_ranks(2)
+def test_clipping_beside_it():
     ours, theirs = make_offloaded(), make((2,))
     for model in (ours, theirs):
         optimizer = overlap_optimizer(model, ADAMW, **OPTIONS, max_unit_norm=0.5)
@@ -65,10 +67,6 @@ def as_without_offload():
     norms = deferred(late, optimizer, range(4))
     assert norms == clipped(plain, ADAMW(trainable(plain), **OPTIONS), range(4))
     assert_same(full_state(late), full_state(plain), bitwise=True)
-
-
-def test_clipping_beside_it(run_ranks):
-    run_ranks(as_without_offload, 2)
 
 
 def gated(wait):
@@ -118,7 +116,8 @@ def test_backward_does_not_wait_for_a_step(run_ranks):
         run_ranks(gated, 2, wait)
 
 
-def raised():
+@on_ranks(2)
+def test_errors_of_the_worker():
     """What the optimizer raises in the worker comes where someone needs its result, once."""
     for wait in ("step", "gather"):
         model = make_offloaded()
@@ -133,7 +132,3 @@ def raised():
         optimizer.wait()
         window(model, 2)
         optimizer.step()
-
-
-def test_errors_of_the_worker(run_ranks):
-    run_ranks(raised, 2)

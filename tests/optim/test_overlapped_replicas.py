@@ -17,6 +17,7 @@ from tests.support.optimizers import (
     train_both,
 )
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 
 def make():
@@ -24,19 +25,18 @@ def make():
     return meshard.replicate(seeded(Net()), init_device_mesh("cpu", (2,)), bucket_cap_mb=0.0002)
 
 
-def compare(name):
+@on_ranks(2)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["momentum", "adamw", "another class"])
+def test_as_the_ordinary_one(name):
     cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
     for schedule in SCHEDULES:
         train_both(make, cls, options, schedule=schedule)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["momentum", "adamw", "another class"])
-def test_as_the_ordinary_one(run_ranks, name):
-    run_ranks(compare, 2, name)
-
-
-def clipped_by_all(wait):
+@on_ranks(2)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_clipping_by_all_gradients(wait):
     """Plain tensors are read without a gather that could wait, so ``step`` steps them."""
     ours, theirs = make(), make()
     late = meshard.overlap_optimizer(ours, torch.optim.SGD, lr=0.1, wait=wait, **DEFERRED)
@@ -44,11 +44,6 @@ def clipped_by_all(wait):
     assert deferred(ours, late, range(3)) == clipped(theirs, plain, range(3))
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("wait", ["step", "gather"])
-def test_clipping_by_all_gradients(run_ranks, wait):
-    run_ranks(clipped_by_all, 2, wait)
 
 
 class Shuffled(torch.nn.Module):
@@ -64,7 +59,8 @@ class Shuffled(torch.nn.Module):
         return x
 
 
-def detached():
+@on_ranks(2)
+def test_detached_before_the_buckets_are_rebuilt():
     models = [meshard.replicate(Shuffled(), bucket_cap_mb=100 / 2**20) for _ in range(2)]
     overlapped = meshard.overlap_optimizer(models[0], torch.optim.SGD, lr=0.1)
     overlapped.detach()
@@ -79,7 +75,3 @@ def detached():
             counts.append(sum(bool(unit.params) for unit in units))
         assert counts == [3, 2, 2]
     assert_same(full_state(models[0]), full_state(models[1]), bitwise=True)
-
-
-def test_detached_before_the_buckets_are_rebuilt(run_ranks):
-    run_ranks(detached, 2)

@@ -23,9 +23,13 @@ from tests.support.optimizers import (
     trainable,
 )
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 
-def scheduled(name):
+@on_ranks(2)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("name", ["cosine", "one cycle", "plateau", "sequence"])
+def test_groups_and_schedulers(name):
     schedulers = {
         "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4),
         "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
@@ -53,13 +57,10 @@ def scheduled(name):
     assert_same_state(plain_state(overlapped), plain_state(plain))
 
 
+@on_ranks(2)
 @pytest.mark.default_rows(1)
-@pytest.mark.parametrize("name", ["cosine", "one cycle", "plateau", "sequence"])
-def test_groups_and_schedulers(run_ranks, name):
-    run_ranks(scheduled, 2, name)
-
-
-def interchanged(way):
+@pytest.mark.parametrize("way", ["to ordinary", "from ordinary"])
+def test_state_dicts_are_interchangeable(way):
     straight = make((2,))
     train(straight, ADAMW(trainable(straight), **OPTIONS), range(6))
     model = make((2,))
@@ -79,12 +80,6 @@ def interchanged(way):
     after.load_state_dict(torch.load(file, weights_only=False))
     train(model, after, range(3, 6))
     assert_same(full_state(model), full_state(straight), bitwise=True)
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("way", ["to ordinary", "from ordinary"])
-def test_state_dicts_are_interchangeable(run_ranks, way):
-    run_ranks(interchanged, 2, way)
 
 
 def saved(folder, shape, is_overlapped, windows, *, leave=True):
@@ -131,7 +126,8 @@ def test_resumed_on_another_mesh(run_ranks, tmp_path):
     run_ranks(saved_elsewhere, 4, str(tmp_path))
 
 
-def edited():
+@on_ranks(2)
+def test_edits_between_windows():
     """What users do to the state between two windows counts."""
     ours, theirs = make((2,)), make((2,))
     overlapped = overlap_optimizer(ours, ADAMW, **OPTIONS)
@@ -152,7 +148,3 @@ def edited():
         model.load_state_dict(model.state_dict())
         train(model, optimizer, range(5, 6))
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
-
-
-def test_edits_between_windows(run_ranks):
-    run_ranks(edited, 2)

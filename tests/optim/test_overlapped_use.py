@@ -24,9 +24,11 @@ from tests.support.optimizers import (
     window,
 )
 from tests.support.parity import assert_same, full_state, whole
+from tests.support.ranks import on_ranks
 
 
-def back_and_forth():
+@on_ranks(2)
+def test_attach_and_detach_in_the_middle_of_training():
     straight = make((2,))
     train(straight, ADAMW(trainable(straight), **OPTIONS), range(9))
     model = make((2,))
@@ -49,11 +51,36 @@ def back_and_forth():
     assert_same(full_state(model), full_state(straight), bitwise=True)
 
 
-def test_attach_and_detach_in_the_middle_of_training(run_ranks):
-    run_ranks(back_and_forth, 2)
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (ADAMW, {}),
+        (SignDescent, {}),  # not pointwise
+        (ADAMW, {"wait": "gather"}),
+        (ADAMW, {"clip": "deferred", "max_norm": 1e-3}),
+    ],
+)
+def test_after_detach_gradients_stay(cls, kwargs):
+    """``step`` leaves them, and the next backward adds to them, as with an ordinary optimizer."""
+    ours, theirs = make((2,)), make((2,))
+    options = {"lr": 0.05}
+    overlapped = overlap_optimizer(ours, cls, **options, **kwargs)
+    plain = cls(trainable(theirs), **options)
+    overlapped.detach()
+    for number in range(3):  # without zero_grad()
+        for model, optimizer in ((ours, overlapped), (theirs, plain)):
+            window(model, number)
+            before = [param.grad for param in trainable(model)]
+            optimizer.step()
+            assert all(p.grad is g for p, g in zip(trainable(model), before, strict=True))
+        assert len(grads(ours)) > 10
+        assert_same(grads(ours), grads(theirs), bitwise=True)
+        assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def in_mid_window():
+@on_ranks(2)
+def test_attach_and_detach_in_the_middle_of_a_window():
     """Attached after some microbatches, and detached after some."""
     ours, theirs = make((2,)), make((2,))
     plain, other = ADAMW(trainable(ours), **OPTIONS), ADAMW(trainable(theirs), **OPTIONS)
@@ -73,42 +100,8 @@ def in_mid_window():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def gradients_after_detach(cls, kwargs):
-    """``step`` leaves them, and the next backward adds to them, as with an ordinary optimizer."""
-    ours, theirs = make((2,)), make((2,))
-    options = {"lr": 0.05}
-    overlapped = overlap_optimizer(ours, cls, **options, **kwargs)
-    plain = cls(trainable(theirs), **options)
-    overlapped.detach()
-    for number in range(3):  # without zero_grad()
-        for model, optimizer in ((ours, overlapped), (theirs, plain)):
-            window(model, number)
-            before = [param.grad for param in trainable(model)]
-            optimizer.step()
-            assert all(p.grad is g for p, g in zip(trainable(model), before, strict=True))
-        assert len(grads(ours)) > 10
-        assert_same(grads(ours), grads(theirs), bitwise=True)
-        assert_same(full_state(ours), full_state(theirs), bitwise=True)
-
-
-@pytest.mark.parametrize(
-    ("cls", "kwargs"),
-    [
-        (ADAMW, {}),
-        (SignDescent, {}),  # not pointwise
-        (ADAMW, {"wait": "gather"}),
-        (ADAMW, {"clip": "deferred", "max_norm": 1e-3}),
-    ],
-)
-def test_after_detach_gradients_stay(run_ranks, cls, kwargs):
-    run_ranks(gradients_after_detach, 2, cls, kwargs)
-
-
-def test_attach_and_detach_in_the_middle_of_a_window(run_ranks):
-    run_ranks(in_mid_window, 2)
-
-
-def two_of_them():
+@on_ranks(2)
+def test_two_optimizers_share_a_unit():
     """Matrices by one optimizer, all else by another."""
     ours, theirs = make((2,)), make((2,))
     made = {}
@@ -144,22 +137,22 @@ def two_of_them():
     ordinary.step()
 
 
-def test_two_optimizers_share_a_unit(run_ranks):
-    run_ranks(two_of_them, 2)
-
-
-def another_class():
+@on_ranks(2)
+def test_any_other_optimizer():
     train_both(lambda: make((2,)), SignDescent, {"lr": 0.01}, schedule="RF")
-
-
-def test_any_other_optimizer(run_ranks):
-    run_ranks(another_class, 2)
 
 
 # --- clipping ------------------------------------------------------------------------------
 
 
-def clipped(limits):
+@on_ranks(2)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_unit_norm": 0.1}, {"clip_value": 0.01}, {"clip_value": 0.05, "max_unit_norm": 0.1}],
+    ids=str,
+)
+def test_clipping_of_each_unit(limits):
     ours, theirs = make((2,)), make((2,))
     overlapped = overlap_optimizer(ours, ADAMW, **OPTIONS, **limits)
     plain = ADAMW(trainable(theirs), **OPTIONS)
@@ -180,16 +173,6 @@ def clipped(limits):
         plain.step()
         plain.zero_grad()
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize(
-    "limits",
-    [{"max_unit_norm": 0.1}, {"clip_value": 0.01}, {"clip_value": 0.05, "max_unit_norm": 0.1}],
-    ids=str,
-)
-def test_clipping_of_each_unit(run_ranks, limits):
-    run_ranks(clipped, 2, limits)
 
 
 # --- errors --------------------------------------------------------------------------------
@@ -239,7 +222,8 @@ def test_errors_come_before_anything_is_touched(run_ranks):
     run_ranks(refused, 2)
 
 
-def failed():
+@on_ranks(2)
+def test_a_backward_that_fails():
     """After a backward that has raised, the next window is a window like any other."""
     ours, theirs = make((2,)), make((2,))
     overlapped = overlap_optimizer(ours, torch.optim.SGD, lr=0.1)
@@ -263,11 +247,8 @@ def failed():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_a_backward_that_fails(run_ranks):
-    run_ranks(failed, 2)
-
-
-def dropped():
+@on_ranks(2)
+def test_a_deleted_model_is_gone():
     """Nothing keeps a model alive, and a model keeps its optimizer."""
     gc.collect()
     gc.disable()
@@ -287,7 +268,3 @@ def dropped():
         gc.enable()
         with contextlib.suppress(Exception):
             gc.collect()
-
-
-def test_a_deleted_model_is_gone(run_ranks):
-    run_ranks(dropped, 2)

@@ -16,9 +16,12 @@ from tests.support.optimizers import (
     trainable,
 )
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 
-def every_way():
+@on_ranks(2)
+@pytest.mark.full
+def test_every_way_through_a_unit():
     for kwargs in ({"reshard_after_forward": False}, {"reshard_after_forward": True}):
         train_both(lambda kwargs=kwargs: make((2,), **kwargs), ADAMW, OPTIONS)
 
@@ -34,11 +37,6 @@ def every_way():
         train_both(lambda: make((2,)), ADAMW, OPTIONS, schedule=schedule, rest=True)
 
 
-@pytest.mark.full
-def test_every_way_through_a_unit(run_ranks):
-    run_ranks(every_way, 2)
-
-
 class Rests(Net):
     """``rest``: a number of microbatches after which the last block is not used any more."""
 
@@ -49,17 +47,15 @@ class Rests(Net):
         return super().forward(x, rest=self.calls % 3 == 0)
 
 
-def rests_at_last():
+@on_ranks(2)
+@pytest.mark.full
+def test_a_unit_that_rests_in_the_last_microbatch():
     for schedule in ("FFF", "NNF", "RRF"):
         train_both(lambda: make((2,), model=Rests()), ADAMW, OPTIONS, schedule=schedule)
 
 
-@pytest.mark.full
-def test_a_unit_that_rests_in_the_last_microbatch(run_ranks):
-    run_ranks(rests_at_last, 2)
-
-
-def finalized():
+@on_ranks(2)
+def test_finalizing_ends_a_window():
     ours, theirs = make((2,)), make((2,))
     overlapped = overlap_optimizer(ours, ADAMW, **OPTIONS)
     plain = ADAMW(trainable(theirs), **OPTIONS)
@@ -77,11 +73,8 @@ def finalized():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_finalizing_ends_a_window(run_ranks):
-    run_ranks(finalized, 2)
-
-
-def by_microbatches():
+@on_ranks(2)
+def test_microbatches():
     ours, theirs = make((2,)), make((2,))
     overlapped = overlap_optimizer(ours, ADAMW, **OPTIONS)
     plain = ADAMW(trainable(theirs), **OPTIONS)
@@ -96,11 +89,8 @@ def by_microbatches():
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def test_microbatches(run_ranks):
-    run_ranks(by_microbatches, 2)
-
-
-def with_closure():
+@on_ranks(2)
+def test_a_closure():
     model, other = make((2,)), make((2,))
     overlapped, plain = overlap_optimizer(model, ADAMW), ADAMW(trainable(other))
     losses = []
@@ -115,7 +105,3 @@ def with_closure():
         losses.append(optimizer.step(closure).item())
     assert losses[0] == losses[1]
     assert_same(full_state(model), full_state(other), bitwise=True)
-
-
-def test_a_closure(run_ranks):
-    run_ranks(with_closure, 2)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from tests.house.sources import ROOT
+from tests import ROOT
 from tests.support import stand_in_optimizers as stand_ins
 from tests.support.models import UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
@@ -197,7 +197,8 @@ def adafactor(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def resumed():
+@on_ranks(2)
+def test_adafactor_goes_on_from_its_state_dict():
     """States of unsharded steps are plain tensors, and an optimizer that loads them goes on."""
     models = [made(Row(name="", cls=torch.optim.Adafactor), "sharded", (2,))[0] for _ in range(3)]
     straight, before, after = models
@@ -214,43 +215,11 @@ def resumed():
     assert_same(full_state(after), full_state(straight), bitwise=True)
 
 
-def test_adafactor_goes_on_from_its_state_dict(run_ranks):
-    run_ranks(resumed, 2)
-
-
 class Reads(stand_ins.StandIn):
     """Keeps the norm that a step has read as a number."""
 
     def step_one(self, group, param, grad, state):
         state["norm"] = param.norm().item()
-
-
-def numbers_read(overlapped):
-    model = seeded(UnevenMlp())
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit)
-    make = meshard.overlap_optimizer if overlapped else lambda m, cls: cls(m.parameters())
-    optimizer = make(model, Reads)
-    weight = model.layers[1].weight
-
-    def closure():
-        model(torch.ones(2, 7)).sum().backward()
-        if torch.distributed.get_rank() == 0:  # a norm that is differentiated sends in torch 2.15
-            assert weight.detach().norm().item() < norm  # alone, in a closure
-
-    norm = weight.full_tensor().norm().item()
-    optimizer.step(closure)
-    assert optimizer.state[weight]["norm"] == pytest.approx(norm)
-    if torch.distributed.get_rank() == 0:
-        assert weight.detach().norm().item() < norm  # alone, after the step
-    optimizer.register_step_pre_hook(raise_for_a_test)
-    try:
-        optimizer.step()
-    except ZeroDivisionError:
-        if torch.distributed.get_rank() == 0:
-            assert weight.detach().norm().item() < norm  # alone, after a step that raised
-    else:
-        raise AssertionError("the hook has not raised")
 
 
 def raise_for_a_test(*_):
@@ -291,7 +260,8 @@ def test_a_step_that_raised_is_over_in_the_next_step_of_another_model():
     assert weight.full_tensor().norm() > 0  # no rank is left behind in a collective
 
 
-def nested():
+@on_ranks(2)
+def test_a_step_inside_a_step_does_not_end_it():
     model = seeded(UnevenMlp())
     for unit in (*model.layers, model):
         meshard.fully_shard(unit)
@@ -303,16 +273,38 @@ def nested():
     assert optimizer.state[weight]["norm"] == pytest.approx(norm)
 
 
-def test_a_step_inside_a_step_does_not_end_it(run_ranks):
-    run_ranks(nested, 2)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(run_ranks, overlapped):
-    run_ranks(numbers_read, 2, overlapped)
+def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(overlapped):
+    model = seeded(UnevenMlp())
+    for unit in (*model.layers, model):
+        meshard.fully_shard(unit)
+    make = meshard.overlap_optimizer if overlapped else lambda m, cls: cls(m.parameters())
+    optimizer = make(model, Reads)
+    weight = model.layers[1].weight
+
+    def closure():
+        model(torch.ones(2, 7)).sum().backward()
+        if torch.distributed.get_rank() == 0:  # a norm that is differentiated sends in torch 2.15
+            assert weight.detach().norm().item() < norm  # alone, in a closure
+
+    norm = weight.full_tensor().norm().item()
+    optimizer.step(closure)
+    assert optimizer.state[weight]["norm"] == pytest.approx(norm)
+    if torch.distributed.get_rank() == 0:
+        assert weight.detach().norm().item() < norm  # alone, after the step
+    optimizer.register_step_pre_hook(raise_for_a_test)
+    try:
+        optimizer.step()
+    except ZeroDivisionError:
+        if torch.distributed.get_rank() == 0:
+            assert weight.detach().norm().item() < norm  # alone, after a step that raised
+    else:
+        raise AssertionError("the hook has not raised")
 
 
-def made_from_the_module():
+@on_ranks(2)
+def test_a_factory_that_leaves_out_its_param_groups_is_refused():
     """In backward the module holds unsharded parameters of the unit."""
     model = torch.nn.Sequential(*(torch.nn.Linear(7, 7) for _ in range(3)))
     for unit in (model[0], model[1], model):
@@ -320,10 +312,6 @@ def made_from_the_module():
     meshard.overlap_optimizer(model, lambda groups: stand_ins.Lamb(model.parameters()))
     with pytest.raises(RuntimeError, match="make it from the param groups that are passed"):
         model(torch.ones(2, 7)).sum().backward()
-
-
-def test_a_factory_that_leaves_out_its_param_groups_is_refused(run_ranks):
-    run_ranks(made_from_the_module, 2)
 
 
 def test_the_page_has_a_row_for_each_and_no_other():

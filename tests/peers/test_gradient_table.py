@@ -3,7 +3,7 @@
 What a line says follows from its row in the files of peers, which run both libraries.
 """
 
-from tests.house.sources import ROOT
+from tests import ROOT
 from tests.peers import test_peer_gradients as gradients
 from tests.peers import test_peer_programs as programs
 from tests.peers import test_peer_state as state

@@ -27,6 +27,7 @@ from tests.support.fake_device import FakeDevice
 from tests.support.fake_device import Recorder as StreamRecorder
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL
 from tests.support.stream_steps import MIXED, make_model
 
@@ -300,7 +301,9 @@ def test_parameters_that_no_rank_used_get_nothing_from_a_hook(run_ranks):
     run_ranks(unused, 2)
 
 
-def divided(factor):
+@on_ranks(2)
+@pytest.mark.parametrize("factor", [None, 1.0, 6.0])
+def test_a_divide_factor_holds_with_a_hook(factor):
     """A divide factor counts from what the hook divides by."""
     grads = []
     for hook in (None, default_hooks.allreduce_hook):
@@ -313,12 +316,8 @@ def divided(factor):
     assert_same(*grads)
 
 
-@pytest.mark.parametrize("factor", [None, 1.0, 6.0])
-def test_a_divide_factor_holds_with_a_hook(run_ranks, factor):
-    run_ranks(divided, 2, factor)
-
-
-def uneven():
+@on_ranks(2)
+def test_uneven_batches_with_a_hook():
     grads = []
     for hook in (None, default_hooks.allreduce_hook):
         model = meshard.replicate(seeded(Net()))
@@ -334,22 +333,7 @@ def uneven():
     assert_same(grads[1], grads[3])
 
 
-def test_uneven_batches_with_a_hook(run_ranks):
-    run_ranks(uneven, 2)
-
-
-def narrow(policy, dtype):
-    model, plain, hook = seeded(MlpStack()), seeded(MlpStack()), Recorder()
-    for each in (model, plain):
-        meshard.replicate(each, mp_policy=policy)
-    model.register_comm_hook(None, hook)
-    for each in (model, plain):
-        each(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
-    assert [kind for _, _, kind, _ in hook.calls] == [dtype]
-    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
-    assert_same(full_grads(model), full_grads(plain), torch.bfloat16)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
@@ -361,8 +345,16 @@ def narrow(policy, dtype):
         (MixedPrecisionPolicy(reduce_dtype=torch.float16), torch.float16),
     ],
 )
-def test_a_bucket_has_the_dtype_of_reductions(run_ranks, policy, dtype):
-    run_ranks(narrow, 2, policy, dtype)
+def test_a_bucket_has_the_dtype_of_reductions(policy, dtype):
+    model, plain, hook = seeded(MlpStack()), seeded(MlpStack()), Recorder()
+    for each in (model, plain):
+        meshard.replicate(each, mp_policy=policy)
+    model.register_comm_hook(None, hook)
+    for each in (model, plain):
+        each(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+    assert [kind for _, _, kind, _ in hook.calls] == [dtype]
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+    assert_same(full_grads(model), full_grads(plain), torch.bfloat16)
 
 
 # --- hooks of users ----------------------------------------------------------------------------
@@ -391,7 +383,8 @@ def halve_later(state, bucket):
     return future
 
 
-def late():
+@on_ranks(1)
+def test_a_future_may_be_done_later_and_hold_another_tensor():
     model, plain = seeded(Net()), seeded(Net())
     meshard.replicate(model, bucket_cap_mb=SMALL).register_comm_hook(None, halve_later)
     for x in batches(3):
@@ -401,10 +394,6 @@ def late():
         assert_same(full_grads(model), expected, bitwise=True)
         model.zero_grad()
         plain.zero_grad()
-
-
-def test_a_future_may_be_done_later_and_hold_another_tensor(run_ranks):
-    run_ranks(late, 1)
 
 
 class Failing:
@@ -426,7 +415,9 @@ class Failing:
         raise ArithmeticError("the hook is out of luck")
 
 
-def failing(in_future):
+@on_ranks(2)
+@pytest.mark.parametrize("in_future", [False, True])
+def test_a_hook_that_raises_ends_the_step_only(in_future):
     model, plain = seeded(Net()), seeded(Net())
     hook = Failing(in_future=in_future)
     meshard.replicate(model, bucket_cap_mb=SMALL).register_comm_hook(None, hook)
@@ -441,12 +432,8 @@ def failing(in_future):
     assert_same(full_grads(model), full_grads(plain), bitwise=True)
 
 
-@pytest.mark.parametrize("in_future", [False, True])
-def test_a_hook_that_raises_ends_the_step_only(run_ranks, in_future):
-    run_ranks(failing, 2, in_future)
-
-
-def wrong():
+@on_ranks(1)
+def test_what_a_hook_must_return_is_said():
     def tensor(state, bucket):
         return bucket.buffer()
 
@@ -463,11 +450,8 @@ def wrong():
             layer(torch.ones(1, 2)).sum().backward()
 
 
-def test_what_a_hook_must_return_is_said(run_ranks):
-    run_ranks(wrong, 1)
-
-
-def refused():
+@on_ranks(1)
+def test_a_second_hook_is_refused():
     layer = meshard.replicate(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"callable as hook\(state, bucket\), got None"):
         layer.register_comm_hook(None, None)
@@ -476,14 +460,11 @@ def refused():
         layer.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-def test_a_second_hook_is_refused(run_ranks):
-    run_ranks(refused, 1)
-
-
 # --- with other features -----------------------------------------------------------------------
 
 
-def overlapped():
+@on_ranks(2)
+def test_overlapped_steps_and_buckets_that_stay():
     """The optimizer's step in backward sees what the hook has made; buckets stay as they are."""
     models = [meshard.replicate(seeded(Net()), bucket_cap_mb=SMALL) for _ in range(2)]
     hooks = [Recorder(), Recorder()]
@@ -506,11 +487,8 @@ def overlapped():
         models[0].zero_grad()
 
 
-def test_overlapped_steps_and_buckets_that_stay(run_ranks):
-    run_ranks(overlapped, 2)
-
-
-def copied():
+@on_ranks(2)
+def test_a_copy_has_no_hook():
     model, hook = meshard.replicate(seeded(Net()), bucket_cap_mb=SMALL), Recorder()
     model.register_comm_hook(None, hook)
     other = copy.deepcopy(model)
@@ -525,10 +503,6 @@ def copied():
     run(other, x)
     assert hook.take() != []
     assert_same(full_grads(other), full_grads(model), bitwise=True)
-
-
-def test_a_copy_has_no_hook(run_ranks):
-    run_ranks(copied, 2)
 
 
 def windows_of_hooks():
@@ -599,7 +573,9 @@ class Counted:
         return dist.all_reduce(tensor, op, group, async_op)
 
 
-def custom(is_sharded):
+@on_ranks(2)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_custom_all_reduce(is_sharded):
     grads, mine = [], Counted()
     for comm in (None, mine):
         model = seeded(MlpStack())
@@ -629,8 +605,3 @@ def custom(is_sharded):
         model.set_custom_all_reduce(undo)
         # Not only the same sums: gathers through shared memory, and buffers that are kept.
         assert model._meshard_unit.group.comm is model._meshard_unit.lifecycle.comm
-
-
-@pytest.mark.parametrize("is_sharded", [False, True])
-def test_a_custom_all_reduce(run_ranks, is_sharded):
-    run_ranks(custom, 2, is_sharded)

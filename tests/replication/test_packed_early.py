@@ -17,6 +17,7 @@ from meshard import GradientSync
 from meshard._comm import gradient_buffer
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.models import Table
+from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, compressed, run
 
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
@@ -27,7 +28,8 @@ def packing_early():
     return mock.patch.object(gradient_buffer, "_LARGE", 1)
 
 
-def seen_on_the_way():
+@on_ranks(2)
+def test_large_gradients_do_not_wait_for_the_bucket():
     """While the first layer computes, the largest gradient is no tensor of its own any more."""
     with packing_early():
         pair = Pair(bucket_cap_mb=25)
@@ -51,10 +53,6 @@ def seen_on_the_way():
         pair.assert_views()
 
 
-def test_large_gradients_do_not_wait_for_the_bucket(run_ranks):
-    run_ranks(seen_on_the_way, 2)
-
-
 class InParts(nn.Module):
     """A part that is used in two reentrant checkpoints, and outside of them."""
 
@@ -75,7 +73,9 @@ class InParts(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=True)
 
 
-def in_parts(mode):
+@on_ranks(2)
+@pytest.mark.parametrize("mode", GradientSync)
+def test_gradients_that_arrive_in_parts(mode):
     with packing_early():
         pair = Pair(InParts(), bucket_cap_mb=25)
         for window in range(3):
@@ -87,12 +87,8 @@ def in_parts(mode):
             pair.update()
 
 
-@pytest.mark.parametrize("mode", GradientSync)
-def test_gradients_that_arrive_in_parts(run_ranks, mode):
-    run_ranks(in_parts, 2, mode)
-
-
-def hooked():
+@on_ranks(2)
+def test_hooks_see_one_microbatch():
     """Hooks of parameters, and those on arrived gradients, see those of one microbatch."""
     with packing_early():
         pair = Pair(bucket_cap_mb=25)
@@ -127,11 +123,8 @@ def hooked():
                 handle.remove()
 
 
-def test_hooks_see_one_microbatch(run_ranks):
-    run_ranks(hooked, 2)
-
-
-def used_late():
+@on_ranks(2)
+def test_parameters_that_are_used_late_in_a_window():
     """A parameter that is first used in a later microbatch, with a hook that sees the sum."""
     with packing_early():
         model = Table([(4,), (5,), (6,)], [torch.float32] * 3)
@@ -154,10 +147,6 @@ def used_late():
             assert [param.grad.unique().tolist() for param in model.params] == [[2], [1], [2]]
             assert seen.pop().sum() == 4 * 2 + 5 + 6 * 2
             model.zero_grad()
-
-
-def test_parameters_that_are_used_late_in_a_window(run_ranks):
-    run_ranks(used_late, 2)
 
 
 def divided(kind, large):
@@ -193,13 +182,10 @@ def test_when_gradients_are_divided_makes_no_difference(run_ranks, kind, world):
     run_ranks(divided_early, world, kind)
 
 
-def compressed_early():
+@on_ranks(2)
+def test_gradients_that_travel_compressed():
     with packing_early():
         compressed(bucket_cap_mb=25)
-
-
-def test_gradients_that_travel_compressed(run_ranks):
-    run_ranks(compressed_early, 2)
 
 
 def failed():

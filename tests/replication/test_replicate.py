@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshard
 from tests.support.models import MlpBlock, seeded
+from tests.support.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -86,7 +87,13 @@ def integer_net():
     return model
 
 
-def integers(modes, to_none):
+@on_ranks(2)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(
+    "modes",
+    [("full",), ("none", "full"), ("full", "none", "reduce_scatter", "full"), ("full", "full")],
+)
+def test_any_schedule_gives_the_same_integers(modes, to_none):
     """Any schedule of sync modes gives what one process gives on all batches, bit for bit."""
     size, rank = dist.get_world_size(), dist.get_rank()
     model, plain = integer_net(), integer_net()
@@ -108,15 +115,6 @@ def integers(modes, to_none):
         if window != 1:  # once the next window is added to what is there
             model.zero_grad(set_to_none=to_none)
             plain.zero_grad(set_to_none=to_none)
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize(
-    "modes",
-    [("full",), ("none", "full"), ("full", "none", "reduce_scatter", "full"), ("full", "full")],
-)
-def test_any_schedule_gives_the_same_integers(run_ranks, modes, to_none):
-    run_ranks(integers, 2, modes, to_none)
 
 
 class Branches(nn.Module):
@@ -164,7 +162,8 @@ def test_ranks_may_use_different_parameters(run_ranks, world):
     run_ranks(divergent, world)
 
 
-def gradients_are_views():
+@on_ranks(2)
+def test_gradients_are_views_of_buckets_at_stable_addresses():
     model = seeded(Net(), 0)
     meshard.replicate(model)
     assert all(param.grad is None for param in model.parameters())
@@ -177,10 +176,6 @@ def gradients_are_views():
         addresses.append([grad.data_ptr() for grad in grads])
         model.zero_grad()
     assert addresses[1] == addresses[2] == addresses[3]  # after the buckets were made anew
-
-
-def test_gradients_are_views_of_buckets_at_stable_addresses(run_ranks):
-    run_ranks(gradients_are_views, 2)
 
 
 def poisoned(to_none):
@@ -200,7 +195,8 @@ def test_what_a_bucket_holds_after_zero_grad_never_shows(run_ranks):
     run_ranks(poisoned, 2, True)
 
 
-def users_of_gradients():
+@on_ranks(2)
+def test_gradients_that_users_replace_are_taken_over():
     model, plain = integer_net(), integer_net()
     meshard.replicate(model)
     x = torch.arange(6.0).view(2, 3)
@@ -220,11 +216,8 @@ def users_of_gradients():
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_gradients_that_users_replace_are_taken_over(run_ranks):
-    run_ranks(users_of_gradients, 2)
-
-
-def hooked():
+@on_ranks(2)
+def test_hooks_of_parameters_see_the_gradients_of_this_rank():
     rank = dist.get_rank()
     model = integer_net()
     meshard.replicate(model)
@@ -239,7 +232,3 @@ def hooked():
     assert len(seen) == 1
     assert torch.equal(model[0].weight.grad, plain[0].weight.grad)  # twice the mean
     assert torch.equal(model[1].weight.grad * 2, plain[1].weight.grad)
-
-
-def test_hooks_of_parameters_see_the_gradients_of_this_rank(run_ranks):
-    run_ranks(hooked, 2)

@@ -8,6 +8,7 @@ from torch.func import functional_call
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
+from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, Pair, run
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -27,7 +28,11 @@ def run_wide(model, x):
     integer_loss(model(x).float()).backward()
 
 
-def computes_in(dtype, reduce_dtype, as_views):
+@on_ranks(2)
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [None, FP32, FP16])
+@pytest.mark.parametrize("dtype", [BF16, FP64])
+def test_copies_of_parameters_compute_in_another_dtype(dtype, reduce_dtype, as_views):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     pair = Pair(mp_policy=policy, gradient_as_bucket_view=as_views)
     ways = run_wide, computing_in(dtype)
@@ -45,14 +50,8 @@ def computes_in(dtype, reduce_dtype, as_views):
         assert param.dtype == param.grad.dtype == FP32
 
 
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("reduce_dtype", [None, FP32, FP16])
-@pytest.mark.parametrize("dtype", [BF16, FP64])
-def test_copies_of_parameters_compute_in_another_dtype(run_ranks, dtype, reduce_dtype, as_views):
-    run_ranks(computes_in, 2, dtype, reduce_dtype, as_views)
-
-
-def outputs():
+@on_ranks(2)
+def test_inputs_and_outputs_are_cast_as_the_policy_says():
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32, cast_forward_inputs=False)
     model = meshard.replicate(IntegerModel(), mp_policy=policy)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -61,11 +60,8 @@ def outputs():
     assert all(param.dtype == FP32 for param in model.parameters())
 
 
-def test_inputs_and_outputs_are_cast_as_the_policy_says(run_ranks):
-    run_ranks(outputs, 2)
-
-
-def frozen_copies():
+@on_ranks(2)
+def test_copies_follow_what_is_done_to_parameters():
     """What computes in another dtype sees what is done to what it is a copy of."""
     pair = Pair(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
     ways = run_wide, computing_in(BF16)
@@ -83,11 +79,13 @@ def frozen_copies():
     pair.steps(range(3, 6), *ways)
 
 
-def test_copies_follow_what_is_done_to_parameters(run_ranks):
-    run_ranks(frozen_copies, 2)
-
-
-def narrow_parameters(dtype, reduce_dtype, accumulate_dtype, as_views):
+@on_ranks(2)
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("reduce_dtype", "accumulate_dtype"), [(FP32, None), (None, FP32)])
+def test_narrow_gradients_are_added_up_in_more_bits(
+    dtype, reduce_dtype, accumulate_dtype, as_views
+):
     """Parameters of few bits: gradients of a window are added up in more."""
     model = nn.Linear(3, 2, bias=False, dtype=dtype)
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype)
@@ -100,16 +98,8 @@ def narrow_parameters(dtype, reduce_dtype, accumulate_dtype, as_views):
     assert (model.weight.grad == 260).all()
 
 
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("reduce_dtype", "accumulate_dtype"), [(FP32, None), (None, FP32)])
-def test_narrow_gradients_are_added_up_in_more_bits(
-    run_ranks, dtype, reduce_dtype, accumulate_dtype, as_views
-):
-    run_ranks(narrow_parameters, 2, dtype, reduce_dtype, accumulate_dtype, as_views)
-
-
-def edited_copies():
+@on_ranks(2)
+def test_changes_of_narrow_gradients_count():
     """A copy of the sum that was changed (clipped, unscaled) counts as changed."""
     model = nn.Linear(3, 2, bias=False, dtype=BF16)
     meshard.replicate(model)
@@ -126,20 +116,13 @@ def edited_copies():
     assert model.num_replaced_gradients == 0
 
 
-def test_changes_of_narrow_gradients_count(run_ranks):
-    run_ranks(edited_copies, 2)
-
-
-def large_half():
+@on_ranks(4)
+def test_a_half_precision_wire_does_not_overflow():
     """Sums of float16 that overflow, if they are divided after it."""
     model = nn.Linear(2, 2, bias=False)
     meshard.replicate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP16))
     (model(torch.full((1, 2), 20000.0))).sum().backward()
     assert (model.weight.grad == 20000).all()
-
-
-def test_a_half_precision_wire_does_not_overflow(run_ranks):
-    run_ranks(large_half, 4)
 
 
 class Mixed(IntegerModel):
@@ -159,7 +142,10 @@ class Mixed(IntegerModel):
         return ternary(x + self.shift)
 
 
-def mixed(as_views, cap):
+@on_ranks(2)
+@pytest.mark.parametrize("cap", [SMALL, 25])
+@pytest.mark.parametrize("as_views", [True, False])
+def test_parameters_of_several_dtypes(as_views, cap):
     pair = Pair(Mixed(), gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
     for unit in pair.ours._meshard_buckets.units:
         assert len({param.sharded.dtype for param in unit.group.params}) == 1
@@ -169,12 +155,6 @@ def mixed(as_views, cap):
         pair.compare()
     if as_views:
         assert pair.ours.num_replaced_gradients == 0
-
-
-@pytest.mark.parametrize("cap", [SMALL, 25])
-@pytest.mark.parametrize("as_views", [True, False])
-def test_parameters_of_several_dtypes(run_ranks, as_views, cap):
-    run_ranks(mixed, 2, as_views, cap)
 
 
 def autocast():

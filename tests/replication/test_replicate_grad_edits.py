@@ -9,10 +9,12 @@ from torch import nn
 
 import meshard
 from tests.support.integer_model import integer_batch, integer_loss
+from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair
 
 
-def frozen_with_a_gradient():
+@on_ranks(2)
+def test_a_gradient_that_is_left_when_a_parameter_is_frozen_was_not_replaced():
     pair = Pair(bucket_cap_mb=25)
     pair.backward(0)
     for model in (pair.ours, pair.plain):
@@ -25,11 +27,8 @@ def frozen_with_a_gradient():
     assert pair.ours.num_replaced_gradients == 0
 
 
-def test_a_gradient_that_is_left_when_a_parameter_is_frozen_was_not_replaced(run_ranks):
-    run_ranks(frozen_with_a_gradient, 2)
-
-
-def replaced_in_a_window():
+@on_ranks(2)
+def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
     pair = Pair()
     pair.steps(range(2))  # buckets are final
     pair.backward(0)
@@ -48,11 +47,8 @@ def replaced_in_a_window():
     assert pair.ours.num_replaced_gradients == 1
 
 
-def test_a_replaced_gradient_is_counted_when_it_is_taken_over(run_ranks):
-    run_ranks(replaced_in_a_window, 2)
-
-
-def of_an_earlier_step():
+@on_ranks(2)
+def test_a_gradient_of_an_earlier_step_may_come_back():
     pair = Pair()
     pair.steps(range(2))  # buckets are final
     pair.backward(2)
@@ -69,11 +65,8 @@ def of_an_earlier_step():
     pair.compare()
 
 
-def test_a_gradient_of_an_earlier_step_may_come_back(run_ranks):
-    run_ranks(of_an_earlier_step, 2)
-
-
-def sparse():
+@on_ranks(2)
+def test_a_sparse_gradient_of_the_user_is_added():
     pair = Pair()
     for model in (pair.ours, pair.plain):
         model.shift.grad = torch.tensor([0.0, 3.0, 0.0, 1.0])
@@ -82,11 +75,8 @@ def sparse():
     pair.compare()
 
 
-def test_a_sparse_gradient_of_the_user_is_added(run_ranks):
-    run_ranks(sparse, 2)
-
-
-def arrivals():
+@on_ranks(1)
+def test_arrivals_keep_their_first_order():
     model = meshard.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     buckets = model._meshard_buckets
     for index in (2, 0, 2, 1, 0):
@@ -94,11 +84,8 @@ def arrivals():
     assert buckets._agreed_order() == [2, 0, 1, 3]
 
 
-def test_arrivals_keep_their_first_order(run_ranks):
-    run_ranks(arrivals, 1)
-
-
-def two_optimizers():
+@on_ranks(2)
+def test_a_param_group_of_another_optimizer_in_backward_is_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for layer in (*model, model):
         meshard.fully_shard(layer)
@@ -109,10 +96,6 @@ def two_optimizers():
     assert len(second.param_groups) == 1
     first.detach()
     second.add_param_group({"params": [*model[0].parameters()]})
-
-
-def test_a_param_group_of_another_optimizer_in_backward_is_refused(run_ranks):
-    run_ranks(two_optimizers, 2)
 
 
 def start_from_the_first_rank(dtype):
@@ -131,14 +114,11 @@ def test_buffers_of_any_dtype_start_from_the_first_rank(run_ranks, dtype):
     assert first == second == expected
 
 
-def an_expanded_buffer():
+@on_ranks(2)
+def test_an_expanded_buffer_is_named():
     model = nn.Linear(2, 2)
     model.register_buffer("ones", torch.ones(1).expand(3))
     with pytest.raises(ValueError, match="buffer 'ones' is expanded"):
         meshard.replicate(model)
     assert type(model) is nn.Linear
     meshard.replicate(model, init_sync=False)
-
-
-def test_an_expanded_buffer_is_named(run_ranks):
-    run_ranks(an_expanded_buffer, 2)

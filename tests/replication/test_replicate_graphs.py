@@ -14,7 +14,7 @@ import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import Pair, run
 
 
@@ -34,7 +34,9 @@ def penalty_of_parameters(model, x):
     (output.sum() + sum(slope.square().sum() for slope in slopes)).backward()
 
 
-def penalised(way):
+@on_ranks(2)
+@pytest.mark.parametrize("way", [penalty_of_inputs, penalty_of_parameters])
+def test_gradients_of_gradients(way):
     pair = Pair(smooth().double())
 
     def double(model, x):
@@ -48,12 +50,10 @@ def penalised(way):
     assert pair.ours.num_replaced_gradients == 0
 
 
-@pytest.mark.parametrize("way", [penalty_of_inputs, penalty_of_parameters])
-def test_gradients_of_gradients(run_ranks, way):
-    run_ranks(penalised, 2, way)
-
-
-def compiled(what):
+@on_ranks(2, timeout=120)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize("what", ["blocks", "module", "wrapper"])
+def test_compiled(what):
     model = smooth()
     if what == "blocks":
         for layer in model:
@@ -78,13 +78,8 @@ def compiled(what):
     pair.assert_views()
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("what", ["blocks", "module", "wrapper"])
-def test_compiled(run_ranks, what):
-    run_ranks(compiled, 2, what, timeout=120)
-
-
-def forward_alone():
+@on_ranks(2)
+def test_forward_may_be_called_directly():
     pair = Pair()
 
     def way(model, x):
@@ -93,11 +88,9 @@ def forward_alone():
     pair.steps(range(3), way, way)
 
 
-def test_forward_may_be_called_directly(run_ranks):
-    run_ranks(forward_alone, 2)
-
-
-def cleared_in_part(as_views):
+@on_ranks(2)
+@pytest.mark.parametrize("as_views", [True, False])
+def test_some_gradients_may_be_cleared_and_others_changed(as_views):
     pair = Pair(gradient_as_bucket_view=as_views)
     for number in range(4):
         pair.backward(number)
@@ -117,12 +110,8 @@ def cleared_in_part(as_views):
     assert pair.ours.num_replaced_gradients == 0
 
 
-@pytest.mark.parametrize("as_views", [True, False])
-def test_some_gradients_may_be_cleared_and_others_changed(run_ranks, as_views):
-    run_ranks(cleared_in_part, 2, as_views)
-
-
-def reset():
+@on_ranks(2)
+def test_interrupted_windows_are_forgotten():
     """An interrupted window is forgotten; gradients of one that had ended are not."""
     pair = Pair()
     pair.step(0)
@@ -138,20 +127,13 @@ def reset():
     pair.step(3)
 
 
-def test_interrupted_windows_are_forgotten(run_ranks):
-    run_ranks(reset, 2)
-
-
-def hooks_return_others():
+@on_ranks(2)
+def test_hooks_may_return_other_tensors():
     pair = Pair()
     for model in (pair.ours, pair.plain):
         for param in model.parameters():
             param.register_hook(lambda grad: grad.clone() * 2)
     pair.steps(range(3))
-
-
-def test_hooks_may_return_other_tensors(run_ranks):
-    run_ranks(hooks_return_others, 2)
 
 
 class Around(nn.Module):
@@ -166,7 +148,8 @@ class Around(nn.Module):
         return self.inner(x) + self.shift
 
 
-def copied_around():
+@on_ranks(2)
+def test_modules_around_may_be_copied():
     pair = Pair()
     pair.steps(range(2))
     twin = copy.deepcopy(Around(pair.ours))
@@ -180,11 +163,8 @@ def copied_around():
     pair.steps(range(3, 5))
 
 
-def test_modules_around_may_be_copied(run_ranks):
-    run_ranks(copied_around, 2)
-
-
-def one_layer():
+@on_ranks(2)
+def test_parts_of_a_model_may_be_replicated_by_themselves():
     model = IntegerModel()
     meshard.replicate(model.blocks[0])
     meshard.replicate(model.blocks[1])
@@ -193,10 +173,6 @@ def one_layer():
         weight = block.linear.weight.grad.clone()
         dist.broadcast(weight, 0)
         assert torch.equal(weight, block.linear.weight.grad)
-
-
-def test_parts_of_a_model_may_be_replicated_by_themselves(run_ranks):
-    run_ranks(one_layer, 2)
 
 
 class Recomputed(nn.Module):

@@ -19,6 +19,7 @@ from meshard import MixedPrecisionPolicy
 from tests.support.integer_model import IntegerModel, integer_batch
 from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import seeded
+from tests.support.ranks import on_ranks
 from tests.support.replicated import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +210,8 @@ def test_gradients_at_the_peak_take_what_ddp_takes_with_views(run_ranks, name):
 # --- in later steps ---------------------------------------------------------------------------
 
 
-def steady():
+@on_ranks(2)
+def test_a_step_allocates_no_memory_for_gradients():
     model = replicated()()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     places = set()
@@ -231,11 +233,8 @@ def steady():
     assert sum(found) - sum(by_itself) < 0.01 * WHOLE
 
 
-def test_a_step_allocates_no_memory_for_gradients(run_ranks):
-    run_ranks(steady, 2)
-
-
-def accumulating():
+@on_ranks(2)
+def test_accumulation_is_in_the_bucket():
     """Between microbatches there is the bucket, and nothing else."""
     model = replicated()()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -255,11 +254,19 @@ def accumulating():
         model.zero_grad()
 
 
-def test_accumulation_is_in_the_bucket(run_ranks):
-    run_ranks(accumulating, 2)
-
-
-def train_and_delete(steps, kwargs):
+@on_ranks(2)
+@pytest.mark.default_rows(1)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"gradient_as_bucket_view": False, "broadcast_buffers": True},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+    ],
+    ids=["plain", "no views", "bfloat16"],
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_deleted_model_frees_every_byte_without_the_garbage_collector(steps, kwargs):
     meshard.replicate(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()  # imports modules
     settle()
     gc.disable()
@@ -287,22 +294,8 @@ def train_and_delete(steps, kwargs):
         gc.enable()
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"gradient_as_bucket_view": False, "broadcast_buffers": True},
-        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
-    ],
-    ids=["plain", "no views", "bfloat16"],
-)
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_deleted_model_frees_every_byte_without_the_garbage_collector(run_ranks, steps, kwargs):
-    run_ranks(train_and_delete, 2, steps, kwargs)
-
-
-def copies_for_compute():
+@on_ranks(2)
+def test_copies_for_compute_last_as_long_as_a_step():
     """Copies in another dtype take memory from forward to the end of backward only."""
     model = replicated(mp_policy=MixedPrecisionPolicy(torch.bfloat16))()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -321,7 +314,3 @@ def copies_for_compute():
     del loss
     model.zero_grad()
     assert bytes_at_rest() == resting
-
-
-def test_copies_for_compute_last_as_long_as_a_step(run_ranks):
-    run_ranks(copies_for_compute, 2)

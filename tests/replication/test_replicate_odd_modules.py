@@ -7,6 +7,7 @@ from torch import nn
 
 import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, Pair, run
 
 
@@ -19,7 +20,11 @@ class CastInPart(IntegerModel):
         return x.to(self.shift.dtype) + self.shift
 
 
-def cast_in_part(when, keep_grads, cap):
+@on_ranks(2)
+@pytest.mark.parametrize("cap", [SMALL, 25])
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("when", [1, 3])
+def test_a_submodule_may_be_cast(when, keep_grads, cap):
     pair = Pair(CastInPart(), bucket_cap_mb=cap)
     for number in range(5):
         if number == when:
@@ -36,14 +41,8 @@ def cast_in_part(when, keep_grads, cap):
             pair.update()
 
 
-@pytest.mark.parametrize("cap", [SMALL, 25])
-@pytest.mark.parametrize("keep_grads", [False, True])
-@pytest.mark.parametrize("when", [1, 3])
-def test_a_submodule_may_be_cast(run_ranks, when, keep_grads, cap):
-    run_ranks(cast_in_part, 2, when, keep_grads, cap)
-
-
-def wide_after_a_cast():
+@on_ranks(2)
+def test_a_cast_counts_for_what_is_sent():
     """Gradients have the bits of the new dtype, on the wire too."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
     meshard.replicate(model)
@@ -58,11 +57,8 @@ def wide_after_a_cast():
     assert model[0].weight.grad.item() == 2 / 3
 
 
-def test_a_cast_counts_for_what_is_sent(run_ranks):
-    run_ranks(wide_after_a_cast, 2)
-
-
-def nearly_empty():
+@on_ranks(2)
+def test_modules_without_trainable_parameters():
     nothing = meshard.replicate(nn.Identity())
     assert torch.equal(nothing(torch.ones(2)), torch.ones(2))
     x = torch.ones(2, requires_grad=True)
@@ -82,11 +78,8 @@ def nearly_empty():
     assert dist.get_rank() == 0 or not torch.equal(buffers.running_mean, sent)
 
 
-def test_modules_without_trainable_parameters(run_ranks):
-    run_ranks(nearly_empty, 2)
-
-
-def ignoring():
+@on_ranks(2)
+def test_ignored_parameters_are_left_alone():
     """What is ignored is left as it is: not sent at first, nor its gradient reduced."""
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -99,10 +92,6 @@ def ignoring():
         out.sum().backward()
         assert torch.equal(model[1].weight.grad, expected)
         model.zero_grad()
-
-
-def test_ignored_parameters_are_left_alone(run_ranks):
-    run_ranks(ignoring, 2)
 
 
 class InAnotherOrder(nn.Module):
@@ -123,7 +112,8 @@ class InAnotherOrder(nn.Module):
         return x
 
 
-def one_dtype_each():
+@on_ranks(2)
+def test_buckets_made_anew_have_one_dtype_each():
     model = meshard.replicate(InAnotherOrder(), bucket_cap_mb=2e-4)
 
     def dtypes():
@@ -138,11 +128,8 @@ def one_dtype_each():
     assert all(len(found) == 1 for found in dtypes())
 
 
-def test_buckets_made_anew_have_one_dtype_each(run_ranks):
-    run_ranks(one_dtype_each, 2)
-
-
-def only_one_rank_uses_anything():
+@on_ranks(2)
+def test_one_rank_may_contribute_everything():
     model = meshard.replicate(IntegerModel(), bucket_cap_mb=SMALL)
     model.set_gradient_divide_factor(1.0)
     plain = IntegerModel()
@@ -154,7 +141,3 @@ def only_one_rank_uses_anything():
         run(plain, integer_batch(number, 0))
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_one_rank_may_contribute_everything(run_ranks):
-    run_ranks(only_one_rank_uses_anything, 2)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, ternary
+from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, Pair, run
 
 
@@ -65,7 +66,9 @@ def test_all_sorts_of_parameters(run_ranks, world, memory_format, as_views):
     run_ranks(strange, world, memory_format, as_views)
 
 
-def thawing(keep_grads):
+@on_ranks(2)
+@pytest.mark.parametrize("keep_grads", [True, False])
+def test_parameters_may_be_frozen_and_thawed_between_steps(keep_grads):
     """Which parameters are frozen changes from step to step, with gradients there or not."""
     pair = Pair()
     frozen = [{0}, {0, 3}, set(), {1, 2, 3, 4, 5, 6}, {0, 1, 2, 3, 4, 5, 6}, {2}, set()]
@@ -81,11 +84,6 @@ def thawing(keep_grads):
         pair.compare()
         if not keep_grads:
             pair.update()
-
-
-@pytest.mark.parametrize("keep_grads", [True, False])
-def test_parameters_may_be_frozen_and_thawed_between_steps(run_ranks, keep_grads):
-    run_ranks(thawing, 2, keep_grads)
 
 
 def replaced(when):
@@ -107,18 +105,18 @@ def test_parameters_may_be_replaced(run_ranks, when):
     run_ranks(replaced, 2, when)
 
 
-def replaced_by_another_shape():
+@on_ranks(1)
+def test_a_replacement_of_another_shape_is_refused():
     model = meshard.replicate(IntegerModel())
     model.shift = nn.Parameter(torch.zeros(5))
     with pytest.raises(RuntimeError, match=r"'shift' of .* was replaced after replicate"):
         model(integer_batch(0, 0))
 
 
-def test_a_replacement_of_another_shape_is_refused(run_ranks):
-    run_ranks(replaced_by_another_shape, 1)
-
-
-def loading(assign, when):
+@on_ranks(2)
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("assign", [True, False])
+def test_state_dicts_are_those_of_the_plain_module(assign, when):
     pair = Pair()
     assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
     for number in range(4):
@@ -133,13 +131,10 @@ def loading(assign, when):
     pair.assert_views()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("assign", [True, False])
-def test_state_dicts_are_those_of_the_plain_module(run_ranks, assign, when):
-    run_ranks(loading, 2, assign, when)
-
-
-def to_dtype(when, keep_grads):
+def test_modules_may_be_cast(when, keep_grads):
     pair = Pair()
     for number in range(4):
         if number == when:
@@ -155,13 +150,10 @@ def to_dtype(when, keep_grads):
     pair.assert_views()
 
 
-@pytest.mark.parametrize("keep_grads", [True, False])
-@pytest.mark.parametrize("when", [0, 1, 2])
-def test_modules_may_be_cast(run_ranks, when, keep_grads):
-    run_ranks(to_dtype, 2, when, keep_grads)
-
-
-def copies(when, as_views):
+@on_ranks(2)
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_deep_copies_train_by_themselves(when, as_views):
     """A copy trains by itself, and so does what it is a copy of."""
     pair = Pair(gradient_as_bucket_view=as_views)
     pair.steps(range(when))
@@ -185,13 +177,8 @@ def copies(when, as_views):
         assert (len({grad.untyped_storage().data_ptr() for grad in grads}) < 7) is as_views
 
 
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("when", [0, 1, 3])
-def test_deep_copies_train_by_themselves(run_ranks, when, as_views):
-    run_ranks(copies, 2, when, as_views)
-
-
-def aliases():
+@on_ranks(2)
+def test_gradients_put_back_under_another_name_are_the_same():
     """Gradients that were put back as other tensors of the same memory, their own or another's."""
     pair = Pair()
     for number in range(4):
@@ -207,11 +194,8 @@ def aliases():
     pair.assert_views()
 
 
-def test_gradients_put_back_under_another_name_are_the_same(run_ranks):
-    run_ranks(aliases, 2)
-
-
-def swapped():
+@on_ranks(2)
+def test_gradients_may_be_exchanged():
     """Gradients of two parameters are exchanged: each lies where the other belongs."""
     pair = Pair(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), bucket_cap_mb=25)
     for model in (pair.ours, pair.plain):
@@ -234,11 +218,8 @@ def swapped():
     assert pair.ours.num_replaced_gradients == 6
 
 
-def test_gradients_may_be_exchanged(run_ranks):
-    run_ranks(swapped, 2)
-
-
-def embedded():
+@on_ranks(2)
+def test_sparse_gradients_become_dense():
     """An embedding with sparse gradients, of which each rank uses other rows."""
     table = nn.Embedding(10, 3, sparse=True)
     nn.init.constant_(table.weight, 1.0)
@@ -254,7 +235,3 @@ def embedded():
             plain(torch.tensor([number, number, each])).sum().backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_sparse_gradients_become_dense(run_ranks):
-    run_ranks(embedded, 2)

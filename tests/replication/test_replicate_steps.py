@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, run
 
 
@@ -31,7 +32,10 @@ def _fail(_):
     raise ValueError("in backward")
 
 
-def raising(where, when):
+@on_ranks(2)
+@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_exception_the_next_step_has_the_same_bits(where, when):
     pair = Pair(Interrupted())
     for number in range(4):
         if number == when:
@@ -48,13 +52,8 @@ def raising(where, when):
     pair.assert_views()
 
 
-@pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception_the_next_step_has_the_same_bits(run_ranks, where, when):
-    run_ranks(raising, 2, where, when)
-
-
-def raising_with_gradients():
+@on_ranks(2)
+def test_gradients_stay_after_a_forward_that_raised():
     """Gradients of a window that had ended stay after a forward that raised."""
     pair = Pair(Interrupted())
     pair.step(0)
@@ -68,10 +67,6 @@ def raising_with_gradients():
     pair.compare()
 
 
-def test_gradients_stay_after_a_forward_that_raised(run_ranks):
-    run_ranks(raising_with_gradients, 2)
-
-
 class Recomputed(IntegerModel):
     """Recomputes its blocks in backward."""
 
@@ -83,7 +78,10 @@ class Recomputed(IntegerModel):
         return x + self.shift
 
 
-def recomputed(use_reentrant, whole):
+@on_ranks(2)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_inside_and_around(use_reentrant, whole):
     model = IntegerModel() if whole else Recomputed()
     model.use_reentrant = use_reentrant
 
@@ -98,12 +96,6 @@ def recomputed(use_reentrant, whole):
     pair.steps(range(4), way, way)
     pair.backward(4, way, way)
     pair.assert_views()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_inside_and_around(run_ranks, use_reentrant, whole):
-    run_ranks(recomputed, 2, use_reentrant, whole)
 
 
 def two_forwards(model, x):
@@ -170,7 +162,11 @@ WAYS = {
 }
 
 
-def in_a_way(name, as_views):
+@on_ranks(2)
+@pytest.mark.default_rows(4)
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_to_run_a_step(name, as_views):
     pair = Pair(gradient_as_bucket_view=as_views)
     pair.steps(range(4), WAYS[name], WAYS[name])
     for number in (4, 5):  # added to what is there
@@ -180,14 +176,8 @@ def in_a_way(name, as_views):
         pair.assert_views()
 
 
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("name", WAYS)
-def test_ways_to_run_a_step(run_ranks, name, as_views):
-    run_ranks(in_a_way, 2, name, as_views)
-
-
-def not_the_last():
+@on_ranks(2)
+def test_reductions_may_outlast_a_backward_that_is_not_the_last():
     pair = Pair()
     for number in range(3):
         pair.ours.set_is_last_backward(False)
@@ -206,11 +196,8 @@ def not_the_last():
     pair.update()
 
 
-def test_reductions_may_outlast_a_backward_that_is_not_the_last(run_ranks):
-    run_ranks(not_the_last, 2)
-
-
-def regulariser_alone():
+@on_ranks(2)
+def test_gradients_from_outside_of_any_forward():
     """A backward that no forward belongs to: a penalty of the parameters, not of the data."""
     pair = Pair()
     pair.step(0)
@@ -229,10 +216,6 @@ def regulariser_alone():
         penalty(pair.ours, 2.0)
 
 
-def test_gradients_from_outside_of_any_forward(run_ranks):
-    run_ranks(regulariser_alone, 2)
-
-
 class Generative(nn.Module):
     """Calls the replicated module several times."""
 
@@ -246,7 +229,8 @@ class Generative(nn.Module):
         return once + again
 
 
-def called_twice():
+@on_ranks(2)
+def test_a_module_called_twice_in_one_forward():
     pair = Pair()
 
     def twice(model, x):
@@ -255,11 +239,8 @@ def called_twice():
     pair.steps(range(4), twice, twice)
 
 
-def test_a_module_called_twice_in_one_forward(run_ranks):
-    run_ranks(called_twice, 2)
-
-
-def interleaved():
+@on_ranks(2)
+def test_two_replicated_modules_in_one_graph():
     """Two replicated modules, one after the other in one graph, as of a GAN."""
     first, second = IntegerModel(), IntegerModel(seed=3)
     pairs = Pair(first), Pair(second)
@@ -276,11 +257,8 @@ def interleaved():
             pair.update()
 
 
-def test_two_replicated_modules_in_one_graph(run_ranks):
-    run_ranks(interleaved, 2)
-
-
-def evaluated():
+@on_ranks(2)
+def test_one_rank_alone_may_evaluate():
     """What a module returns in evaluation, on one rank alone, is that of the plain one."""
     pair = Pair()
     for number in range(3):
@@ -292,7 +270,3 @@ def evaluated():
                     assert torch.equal(pair.ours(x), pair.plain(x))
     assert_same(full_state(pair.ours), full_state(pair.plain), bitwise=True)
     assert all(grad is None for grad in full_grads(pair.ours).values())
-
-
-def test_one_rank_alone_may_evaluate(run_ranks):
-    run_ranks(evaluated, 2)

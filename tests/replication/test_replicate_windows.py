@@ -8,12 +8,16 @@ from torch import nn
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, Pair, compressed, run
 
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
 
 
-def by_microbatches(until_last, as_views):
+@on_ranks(2)
+@pytest.mark.parametrize("as_views", [True, False])
+@pytest.mark.parametrize("until_last", GradientSync)
+def test_microbatches(until_last, as_views):
     pair = Pair(gradient_as_bucket_view=as_views)
     for window in range(3):
         numbers = range(4 * window, 4 * window + 4)
@@ -24,12 +28,6 @@ def by_microbatches(until_last, as_views):
     if as_views:
         pair.backward(20)
         pair.assert_views()
-
-
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("until_last", GradientSync)
-def test_microbatches(run_ranks, until_last, as_views):
-    run_ranks(by_microbatches, 2, until_last, as_views)
 
 
 def pending():
@@ -62,7 +60,8 @@ def test_pending_gradients(run_ranks):
     run_ranks(pending, 2)
 
 
-def finalized_onto_gradients():
+@on_ranks(2)
+def test_windows_are_finished_onto_what_is_there():
     """A window that is finished without a backward, added to one that was not cleared."""
     pair = Pair()
     for number in range(3):
@@ -71,10 +70,6 @@ def finalized_onto_gradients():
             pair.backward(2 * number + 1)
         meshard.finalize_gradients(pair.ours)
         pair.compare()
-
-
-def test_windows_are_finished_onto_what_is_there(run_ranks):
-    run_ranks(finalized_onto_gradients, 2)
 
 
 def clipped(norm_type, narrow):
@@ -109,7 +104,8 @@ def test_clipping(run_ranks, norm_type, narrow):
     run_ranks(clipped, 2, norm_type, narrow)
 
 
-def torch_clips():
+@on_ranks(2)
+def test_torchs_functions_change_gradients_in_place():
     """torch's own functions on gradients work: they change views in place."""
     pair = Pair()
     for number in range(3):
@@ -124,10 +120,6 @@ def torch_clips():
     pair.assert_views()
 
 
-def test_torchs_functions_change_gradients_in_place(run_ranks):
-    run_ranks(torch_clips, 2)
-
-
 def line():
     """A model whose gradients are proportional to its loss."""
     model = nn.Sequential(nn.Linear(IntegerModel.in_dim, 5))
@@ -136,7 +128,8 @@ def line():
     return model
 
 
-def scaled():
+@on_ranks(2)
+def test_loss_scaling():
     """A step that one rank finds infinite is skipped by all."""
     pair = Pair(line())
     scaler = meshard.ShardedGradScaler(init_scale=4.0, growth_interval=100, device="cpu")
@@ -168,11 +161,8 @@ def scaled():
     pair.assert_views()
 
 
-def test_loss_scaling(run_ranks):
-    run_ranks(scaled, 2)
-
-
-def hooked():
+@on_ranks(2)
+def test_reduce_hooks_see_every_bucket():
     pair = Pair()
     seen = []
 
@@ -197,10 +187,6 @@ def hooked():
     assert not seen
 
 
-def test_reduce_hooks_see_every_bucket(run_ranks):
-    run_ranks(hooked, 2)
-
-
 def test_gradients_may_travel_compressed(run_ranks):
     run_ranks(compressed, 2)
 
@@ -213,7 +199,9 @@ FACTORS = {
 }
 
 
-def divided(name):
+@on_ranks(2)
+@pytest.mark.parametrize("name", FACTORS)
+def test_divide_factors(name):
     pair = Pair()
     factor = FACTORS[name]()
     pair.ours.set_gradient_divide_factor(factor)
@@ -231,12 +219,11 @@ def divided(name):
         pair.ours.set_gradient_divide_factor(0)
 
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_divide_factors(run_ranks, name):
-    run_ranks(divided, 2, name)
-
-
-def counted(schedule, expected):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("F", 1), ("NNF", 1), ("RRF", 1), ("FFF", 3), ("NRF", 1)]
+)
+def test_one_all_reduce_per_bucket_of_exactly_its_bytes(schedule, expected):
     """One all-reduce per bucket and FULL, exactly the bytes of the gradients, nothing else."""
     pair = Pair()
     num_buckets = len(pair.ours._meshard_buckets.units)
@@ -265,13 +252,6 @@ def counted(schedule, expected):
         pair.ours.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"), [("F", 1), ("NNF", 1), ("RRF", 1), ("FFF", 3), ("NRF", 1)]
-)
-def test_one_all_reduce_per_bucket_of_exactly_its_bytes(run_ranks, schedule, expected):
-    run_ranks(counted, 2, schedule, expected)
-
-
 class First(nn.Sequential):
     """Uses the first of its modules."""
 
@@ -279,7 +259,8 @@ class First(nn.Sequential):
         return self[0](x)
 
 
-def everything_unused():
+@on_ranks(2)
+def test_what_nobody_used_may_get_a_gradient_of_zero():
     """A gradient of zero for what nobody used, if that is asked for."""
     model = First(nn.Linear(2, 2), nn.Linear(2, 2))
     meshard.replicate(model, bucket_cap_mb=SMALL).set_reduce_scatter_unused_params(True)
@@ -287,7 +268,3 @@ def everything_unused():
         model(torch.ones(1, 2)).sum().backward()
         assert (model[1].weight.grad == 0).all() and (model[0].weight.grad == 1).all()
         model.zero_grad()
-
-
-def test_what_nobody_used_may_get_a_gradient_of_zero(run_ranks):
-    run_ranks(everything_unused, 2)

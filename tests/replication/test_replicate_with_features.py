@@ -10,6 +10,7 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, Pair, run
 
 
@@ -47,7 +48,8 @@ def test_one_rank_needs_no_process_group():
         dist.destroy_process_group()
 
 
-def one_part_of_a_mesh():
+@on_ranks(4)
+def test_a_part_of_a_mesh():
     """A sub-mesh replicates; the other axis holds other models."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
     model = IntegerModel(seed=mesh["model"].get_local_rank())
@@ -58,10 +60,6 @@ def one_part_of_a_mesh():
         for rank in range(2):
             run(plain, integer_batch(number, rank))
         assert_same(full_grads(model), full_grads(plain), bitwise=True)
-
-
-def test_a_part_of_a_mesh(run_ranks):
-    run_ranks(one_part_of_a_mesh, 4)
 
 
 def sharded_inside(shape, schedule):
@@ -162,7 +160,11 @@ OPTIMIZERS = {
 }
 
 
-def overlapped(name, schedule, kwargs):
+@on_ranks(2)
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": False}])
+@pytest.mark.parametrize("schedule", ["F", "NRF", "FF"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_in_backward(name, schedule, kwargs):
     """Steps in backward, with the bits of ordinary stepping."""
     cls, options = OPTIMIZERS[name]
     ours, theirs = IntegerModel(), IntegerModel()
@@ -187,14 +189,8 @@ def overlapped(name, schedule, kwargs):
         assert_same(one[key], state, bitwise=True)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": False}])
-@pytest.mark.parametrize("schedule", ["F", "NRF", "FF"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_in_backward(run_ranks, name, schedule, kwargs):
-    run_ranks(overlapped, 2, name, schedule, kwargs)
-
-
-def late_overlap():
+@on_ranks(2)
+def test_an_optimizer_may_go_to_backward_later():
     """An optimizer that is put in backward after buckets were made anew, and taken out again."""
     ours, theirs = IntegerModel(), IntegerModel()
     for model in (ours, theirs):
@@ -218,11 +214,9 @@ def late_overlap():
         step(number, (optimizer, plain[1]))
 
 
-def test_an_optimizer_may_go_to_backward_later(run_ranks):
-    run_ranks(late_overlap, 2)
-
-
-def flat(name):
+@on_ranks(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_flat_optimizer(name):
     cls, options = OPTIMIZERS[name]
     ours, theirs = IntegerModel(), IntegerModel()
     for model in (ours, theirs):
@@ -236,12 +230,8 @@ def flat(name):
         assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_flat_optimizer(run_ranks, name):
-    run_ranks(flat, 2, name)
-
-
-def refused():
+@on_ranks(1)
+def test_what_cannot_be_replicated_is_said():
     with pytest.raises(TypeError, match=r"needs an nn\.Module"):
         meshard.replicate([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="'weight' is on meta, but the mesh is on cpu"):
@@ -270,7 +260,3 @@ def refused():
     mesh = init_device_mesh("cpu", (1, 1, 1))
     with pytest.raises(ValueError, match="replicate needs a mesh of one or two axes"):
         meshard.replicate(unpickled, mesh)
-
-
-def test_what_cannot_be_replicated_is_said(run_ranks):
-    run_ranks(refused, 1)

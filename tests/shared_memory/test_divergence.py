@@ -11,6 +11,7 @@ import meshard
 from meshard._shared_memory import channel as channel_module
 from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from tests.support.models import ChosenBlocks, MlpStack, seeded
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
@@ -89,7 +90,8 @@ def test_roots_in_another_order_are_noticed(run_ranks, is_shared):
     assert unit == other_unit and root != other_root
 
 
-def names_in_another_order():
+@on_ranks(2)
+def test_names_may_be_written_in_another_order():
     """The texts are at other places in the memory of each rank, and the last does not fit."""
     channel = channel_module.open_channel(dist.group.WORLD)
     other = 1 - dist.get_rank()
@@ -103,10 +105,6 @@ def names_in_another_order():
     message = channel.publish(torch.ones(1), order[dist.get_rank()])
     with pytest.raises(RuntimeError, match="different collectives"):
         channel.receive(message, other, 1, torch.float32)
-
-
-def test_names_may_be_written_in_another_order(run_ranks):
-    run_ranks(names_in_another_order, 2)
 
 
 def hang(when, shape):

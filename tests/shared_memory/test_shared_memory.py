@@ -23,6 +23,7 @@ from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
@@ -200,7 +201,8 @@ def test_messages_may_be_more_than_there_are_words_for(run_ranks):
     assert run_ranks(many_messages, 2) == [1, 1]  # the segment does not grow
 
 
-def one_is_never_heard():
+@on_ranks(2, timeout=30)
+def test_a_message_that_is_never_heard_is_told_and_not_waited_for():
     """Start one message that nobody waits for, and more than there are words for."""
     met = open_channel(dist.group.WORLD)
     met.publish(torch.ones(10), NAME)
@@ -214,11 +216,21 @@ def one_is_never_heard():
     assert (met.receive(message, 1 - dist.get_rank(), 10, torch.float32) == 1.0).all()
 
 
-def test_a_message_that_is_never_heard_is_told_and_not_waited_for(run_ranks):
-    run_ranks(one_is_never_heard, 2, timeout=30)
+@on_ranks(2)
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_groups_of_gloo_share_however_they_were_named(backend):
+    group = dist.new_group([0, 1], backend=backend)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = meshard.fully_shard(seeded(MlpStack()), mesh)
+    model(torch.ones(2, 6)).sum().backward()
+    assert "shared memory: on" in str(meshard.describe(model))
+    dist.destroy_process_group(group)
 
 
-def one_cannot_reach_the_others(how):
+@on_ranks(2)
+@pytest.mark.default_rows(2)
+@pytest.mark.parametrize("how", ["env", "host", "token", "files", "system"])
+def test_one_rank_that_cannot_share_keeps_all_to_sockets(how):
     mesh = init_device_mesh("cpu", (2,))
     before = descriptors()  # a test before this one may have left a model
     with pytest.MonkeyPatch.context() as patch:
@@ -240,26 +252,6 @@ def one_cannot_reach_the_others(how):
     plain = seeded(MlpStack())
     plain(torch.ones(2, 6)).sum().backward()
     assert_same(full_grads(model), full_grads(plain))
-
-
-def share_by_backend(backend):
-    group = dist.new_group([0, 1], backend=backend)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    model = meshard.fully_shard(seeded(MlpStack()), mesh)
-    model(torch.ones(2, 6)).sum().backward()
-    assert "shared memory: on" in str(meshard.describe(model))
-    dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
-def test_groups_of_gloo_share_however_they_were_named(run_ranks, backend):
-    run_ranks(share_by_backend, 2, backend)
-
-
-@pytest.mark.default_rows(2)
-@pytest.mark.parametrize("how", ["env", "host", "token", "files", "system"])
-def test_one_rank_that_cannot_share_keeps_all_to_sockets(run_ranks, how):
-    run_ranks(one_cannot_reach_the_others, 2, how)
 
 
 def descriptors():
@@ -324,19 +316,17 @@ def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
     met._nap_until(words, 0, 0, 1, "join the collective")
 
 
-def another_size():
+@on_ranks(2)
+@pytest.mark.full
+def test_ranks_that_send_different_sizes_are_told():
     met = open_channel(dist.group.WORLD)
     met.publish(torch.ones(10 + dist.get_rank()), NAME)
     with pytest.raises(RuntimeError, match=r"all_gather of unit 'unit' .* same shapes"):
         met.receive(0, 1 - dist.get_rank(), 10 + dist.get_rank(), torch.float32)
 
 
-@pytest.mark.full
-def test_ranks_that_send_different_sizes_are_told(run_ranks):
-    run_ranks(another_size, 2)
-
-
-def reshard_at_once():
+@on_ranks(2)
+def test_a_gather_that_is_not_waited_for_can_be_resharded():
     model, plain = meshard.fully_shard(seeded(MlpStack())), seeded(MlpStack())
     for _ in range(3):
         model.unshard(async_op=True)
@@ -347,11 +337,8 @@ def reshard_at_once():
         assert_same(full_grads(model), full_grads(plain))
 
 
-def test_a_gather_that_is_not_waited_for_can_be_resharded(run_ranks):
-    run_ranks(reshard_at_once, 2)
-
-
-def too_late():
+@on_ranks(2)
+def test_a_wait_has_an_end():
     met = open_channel(dist.group.WORLD)
     met._patience = 0.2
     if dist.get_rank() == 0:
@@ -360,11 +347,8 @@ def too_late():
     dist.barrier()
 
 
-def test_a_wait_has_an_end(run_ranks):
-    run_ranks(too_late, 2)
-
-
-def acknowledged_late():
+@on_ranks(2)
+def test_rows_are_acknowledged_when_they_are_released():
     """``rows`` acknowledges nothing: they are read until ``release``."""
     group = dist.group.WORLD
     source = torch.ones(4)
@@ -376,10 +360,6 @@ def acknowledged_late():
     assert told == []
     gather.release()
     assert len(told) == 1
-
-
-def test_rows_are_acknowledged_when_they_are_released(run_ranks):
-    run_ranks(acknowledged_late, 2)
 
 
 def step_under_another_default_device():

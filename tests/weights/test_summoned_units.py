@@ -14,10 +14,12 @@ from torch.func import functional_call
 import meshard
 from meshard import CommLedger, unsharded_params
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import edit, sharded_case
 
 
-def edits_that_differ():
+@on_ranks(4)
+def test_of_edits_that_differ_the_owner_in_the_first_replica_wins():
     mesh = init_device_mesh("cpu", (2, 2))
     rank = dist.get_rank()
     model = meshard.fully_shard(nn.Linear(2, 4, bias=False), mesh)
@@ -30,11 +32,8 @@ def edits_that_differ():
     assert model.weight.full_tensor()[0, 0] == 0
 
 
-def test_of_edits_that_differ_the_owner_in_the_first_replica_wins(run_ranks):
-    run_ranks(edits_that_differ, 4)
-
-
-def open_twice():
+@on_ranks(2)
+def test_contexts_nest():
     case, model, plain = sharded_case("mlp_stack")
     x = case.batch(0, 0)
     with unsharded_params(model.blocks[1]):
@@ -65,10 +64,6 @@ def open_twice():
             model.blocks[0].up.weight, DTensor
         )
         assert_same(model(x), plain(x))  # the root as it is, the blocks gathered
-
-
-def test_contexts_nest(run_ranks):
-    run_ranks(open_twice, 2)
 
 
 def gradients_join(mesh_shape, mode, inside):
@@ -103,7 +98,8 @@ def test_gradients_of_whole_parameters_are_reduced_over_replicas(run_ranks):
     run_ranks(gradients_join, 4, (2, 2), meshard.GradientSync.REDUCE_SCATTER, False)
 
 
-def wrong_moments():
+@on_ranks(2)
+def test_wrong_moments_are_refused():
     case, model, _ = sharded_case("mlp_stack")
     x = case.batch(0, 0)
     refused = []
@@ -141,10 +137,6 @@ def wrong_moments():
     model(x)
 
 
-def test_wrong_moments_are_refused(run_ranks):
-    run_ranks(wrong_moments, 2)
-
-
 class Silent(nn.Linear):
     """Returns no tensor."""
 
@@ -152,7 +144,8 @@ class Silent(nn.Linear):
         self.__dict__["result"] = super().forward(x)
 
 
-def run_summoned_inside():
+@on_ranks(2)
+def test_a_summoned_unit_runs_like_an_ordinary_module():
     """A unit of a running root that is summoned is neither cast, gathered nor retained."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     layer = meshard.fully_shard(Silent(4, 4), mp_policy=policy)
@@ -163,20 +156,13 @@ def run_summoned_inside():
     assert layer.weight.grad is not None and isinstance(layer.weight, DTensor)
 
 
-def test_a_summoned_unit_runs_like_an_ordinary_module(run_ranks):
-    run_ranks(run_summoned_inside, 2)
-
-
-def peer_refuses():
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_refuses_to_write_back_what_rank_0_edits():
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     summoned = FullyShardedDataParallel.summon_full_params
     with pytest.raises(NotImplementedError, match="is not supported"):
         summoned(model, rank0_only=True, writeback=True).__enter__()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_fsdp1_refuses_to_write_back_what_rank_0_edits(run_ranks):
-    run_ranks(peer_refuses, 2)
 
 
 @pytest.fixture

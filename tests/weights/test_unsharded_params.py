@@ -16,6 +16,7 @@ from meshard import MixedPrecisionPolicy, unsharded_params
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import edit, sharded_case
 
 
@@ -91,7 +92,8 @@ class Narrow(nn.Module):
         return self.wide(x) + self.table[0].to(x.dtype)
 
 
-def masters_are_not_rounded():
+@on_ranks(2)
+def test_masters_are_not_rounded_to_the_compute_dtype():
     mesh = init_device_mesh("cpu", (2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     placement = {"shard_placement_fn": lambda p: Shard(p.dim() - 1), "mp_policy": policy}
@@ -109,11 +111,11 @@ def masters_are_not_rounded():
     assert model(torch.ones(1, 5)).dtype == torch.bfloat16
 
 
-def test_masters_are_not_rounded_to_the_compute_dtype(run_ranks):
-    run_ranks(masters_are_not_rounded, 2)
-
-
-def bytes_left(rank0_only, fails):
+@on_ranks(2)
+@pytest.mark.full
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_not_a_byte_is_left_behind(rank0_only, fails):
     case, model, plain = sharded_case("transformer_tied", reshard_after_forward=True)
     case.loss(model(case.batch(0, 0))).backward()
     model.zero_grad()
@@ -138,14 +140,8 @@ def bytes_left(rank0_only, fails):
     assert_same(full_state(model), full_state(edit_outside), bitwise=True)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_not_a_byte_is_left_behind(run_ranks, rank0_only, fails):
-    run_ranks(bytes_left, 2, rank0_only, fails)
-
-
-def freed_without_the_garbage_collector():
+@on_ranks(2)
+def test_no_cycle_keeps_whole_parameters():
     case, model, _ = sharded_case("mlp_stack")
 
     def train_inside():
@@ -169,11 +165,8 @@ def freed_without_the_garbage_collector():
         gc.enable()
 
 
-def test_no_cycle_keeps_whole_parameters(run_ranks):
-    run_ranks(freed_without_the_garbage_collector, 2)
-
-
-def replace_by_assignment():
+@on_ranks(2)
+def test_parameters_may_be_replaced_and_frozen_inside():
     case, model, plain = sharded_case("transformer_tied")
     ids = [id(param) for param in model.parameters()]
     for module in (model, plain):
@@ -198,11 +191,8 @@ def replace_by_assignment():
     assert_same(full_grads(model), full_grads(plain))
 
 
-def test_parameters_may_be_replaced_and_frozen_inside(run_ranks):
-    run_ranks(replace_by_assignment, 2)
-
-
-def assign_what_cannot_be_written():
+@on_ranks(2)
+def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
     _, model, _ = sharded_case("transformer_tied")
     before = full_state(model)
 
@@ -243,10 +233,6 @@ def assign_what_cannot_be_written():
         assert_same(full_state(model), before, bitwise=True)
         with torch.no_grad():
             model(torch.zeros(1, 2, dtype=torch.long))
-
-
-def test_what_cannot_be_written_back_is_named_and_nothing_is_written(run_ranks):
-    run_ranks(assign_what_cannot_be_written, 2)
 
 
 def one_rank_fails(rank0_only, mesh_shape, failing):
