@@ -22,7 +22,7 @@ from meshard._comm.blocking import (
     agree_on_max,
     broadcast,
     gather_from_all,
-    gather_to_first,
+    gather_to,
     scatter_from_first,
 )
 from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
@@ -236,7 +236,7 @@ def _gather(group: ParamGroup, options: SummonOptions) -> list[nn.Parameter]:
     if not options.rank0_only:
         rows = gather_from_all(own, mesh_info.shard_group, label=group.label)
     elif mesh_info.is_in_first_replica:
-        rows = gather_to_first(own, mesh_info.shard_group, group.label)
+        rows = gather_to(own, mesh_info.shard_group, group.label)
     if rows is None:
         return []
     with torch.inference_mode(False), torch.no_grad():

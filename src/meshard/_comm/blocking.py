@@ -64,17 +64,10 @@ def agree_on_max(
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
-def gather_to_first(
-    source: torch.Tensor, group: dist.ProcessGroup, label: str
-) -> torch.Tensor | None:
-    """Return every rank's ``source [n]`` as ``[ranks, n]`` on the first rank, else None."""
-    return gather_to(source, group, label, target=0)
-
-
 def gather_to(
-    source: torch.Tensor, group: dist.ProcessGroup, label: str, *, target: int
+    source: torch.Tensor, group: dist.ProcessGroup, label: str, *, target: int = 0
 ) -> torch.Tensor | None:
-    """Return every rank's ``source [n]`` as ``[ranks, n]`` on rank ``target`` of ``group``."""
+    """Return every rank's ``source [n]`` as ``[ranks, n]`` on rank ``target``, else None."""
     if group.size() == 1:
         return source.view(1, -1).clone()
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.blocking import broadcast, gather_from_all, gather_to_first
+from meshard._comm.blocking import broadcast, gather_from_all, gather_to
 from meshard._comm.stalls import Waiting
 from meshard.checkpoint._protocol.blobs import copied_bytes
 
@@ -57,7 +57,7 @@ class Ranks:
         if self._group is None:
             return [value]
         own, sizes = self._with_sizes(value)
-        rows = gather_to_first(_padded(own, max(sizes)), self._group, _LABEL)
+        rows = gather_to(_padded(own, max(sizes)), self._group, _LABEL)
         if rows is None:
             return []
         return [_value_of(row, size) for row, size in zip(rows, sizes, strict=True)]
