@@ -346,7 +346,7 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     device = device_of(mesh_info.mesh)
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
-    outlines = _of_all_ranks(outline, mesh_info)
+    outlines = _gather_over_mesh(outline, mesh_info)
     ranks = ranks_of(mesh_info)
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
@@ -357,7 +357,8 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
         )
     if not named:
         return
-    sums = _of_all_ranks(torch.tensor([_checksum(p) for _, p in named], device=device), mesh_info)
+    own_sums = torch.tensor([_checksum(param) for _, param in named], device=device)
+    sums = _gather_over_mesh(own_sums, mesh_info)
     differs = (sums != sums[0]).any(dim=0).tolist()
     if not any(differs):
         return
@@ -373,7 +374,7 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     )
 
 
-def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
     rows = gather_from_all(row, mesh_info.shard_group, label="(same start)")
     if mesh_info.replicate_group is not None:

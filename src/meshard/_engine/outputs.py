@@ -235,9 +235,13 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
     if not text:
         setattr(error, _PASSED, {*getattr(error, _PASSED, ()), id(unit)})
     else:
-        # The message is changed, because notes came with Python 3.11 and logs of str() drop them.
-        error.args = (f"{error}\n\n{text}", *error.args[1:])
-        setattr(error, _EXPLAINED, True)
+        _add_to_message(error, text)
+
+
+def _add_to_message(error: BaseException, text: str) -> None:
+    # Not a note: those came with Python 3.11, and logs of str(error) drop them.
+    error.args = (f"{error}\n\n{text}", *error.args[1:])
+    setattr(error, _EXPLAINED, True)
 
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
@@ -245,9 +249,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     # A unit whose forward the error has left was unsharded in it, and is sharded again now.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
-    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
-    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frames.reverse()  # innermost first
+    sharded, frames = _sharded_of(units), _frames_of(error)
     found = _first_known(sharded, frames)
     if not found and all(
         param.dtensor_placement is None
@@ -261,11 +263,9 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
         return text
     found = found or _first_known(sharded, map(_parameters_of, frames))
     if found:
-        of_unit, param = found[0]
-        prefix = f"{of_unit.fqn}." if of_unit.fqn else ""
-        names = [repr(f"{prefix}{other.fqn}") for each, other in found if each is of_unit]
+        param = found[0][1]
         return (
-            f"parameter {' or '.join(names)} of unit {of_unit.label!r} was read while that unit is "
+            f"{_names_of(found)} was read while that unit is "
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
@@ -330,20 +330,11 @@ def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
     """
     if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
         return
-    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
-    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frames.reverse()  # innermost first
+    sharded, frames = _sharded_of(units), _frames_of(error)
     found = _first_known(sharded, frames) or _first_known(sharded, map(_parameters_of, frames))
-    if not found:
-        return
-    names = [repr(joined(each.fqn, param.fqn)) for each, param in found if each is found[0][0]]
-    error.args = (
-        f"{error}\n\nparameter {' or '.join(names)} of unit {found[0][0].label!r} was read outside "
-        "of the forward of that unit, where its modules hold this rank's shard. "
-        f"{_REMEDIES_OUTSIDE}",
-        *error.args[1:],
-    )
-    setattr(error, _EXPLAINED, True)
+    if found:
+        where = "outside of the forward of that unit, where its modules hold this rank's shard"
+        _add_to_message(error, f"{_names_of(found)} was read {where}. {_REMEDIES_OUTSIDE}")
 
 
 def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:
@@ -385,6 +376,23 @@ def _attribute_of(unit: Unit) -> str:
 def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
     """Return the module of the outermost unit around ``module``."""
     return next(iter(alive(unit.lifecycle.units()[0].modules)), module)
+
+
+def _sharded_of(units: Iterable[Unit]) -> _Sharded:
+    return {id(param.sharded): (each, param) for each in units for param in each.params}
+
+
+def _frames_of(error: BaseException) -> list[list[Any]]:
+    """Return the values of the local variables of each frame of a traceback, innermost first."""
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[::-1]
+
+
+def _names_of(found: list[tuple[Unit, UnitParam]]) -> str:
+    """Name the parameters in ``found`` that belong to the unit of the first one, and that unit."""
+    unit = found[0][0]
+    names = [repr(joined(unit.fqn, param.fqn)) for each, param in found if each is unit]
+    return f"parameter {' or '.join(names)} of unit {unit.label!r}"
 
 
 def _parameters_of(local_variables: list[Any]) -> list[Any]:

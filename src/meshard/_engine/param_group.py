@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
-from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
+from meshard._engine.manual_unshard import InstalledParams, ManualUnshard
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
@@ -137,7 +137,8 @@ class ParamGroup:
         self.keeps_storage = False  # reshard does not free the memory of unsharded parameters
         self.failure: Failure  # that of its root, which puts it here
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
-        self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
+        # While modules keep what a forward has installed.
+        self._kept: InstalledParams | None = None
         self.pending_step: AwaitedStep | None = None  # until the next gather
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
@@ -187,12 +188,6 @@ class ParamGroup:
             )
 
     # --- edits from outside -----------------------------------------------------------
-
-    def index_of(self, sharded: torch.Tensor) -> int | None:
-        """Return the index of the parameter whose sharded tensor this very one is."""
-        index = self.indices.get(id(sharded))  # another tensor may have the id by now
-        is_own = index is not None and self.params[index].sharded is sharded
-        return index if is_own else None
 
     def _begin_watching(self) -> None:
         self._unsharded_version = _UNKNOWN
@@ -440,7 +435,8 @@ class ParamGroup:
         The user may read them, as a loss does that is computed from a weight.
         """
         if self.state is ParamState.INSTALLED and self.manual_unshard is None:
-            self._kept = KeptInstalled(self.label, self.params, self.version)
+            since = "a forward that left them unsharded (reshard_after_forward=False, or the root)"
+            self._kept = InstalledParams(self.label, self.params, self.version, since)
             register_manually_unsharded(self)
 
     def _end_kept(self) -> None:
@@ -454,13 +450,13 @@ class ParamGroup:
     @property
     def is_manually_unsharded(self) -> bool:
         """Whether modules hold unsharded parameters because the user called ``unshard()``."""
-        return self.manual_unshard is not None and bool(self.manual_unshard.installed)
+        return self.manual_unshard is not None and self.manual_unshard.installed is not None
 
     def start_manual_unshard(self) -> ManualUnshard:
         present = self.manual_unshard
         self.forget_stale()  # this ends ``present``
         self.start_unshard(may_keep_shard=False)
-        if present is not None and not present.installed:
+        if present is not None and present.installed is None:
             self.manual_unshard = present  # the handle of an earlier call was not waited for yet
             return present
         # A new record: the flags and edits since an earlier unshard() have been dealt with.
@@ -491,7 +487,7 @@ class ParamGroup:
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)
-        if voids_graphs and manual.installed:
+        if voids_graphs and manual.installed is not None:
             increment_version([plain_of(param.unsharded) for param in self.params])
 
 
@@ -513,8 +509,8 @@ def register_owner(owner: ParamGroup) -> None:
     """Record ``owner`` as the group of its sharded parameters, which may be new tensors."""
     global _latest
     for index, param in enumerate(owner.params):
-        _owners[id(param.sharded)] = owner
         owner.indices[id(param.sharded)] = index
+        _owners[id(param.sharded)] = owner
     _latest = object()
 
 
@@ -526,7 +522,8 @@ def latest_registration() -> object:
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
     """Return the group whose sharded parameter this very tensor is."""
     owner = _owners.get(id(param))
-    return None if owner is None or owner.index_of(param) is None else owner
+    is_own = owner is not None and owner.params[owner.indices[id(param)]].sharded is param
+    return owner if is_own else None
 
 
 def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
