@@ -490,6 +490,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()
+        unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
         unit.lifecycle.retained.take_over(lifecycle.retained)
     for inner in inside if used else ():
         inner.step.reset()  # drops what is left of forwards that it ran as its own root
