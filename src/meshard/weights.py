@@ -24,6 +24,7 @@ from meshard._comm.blocking import (
     gather_from_all,
     gather_to,
     scatter_from_first,
+    send_max,
 )
 from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
@@ -51,7 +52,9 @@ def unsharded_params(
 
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
-    computed from them reach the shards. An exception leaves the shards of all ranks as they were.
+    computed from them reach the shards. An exception inside leaves the shards of all ranks as they
+    were, and so does a ``KeyboardInterrupt``, unless it comes while edits are written back: then
+    some ranks may have them, and others not.
 
     **Collective:** every rank of the mesh, entry and exit.
 
@@ -88,9 +91,10 @@ def unsharded_params(
         try:
             yield
             values = [each.edited_values() for each in summoned if writeback]
-        except Exception:
+        except (Exception, KeyboardInterrupt) as error:
             if writeback:
-                _has_any_failed(summoned, here=True)
+                # Ctrl-C must not wait for ranks that it may have stopped elsewhere.
+                _has_any_failed(summoned, here=True, waits=isinstance(error, Exception))
             raise
         has_failed = writeback and _has_any_failed(summoned, here=False)
     finally:
@@ -131,14 +135,17 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     return True
 
 
-def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:
-    """Return whether any rank raised: edits are written back on all ranks, or on none."""
+def _has_any_failed(summoned: list[SummonedUnit], *, here: bool, waits: bool = True) -> bool:
+    """Return whether any rank raised: edits are written back on all ranks, or on none.
+
+    Without ``waits``, this rank tells the others that it raised, and does not learn of them.
+    """
     groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
     if not groups:
         return here
     failed = torch.tensor(float(here), device=summoned[0].group.spec.device)
     for group in groups:
-        agree_on_max(failed, group, "(unsharded_params)")
+        (agree_on_max if waits else send_max)(failed, group, "(unsharded_params)")
     return bool(failed.item())
 
 

@@ -64,6 +64,13 @@ def agree_on_max(
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
+def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
+    """Take part in ``agree_on_max`` of the other ranks without waiting for them."""
+    if group.size() > 1:
+        announce("all_reduce", value, group, label)
+        dist.all_reduce(value.clone(), op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+
 def gather_to(
     source: torch.Tensor, group: dist.ProcessGroup, label: str, *, target: int = 0
 ) -> torch.Tensor | None:
