@@ -610,6 +610,8 @@ class Lifecycle:
             usual_factor=self.usual_divide_factor,
             on_reduced=on_reduced,
         )
+        if ends_window:
+            unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
         """Warn if the ranks brought different values. Called where all ranks are in step.
@@ -737,7 +739,8 @@ class Lifecycle:
         self._queue.finish_partials_of(unit.gradients)
         if unit.gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
-        unit.gradients.window.close()
+        elif ends_window:
+            unit.gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
         """Choose whether ``finalize_backward`` ends windows, or the last backward."""

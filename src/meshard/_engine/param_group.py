@@ -302,7 +302,7 @@ class ParamGroup:
         self.install_sharded()  # unsharded parameters that a forward has left installed are stale
         self.num_steps += 1
         self.was_resharded_between = False
-        self.gradients.window.close()
+        self.gradients.end_window()
 
     def clear_pending(self, ids: set[int]) -> None:
         if self.pending_step is None:  # otherwise the step has taken them

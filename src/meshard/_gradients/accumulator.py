@@ -115,7 +115,7 @@ class GradientRules:
 class Window:
     """The microbatches whose gradients are added up before an optimizer step, for one unit."""
 
-    is_open: bool = False  # some backward was not FULL, and no FULL one has followed
+    is_open: bool = False  # gradients were added to it, and it has not ended
     is_in_loop: bool = False  # a loop over ``microbatches`` is under way
     _has_divided: bool = False
     _factor: float | None = None
@@ -133,7 +133,6 @@ class Window:
         self._has_divided, self._factor = True, factor
 
     def close(self) -> None:
-        """Begin a new window with the next gradients."""
         self.is_open = self._has_divided = False
 
 
@@ -237,8 +236,14 @@ class GradientAccumulator:
         self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
+    def end_window(self) -> None:
+        """Begin a new window with the next gradients."""
+        self.window.close()
+        self._release_if_settled()
+
     def _release_if_settled(self) -> None:
-        if not self.is_pending and not self.num_in_flight:
+        # A zero_grad in an open window closes it, also if all of its gradients are in .grad.
+        if not self.is_pending and not self.num_in_flight and not self.window.is_open:
             release_pending(self)
 
     def settle(self) -> None:
@@ -390,8 +395,6 @@ class GradientAccumulator:
             return None
         self.window.divide(divide_factor, self.unit_params.label)
         self._open_window()
-        if over_replicas:
-            self.window.close()
         mesh_info = self.unit_params.spec.mesh_info
         publishes = over_replicas or mesh_info.replicate_group is None
         plan = self._plan(
