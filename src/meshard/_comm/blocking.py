@@ -41,8 +41,8 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Return the ``numbers`` of every rank.
 
-    Not announced: this prepares a group or a root before its first collective. So it is also here
-    that ``MESHARD_STALL_SECONDS`` is refused if it is no number.
+    It is not announced, because it prepares a group or a root before the first collective. A
+    ``MESHARD_STALL_SECONDS`` that is no number is refused here, before anything waits.
     """
     stall_seconds()
     own = torch.tensor(numbers, device=device)
