@@ -94,7 +94,7 @@ class GradientSync(enum.Enum):
 
     @property
     def ends_window(self) -> bool:
-        """Whether the last backward of a window then ends it: nothing is pending, optimizers step."""
+        """Whether the last backward of a window ends it: nothing is pending, optimizers step."""
         return self is GradientSync.FULL
 
 

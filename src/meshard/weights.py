@@ -1,8 +1,8 @@
 """Unsharded weights between steps, to read and to edit.
 
-The modules of a summoned unit hold plain parameters in the dtype of the shards (the dtype that the
-unit computes in may be narrower, and would round edits), in memory of their own. They run like
-ordinary modules: their hooks neither gather, reshard nor cast. Gradients of the unsharded
+The modules of a summoned unit hold plain parameters, in memory of their own and in the dtype of the
+shards. The dtype in which the unit computes may be narrower, and would round edits. The modules run
+like ordinary ones: their hooks neither gather, reshard nor cast. Gradients of the unsharded
 parameters are reduced together with those of ordinary forwards.
 """
 
@@ -114,7 +114,7 @@ def unsharded_params(
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit, or raise. False if it has no shards, or is summoned."""
+    """Return whether to summon a unit: not if it has no shards, or is summoned. Or raise."""
     if not unit.params:
         return False
     if isinstance(unit.group.unit_params, ReplicatedParams):
@@ -159,7 +159,7 @@ class SummonedUnit:
         self._options = options
         self.group = unit.group
         self.group.summon(options)
-        # Modules may be pickled now, as plain ones.
+        # Modules may be pickled from now on, as plain ones: without these hooks.
         self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)
@@ -209,7 +209,7 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         for param in self.params:
-            # As everywhere, requires_grad of the sharded parameter is the one that counts.
+            # The requires_grad flag of the sharded parameter is what counts, so it is set here.
             flags = {value.requires_grad for value in param.installed() if value is not None}
             if self._is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())

@@ -440,7 +440,7 @@ class Communicator:
         group: dist.ProcessGroup,
         custom: Comm | None,
     ) -> torch.Tensor:
-        """Return an uninitialised ``[numel]``. If so chosen, ``custom`` or the group allocates it."""
+        """Return an uninitialised ``[numel]``, which ``custom`` or the group may allocate."""
         if self._custom is None or group.size() == 1:
             return torch.empty(numel, dtype=dtype, device=device)
         if custom is None and self._custom.from_group:
@@ -497,5 +497,5 @@ class Communicator:
         *keep: torch.Tensor,
         then: Callable[[], object] | None = None,
     ) -> InFlight:
-        """Return a handle that waits for ``work``, if any, then calls ``then``; it holds ``keep``."""
+        """Return what waits for ``work``, if any, and then calls ``then``; it holds ``keep``."""
         raise NotImplementedError

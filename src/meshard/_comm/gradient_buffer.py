@@ -31,8 +31,8 @@ _MAX_OPERANDS = 64  # a bound, because a divide factor may change with every bat
 # In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
 # not: the tensor is rounded to that dtype, where kernels take a Python number as float32.
 _EXACT = (torch.float32, torch.float64)
-# In a buffer of at most ``_SMALL`` elements, or at most ``_FEW`` per mark, adding to every element is
-# faster than indexing those with marks (4 against 120 us for six parameters on 4096 ranks).
+# In a buffer of at most ``_SMALL`` elements, or at most ``_FEW`` per mark, adding to every element
+# is faster than indexing those with marks (4 against 120 us for six parameters on 4096 ranks).
 _SMALL, _FEW = 2**14, 8
 _LARGE = 2**18  # elements: from so many on, bytes matter more than the number of kernels
 

@@ -1,7 +1,7 @@
 """Where checkpoints are: a folder, or an object store.
 
-The protocol of ``saving`` needs few things of it: files that are there for good once ``sync`` has
-returned, and one call, ``publish``, by which a file appears whole or not at all.
+``saving`` relies on two things: files are durable once ``sync`` has returned, and ``publish`` makes
+a file appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 try:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
-except ImportError:  # torch asks for it, but does not need it
+except ImportError:  # torch requires it, but does not need it to run
     url_to_fs = None
 
 
@@ -86,7 +86,7 @@ class FolderStorage:
     """A folder on a file system that all ranks see."""
 
     def __init__(self, root: str) -> None:
-        self.root = os.path.abspath(root)  # the working directory may change
+        self.root = os.path.abspath(root)  # absolute, because the working directory may change
         self._path = Path(self.root)
 
     def folders(self) -> list[str]:
@@ -120,7 +120,7 @@ class FolderStorage:
         sink = _FileSink(self, aside)
         sink.write(data)
         sink.close()
-        self.act("sync", target.parent)  # the other files of the folder are there before this one
+        self.act("sync", target.parent)  # other files are durable before this one appears
         self.act("rename", aside, target)
         self.act("sync", target.parent)
         self.act("sync", self._path)
@@ -137,13 +137,13 @@ class FolderStorage:
 
     def remove_folder(self, folder: str) -> None:
         names = self.files(folder)
-        for name in sorted(names, reverse=True):  # the hidden marker of the folder last
+        for name in sorted(names, reverse=True):  # reversed, so that the hidden marker comes last
             self.act("unlink", self._path / folder / name)
         shutil.rmtree(self._path / folder, ignore_errors=True)
         self.act("sync", self._path)
 
     def act(self, what: str, path: Path, to: Path | None = None) -> None:
-        """Change the folder. Everything but writes goes through here: see the tests of kills."""
+        """Change the folder. All changes but writes go through here, for the tests of kills."""
         if what == "mkdir":
             path.mkdir()
         elif what == "unlink":
@@ -218,7 +218,7 @@ class ObjectStorage:
             )
         self.root = url
         self._fs: Any
-        # Another process may be writing: what the store lists must be what it has now.
+        # No cached listings, because another process may be writing.
         self._fs, path = url_to_fs(url, use_listings_cache=False)
         self._path = path.rstrip("/")
 
@@ -276,12 +276,12 @@ class ObjectStorage:
 
 
 class _ObjectSource:
-    """An object, of which each byte is fetched once: what was read is kept in a local file."""
+    """An object. Each byte is fetched once, and kept in a local file."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._fetched: dict[tuple[int, int], int] = {}  # where a range is in the copy
+        self._fetched: dict[tuple[int, int], int] = {}  # by range: where it is in the local file
 
     def read(self, begin: int, size: int) -> bytes:
         for (first, end), place in self._fetched.items():
