@@ -172,7 +172,7 @@ class GatherPlan:
             self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not earlier: the parameters' storage had size 0
+        if self._copies is None:  # not made before: the storage of the parameters had size 0
             self._copies = self._make_copies(self._kept_segments)
         targets, sources = self._copies
         if len(targets) == 1:  # half the time of the foreach operator

@@ -38,9 +38,10 @@ _SMALL = 2**19  # elements: up to so many, torch.sum is faster than adding halve
 
 
 def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = True) -> None:
-    """Add up ``rows [ranks, n]`` in the dtype of ``output``, which is as wide. Overwrites the rows.
+    """Add up ``rows [ranks, n]`` in the dtype of ``output``, which is theirs or a wider one.
 
-    With ``keep_signs`` a sum of negative zeros is a negative zero; no other bit changes.
+    The rows are overwritten. With ``keep_signs`` a sum of negative zeros is a negative zero; no
+    other bit changes.
     """
     if rows.numel() <= _SMALL:
         torch.sum(rows, 0, dtype=output.dtype, out=output)

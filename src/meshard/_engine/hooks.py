@@ -1,7 +1,7 @@
 """Hooks on modules, on autograd and on ``load_state_dict``.
 
-A hook holds its unit weakly and finds the lifecycle through it, because there is none before the
-first use, and an outer ``fully_shard`` replaces it.
+A hook holds its unit weakly and gets the lifecycle from the unit at each call. It cannot keep the
+lifecycle: there is none before the first use, and an outer ``fully_shard`` replaces it.
 
 ``load_state_dict`` copies or assigns tensors into parameters that are DTensors, and torch refuses
 to mix the two. So before a module loads, each unsharded tensor in its state dict is replaced by
@@ -330,7 +330,7 @@ def run_in_unit(
 
 
 class _OutsideHook(UnitHook):
-    """The hook of a module inside the root, which users may call by itself, as an embedding."""
+    """The hook of a module of the root that is no unit. Users may call it by itself."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
@@ -347,10 +347,10 @@ class _OutsideHook(UnitHook):
 
 
 def register_outside_hooks(unit: Unit) -> None:
-    """Register hooks by which modules of ``unit``, and of no unit inside it, explain errors.
+    """Register hooks that explain errors of the modules in ``unit`` and in no unit inside it.
 
-    A hook costs each call of its module a microsecond or two, so only a root around other units
-    has them, whose own modules are few.
+    A hook costs each call of its module a microsecond or two. So only roots around other units have
+    such hooks, because few modules are in no unit inside.
     """
     if unit.params and not unit.gradients.is_replicated:
         for module in _modules_inside(unit):

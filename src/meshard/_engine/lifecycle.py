@@ -256,7 +256,7 @@ class Lifecycle:
             call = self.running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
-            return call  # a module that called itself
+            return call  # an outer call of the unit goes on: a module has called itself
         unit.step.modules_run.add(id(module))
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
@@ -621,7 +621,7 @@ class Lifecycle:
     def _compare_first_values(self) -> None:
         """Warn if the ranks brought different values. Called before a collective of all ranks.
 
-        **Collective:** the meshes of all sharded units; outside of what the ledger lists.
+        **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
         self._has_compared = True
         groups = [group for group in self.groups() if group.params]
@@ -906,8 +906,9 @@ class Lifecycle:
 def _check_finds_parameters(unit: Unit) -> None:
     """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
 
-    It looks for the parameters of the graph on the modules, where shards are once a forward has
-    ended the schedule's ``unshard()``, and writes no gradient of what it does not find.
+    The schedule looks for the parameters of the graph on the modules. If a forward has ended the
+    ``unshard()`` of the schedule, modules hold shards instead, and the schedule writes no gradients
+    for parameters that it does not find.
     """
     is_split = not unit.settings.sync.reduces and keeps_graph()
     if is_split and not unit.group.is_manually_unsharded:

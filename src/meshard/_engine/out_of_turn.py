@@ -147,7 +147,7 @@ class RetainedUnits:
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
-        """Keep a unit unsharded whose output has no tensor, for one backward of this forward."""
+        """Keep a unit unsharded for a backward of this forward: its output has no tensor."""
         if self._is_in_backward:
             return  # a recomputation: the backward of the unit is under way
         if unit not in _warned:

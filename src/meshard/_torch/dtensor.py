@@ -60,7 +60,7 @@ def as_parameter(made: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return cast("nn.Parameter", made)
 
 
-# The local tensor object itself, without a copy and without autograd; a call of it runs in C.
+# Returns the local tensor object itself, without a copy and without autograd. It runs in C.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 

@@ -274,12 +274,12 @@ _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambd
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
 _suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-# Transforms inside of which no backward runs: if there is one, it is that of the loss, later.
+# Transforms inside of which no backward runs. What they return may get a backward later.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
 _suspend_modes = _or_error("torch.utils._python_dispatch._disable_current_modes")
-_SELECTIVE = tuple(  # those modes of selective checkpoints, forward and recomputing, that torch has
+_SELECTIVE = tuple(  # the modes of selective checkpoints (forward, recomputation) that torch has
     mode
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if (mode := _find(f"torch.utils.checkpoint.{name}")) is not None
@@ -289,7 +289,7 @@ _SELECTIVE = tuple(  # those modes of selective checkpoints, forward and recompu
 def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """Return what ``tensor`` is outside of all ``torch.vmap`` and ``torch.func.jvp``.
 
-    There autograd sees its hooks.
+    Autograd calls the hooks of that tensor.
     """
     while _is_wrapped(tensor):
         tensor = _inside_of(tensor)
@@ -302,7 +302,7 @@ def is_in_transform() -> bool:
 
 
 def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call ``function`` outside of what must not see operations of the engine.
+    """Call ``function`` outside of modes that must not see operations of the engine.
 
     That is ``torch.vmap`` and ``torch.func.jvp``, outside of which tensors have memory, and
     selective checkpoints, which count operations and expect the same ones when they recompute.

@@ -106,10 +106,10 @@ class FlatSlice:
             state[key] = wrap_like(member.param, view)
 
     def _joined(self, tensors: Sequence[torch.Tensor], exposed: ExposedMemory) -> torch.Tensor:
-        """Return ``tensors``, one for each member, as one that lies as the members do.
+        """Return ``tensors``, one for each member, as one tensor with the layout of the slice.
 
-        If they lie so in memory already, it is a view. Otherwise it is a copy, with zeros as
-        padding.
+        If they have that layout in memory already, it is a view. Otherwise it is a copy, with zeros
+        as padding.
         """
         view = self._view_of(tensors, exposed)
         if view is not None:
@@ -123,7 +123,7 @@ class FlatSlice:
     def _view_of(
         self, tensors: Sequence[torch.Tensor], exposed: ExposedMemory
     ) -> torch.Tensor | None:
-        """Return the range in which ``tensors`` lie as the members do; None if they do not."""
+        """Return the memory of ``tensors`` as one tensor; None if it has another layout."""
         if not self._owned:
             return torch.empty_like(self.flat)
         owned = [tensors[position] for position in self._owned]
