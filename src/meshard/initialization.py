@@ -392,6 +392,6 @@ def _checksum(param: torch.Tensor) -> int:
         bits = plain.contiguous().view(-1).view(INT_OF_SIZE[plain.itemsize])
         for number, chunk in enumerate(bits.split(_CHUNK)):
             weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
-            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd, so that no bit of a number is lost
+            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: every bit counts
             total += int(weights.mul_(chunk).sum())
     return total % 2**63

@@ -461,7 +461,7 @@ class Lifecycle:
         the same collectives on all ranks. A run that accumulates nothing (``torch.autograd.grad``)
         leaves out the same calls on all ranks, so nothing is done for it.
         """
-        for call in StepSchedule.pop_skipped(of, is_next) if run.accumulates else ():
+        for call in of.pop_skipped(is_next) if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is None or not unit.params or self._runs(unit):
                 continue
@@ -477,7 +477,7 @@ class Lifecycle:
         but: Unit | None = None,
     ) -> None:
         """Complete the units of a pass whose backward is over."""
-        for number in StepSchedule.pop_over(of, is_over):
+        for number in of.pop_over(is_over):
             other = self._units[number]()
             if other is not None and other is not but:
                 self._end_backward_of(run, other, of)
@@ -590,7 +590,7 @@ class Lifecycle:
         of, call = unit.step.in_pass, unit.step.in_call
         if not unit.children or of is None or call is None:
             return False
-        return StepSchedule.may_begin_inside(of, call, self._num_backwards)
+        return of.may_begin_inside(call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:
@@ -645,7 +645,8 @@ class Lifecycle:
         for of in ended:
             self._end_pass(run, of)
         to_come = self._units_to_come(run, units, ended)
-        self.schedule.end_backward(ends_passes=run.accumulates or not run.keeps_graph)
+        if run.accumulates or not run.keeps_graph:
+            self.schedule.end_passes()
         run.of = None
         self.retained.end_backward()
         for unit in reversed(units):  # units inside first

@@ -38,7 +38,7 @@ class Prefetcher:
 
     def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
         chosen = unit.settings.backward_prefetch
-        following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
+        following = self._chosen_or(chosen, of.next_in_backward(call))
         return [each for each in following if chosen or each.settings.unshard_in_backward]
 
     def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:

@@ -65,6 +65,39 @@ class ForwardPass:
             self.open_in = backward
             self.num_open, self.num_to_begin = len(self.first_entries), len(self.exits)
 
+    def may_begin_inside(self, call: ForwardCall, backward: int) -> bool:
+        """Return whether the backward of some call inside ``call`` may be still to begin."""
+        if self.open_in != backward or self.num_to_begin <= call.first_inside:
+            return False
+        is_last = self.num_to_begin == call.first_inside + 1
+        return not is_last or self.exits[call.first_inside].begun_in != backward
+
+    def next_in_backward(self, call: ForwardCall) -> int | None:
+        return self.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
+
+    def pop_over(self, is_over: Callable[[ForwardCall], bool]) -> Iterator[int]:
+        """Iterate over the units whose backward is over, last first, each once in a backward.
+
+        Autograd runs nodes in the reverse order of their creation. So when the backward of a call
+        begins, the backward of every unit that was first entered after the end of that call is
+        over, whether or not its outputs were used. Likewise when a node runs, for units that were
+        first entered after that node was made. ``is_over`` tells whether this holds for an entry.
+        """
+        while self.num_open and is_over(self.first_entries[self.num_open - 1]):
+            self.num_open -= 1
+            yield self.first_entries[self.num_open].unit
+
+    def pop_skipped(self, is_next: Callable[[ForwardCall], bool]) -> Iterator[ForwardCall]:
+        """Iterate over calls whose backward autograd has left out on this rank, last first.
+
+        ``is_next`` tells whether the backward of a call should have begun by now.
+        """
+        while self.num_to_begin and is_next(self.exits[self.num_to_begin - 1]):
+            self.num_to_begin -= 1
+            call = self.exits[self.num_to_begin]
+            if call.begun_in != self.open_in and call.has_graph:
+                yield call
+
 
 class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
@@ -91,15 +124,14 @@ class StepSchedule:
             self.current.window = self._window
             self._last = self.current
 
-    def end_backward(self, *, ends_passes: bool = True) -> None:
-        """Forget the passes whose backward might have come, if this one ends them."""
-        if ends_passes:
-            self._last = None
-            self._window += 1
+    def end_passes(self) -> None:
+        """Forget the passes whose backward might have come: it has, or will not come."""
+        self._last = None
+        self._window += 1
 
     def forget(self) -> None:
         """Drop what an interrupted pass has recorded. The prediction stays."""
-        self.end_backward()
+        self.end_passes()
         self.current = ForwardPass()
 
     def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
@@ -117,14 +149,6 @@ class StepSchedule:
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 
-    @staticmethod
-    def may_begin_inside(of: ForwardPass, call: ForwardCall, backward: int) -> bool:
-        """Return whether the backward of some call inside ``call`` may be still to begin."""
-        if of.open_in != backward or of.num_to_begin <= call.first_inside:
-            return False
-        is_last = of.num_to_begin == call.first_inside + 1
-        return not is_last or of.exits[call.first_inside].begun_in != backward
-
     def exit(self, call: ForwardCall) -> None:
         now = self.current
         call.exited = now.ticks
@@ -137,37 +161,6 @@ class StepSchedule:
         """Return the unit expected to enter after the last one that did."""
         entries = self.current.entries
         return self._successors.get(entries[-1]) if entries else None
-
-    @staticmethod
-    def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
-        return of.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
-
-    @staticmethod
-    def pop_over(of: ForwardPass, is_over: Callable[[ForwardCall], bool]) -> Iterator[int]:
-        """Iterate over the units whose backward is over, last first, each once in a backward.
-
-        Autograd runs nodes in the reverse order of their creation. So when the backward of a call
-        begins, the backward of every unit that was first entered after the end of that call is
-        over, whether or not its outputs were used. Likewise when a node runs, for units that were
-        first entered after that node was made. ``is_over`` tells whether this holds for an entry.
-        """
-        while of.num_open and is_over(of.first_entries[of.num_open - 1]):
-            of.num_open -= 1
-            yield of.first_entries[of.num_open].unit
-
-    @staticmethod
-    def pop_skipped(
-        of: ForwardPass, is_next: Callable[[ForwardCall], bool]
-    ) -> Iterator[ForwardCall]:
-        """Iterate over calls whose backward autograd has left out on this rank, last first.
-
-        ``is_next`` tells whether the backward of a call should have begun by now.
-        """
-        while of.num_to_begin and is_next(of.exits[of.num_to_begin - 1]):
-            of.num_to_begin -= 1
-            call = of.exits[of.num_to_begin]
-            if call.begun_in != of.open_in and call.has_graph:
-                yield call
 
     def runs_before(self, of: ForwardPass | None, unit: int) -> bool:
         """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.
