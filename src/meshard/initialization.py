@@ -278,7 +278,7 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
 
 @contextlib.contextmanager
 def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the first rank of all meshes on every rank."""
+    """Make every rank draw the random numbers that the first rank of the meshes draws."""
     generators: list[Any] = [torch.random]
     if device.type != "cpu":
         generators.append(torch.get_device_module(device))  # stands for that of the current device

@@ -114,7 +114,7 @@ def unsharded_params(
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit: not if it has no shards, or is summoned. Or raise."""
+    """Return whether a unit has shards and is not summoned yet. Raises if it cannot be."""
     if not unit.params:
         return False
     if isinstance(unit.group.unit_params, ReplicatedParams):
@@ -319,7 +319,7 @@ def _pairs(
 
 
 def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> None:
-    """Add the gradient of a parameter of a summoned unit to the unit's, to be reduced with it."""
+    """Add the gradient of a summoned parameter to those of the unit, to be reduced with them."""
     unit, gradient = unit_ref(), unsharded.grad
     unsharded.grad = None
     if unit is None or gradient is None:

@@ -384,7 +384,7 @@ def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 def commit(
     units: list[Unit], plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
-    """Make ``modules`` the modules of ``units``, which are around the units inside.
+    """Put ``units`` on ``modules``, around the units that are inside already.
 
     There is one unit for each plan; see ``adopt_module`` for the rest.
     """
@@ -425,9 +425,9 @@ _classes: dict[tuple[type, type], type] = {}  # the made classes, by base and or
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
-    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it.
+    """Make ``module`` an instance of ``base`` too, and ``unit`` its unit.
 
-    The name of its new class is that of its own class after ``prefix``.
+    The name of the new class is ``prefix`` followed by the name of the old one.
     """
     original = type(module)
     if (base, original) not in _classes:
@@ -441,9 +441,9 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 
 
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` for the sharded kind of ``original`` that may be called directly.
+    """Return a ``forward`` for the class made of ``original``, by which users may call it directly.
 
-    Inside ``module(...)`` it only passes the call on. None: ``original`` has no such method.
+    Inside ``module(...)`` it only calls that of ``original``. None: that has no ``forward``.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):

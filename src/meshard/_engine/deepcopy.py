@@ -77,7 +77,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reached_from(module: nn.Module) -> list[Unit]:
-    """List the units in ``module``, and in the modules that share one of them."""
+    """List the units in ``module``, and those in further modules of these units."""
     found: dict[Unit, None] = {}
     modules = [module]
     while modules:

@@ -1,6 +1,6 @@
 """Unsharded parameters that modules hold outside of a forward.
 
-They hold them from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward that
+Modules do so from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward that
 does not reshard. These parameters are a copy. ``requires_grad`` flags that the user sets on them
 are carried over to the sharded parameters. Edits of values are lost with the copy, which a warning
 says. A cast after ``unshard()`` is an error: it would leave the module with a tensor that no gather

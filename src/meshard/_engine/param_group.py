@@ -349,7 +349,7 @@ class ParamGroup:
         self._move(ParamState.GATHERING)
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Wait for the unsharded parameters on the current stream; gather them if need be.
+        """Make the current stream wait for the unsharded parameters. Gathers them if need be.
 
         With a ``post_forward_group``, also keep this rank's part of them: the next gather is among
         the ranks of that group only.
@@ -434,7 +434,7 @@ class ParamGroup:
     def keep_installed(self) -> None:
         """Leave the unsharded parameters on the modules after forward, until they are resharded.
 
-        The user may read them, as a loss does that is computed from a weight.
+        The user may read them: a loss may be computed from a weight.
         """
         if self.state is ParamState.INSTALLED and self.manual_unshard is None:
             since = "a forward that left them unsharded (reshard_after_forward=False, or the root)"

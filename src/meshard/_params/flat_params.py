@@ -57,7 +57,7 @@ class FlatParams(ShardedUnitParams):
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
-        if self.is_partly_meta:  # until all shards have values, those that do have own memory
+        if self.is_partly_meta:  # shards with values have memory of their own until all have
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
                 for own, shard in zip(self.locals, shards, strict=True)
