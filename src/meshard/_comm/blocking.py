@@ -65,7 +65,10 @@ def agree_on_max(
 
 
 def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
-    """Take part in ``agree_on_max`` of the other ranks without waiting for them."""
+    """Take part in ``agree_on_max`` of the other ranks without waiting for them.
+
+    Only the check of ``MESHARD_DEBUG=1`` waits.
+    """
     if group.size() > 1:
         announce("all_reduce", value, group, label)
         dist.all_reduce(value.clone(), op=dist.ReduceOp.MAX, group=group, async_op=True)
