@@ -173,7 +173,7 @@ def _laid_out(
                 f"{tuple(target.shape)}."
             )
         flat.narrow(0, param_range.offset, param_range.numel).zero_()
-        target.copy_(shard).add_(0.0)  # makes -0.0 positive, which would mark it as unused
+        target.copy_(shard).add_(0.0)  # turns -0.0, the mark of unused ones, into 0.0
     return flat
 
 

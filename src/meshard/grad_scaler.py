@@ -33,7 +33,7 @@ def is_backward_scaled() -> bool:
 
 
 def _mark_backward(_: Tensor) -> None:
-    def do_nothing() -> None:  # what counts is that it is alive
+    def do_nothing() -> None:  # only its lifetime matters: that of the backward
         pass
 
     _scaled_backwards.add(do_nothing)

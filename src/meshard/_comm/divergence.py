@@ -125,7 +125,7 @@ class _Exchange:
 
     def __init__(self, ours: str, group: dist.ProcessGroup) -> None:
         world = dist.group.WORLD
-        assert world is not None  # there is a group
+        assert world is not None  # because ``group`` exists
         self._world, self._ours = world, ours
         self._world_store, self._store = _store_of(world), _store_of(group)
         self._ranks = dist.get_process_group_ranks(group)

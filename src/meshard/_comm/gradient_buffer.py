@@ -360,12 +360,12 @@ class UnusedParamMarks:
         if self.all_used and is_dense:
             buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
-            # Not index_add_: CUDA updates 16-bit elements in pairs, and the other may be a mark.
+            # Not index_add_: CUDA updates 16-bit elements in pairs, of which one may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
         """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or only first elements."""
-        # As many elements as ranges are the first elements already.
+        # If there are as many elements as ranges, they are the first elements.
         first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
 

@@ -168,7 +168,7 @@ def _forget_thread() -> None:
     _waits.clear()
 
 
-os.register_at_fork(after_in_child=_forget_thread)  # a fork copies one thread only
+os.register_at_fork(after_in_child=_forget_thread)  # a fork lacks the thread
 
 
 def _look_for_ever() -> None:

@@ -151,7 +151,7 @@ class FlatParams(ShardedUnitParams):
 
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
         if self.host_copies is not None:
-            self.host_copies.wait()  # the old buffer may still be read
+            self.host_copies.wait()  # copies may still read the old buffer
         lost = [any(map(has_own_methods, pair)) for pair in zip(self.locals, locals_, strict=True)]
         layouts = [param.layout for param in self.params]
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))

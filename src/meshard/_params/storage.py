@@ -113,7 +113,7 @@ class UnshardedMemoryPool:
 
     def free(self) -> None:
         if self._has_memory:
-            self._has_memory = False  # set first, for the same reason
+            self._has_memory = False  # set first, because an interrupt may come after
             for storage, _ in self._storages:
                 # Resize, do not replace: autograd may have saved views of this storage.
                 storage.resize_(0)

@@ -152,7 +152,7 @@ class CustomParam:
         if mp_policy.param_dtype_override_fn is not None:
             own = self._param_dtype if param.keeps_dtype else mp_policy.param_dtype
             self._mp_policy = replace(mp_policy, param_dtype=own, param_dtype_override_fn=None)
-        # What has the methods. They are looked up at each call, because users may replace them.
+        # The object with the methods. They are looked up in each call, as users may replace them.
         self._methods: Any = shard
         if not has_gather_methods(param.fqn, shard):
             self._methods = _OrdinaryGather(param, shard, self._param_dtype)
@@ -198,7 +198,7 @@ class CustomParam:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
         unsharded = self._param.unsharded
-        # To autograd, filling a parameter again is no in-place change of what it has saved.
+        # So autograd does not take the filling for an in-place change of a saved tensor.
         with keeping_version(unsharded, plain_of(unsharded)):
             post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded)
         if unsharded.shape != self._param.sharded.shape:

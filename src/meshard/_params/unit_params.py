@@ -32,7 +32,7 @@ from meshard._torch.dtensor import (
 )
 from meshard._torch.private import version_of, without_torch_function
 
-GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
+GradientHookMaker = Callable[[int], GradientHook]  # given the index of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class ShardedUnitParams(UnitParams):
         return copied
 
     def _check_not_meta(self, device: torch.device) -> None:
-        # to_empty on the root would drop the values of parameters that have some.
+        # If only some are on meta, to_empty on the root would drop the values of the others.
         which = "the module that holds it" if self.is_partly_meta else "the root module"
         for param in self.params:
             if local_of(param.sharded).is_meta:

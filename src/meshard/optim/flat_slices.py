@@ -47,7 +47,7 @@ class FlatSlice:
         self.number = number
         self.params = [member.param for member in members]
         self._members = members
-        # Positions of the members of which this rank owns elements. It may own none of any.
+        # Positions of the members of which this rank owns elements; none if it owns padding only.
         self._owned = [position for position, member in enumerate(members) if member.numel]
         offsets = [members[position].offset for position in self._owned] or [0]
         self._start = offsets[0]

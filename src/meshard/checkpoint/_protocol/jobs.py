@@ -58,7 +58,8 @@ class Job:
     ties: dict[str, str] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)  # ranks may have different parts
     others: dict[str, Any] = field(default_factory=dict)  # may differ between ranks
-    part_of: dict[str, str] = field(default_factory=dict)  # of ordinary tensors in ``others``
+    # By name of an ordinary tensor in ``others``: the name of its part.
+    part_of: dict[str, str] = field(default_factory=dict)
     random: Any = None  # the states of this rank's random number generators
     about: dict[str, Any] = field(default_factory=dict)
 
