@@ -117,14 +117,13 @@ class Buckets:
         self._cap = cap
         self._are_views = are_views
         self._sends_buffers = sends_buffers
-        order = list(reversed(range(len(params))))
         count = max(1, len(partition([param.sharded for param in reversed(params)], cap)))
         # Outermost first, each inside the one before.
         self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
         nest(self.units)
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
-        self._fill(order)
+        self._fill(list(reversed(range(len(params)))))
         # The order of the first backward, by which the buckets are rebuilt once.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order

@@ -152,7 +152,8 @@ class ParamGroup:
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # By id of a sharded parameter, its index. Parameters that were replaced since stay in it.
         self.indices: dict[int, int] = {}
-        self._begin_watching()
+        self._unsharded_version = _UNKNOWN
+        register_owner(self)
 
     @property
     def comm(self) -> Communicator:
@@ -191,10 +192,6 @@ class ParamGroup:
 
     # --- edits from outside -----------------------------------------------------------
 
-    def _begin_watching(self) -> None:
-        self._unsharded_version = _UNKNOWN
-        register_owner(self)
-
     def adopt_edits(self) -> int:
         """Adopt what the user has replaced since the last use; return the version of the shards."""
         version = self.unit_params.version_unless_replaced()
@@ -205,7 +202,8 @@ class ParamGroup:
             self.reshard()
             self.unit_params.rebuild()
             self.num_rebuilds += 1
-            self._begin_watching()
+            self.forget_version()
+            register_owner(self)
         return self.version
 
     @property
