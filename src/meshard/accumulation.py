@@ -154,8 +154,9 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
         unit.lifecycle.finish_reductions()
         is_open = is_open or unit.gradients.is_pending
         for index, partial in unit.gradients.pending_of_params().items():
-            param = unit.group.params[index]  # modules hold its sharded or its unsharded tensor
-            # A unit of several modules may have parameters that are not in this module.
+            param = unit.group.params[index]
+            # Modules hold its sharded or its unsharded tensor. The parameter may also be in another
+            # module of the unit, and then has no name in this one.
             name = names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn
             partials[name] = partial
     return PendingGradients(partials, is_open=is_open)
@@ -296,19 +297,19 @@ class _Report(enum.IntEnum):
     # Sent as an iteration begins:
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
-    FAILED = enum.auto()  # may also be sent in the place of the reports below
+    FAILED = enum.auto()  # may also be sent instead of one of the reports below
     # Sent when the first unit is reduced, or else at the end of the iteration:
     REDUCES = enum.auto()
     KEEPS = enum.auto()  # its backward has reduced nothing
-    JOINS = enum.auto()  # it has no batch, and takes part in the reductions of the others
+    JOINS = enum.auto()  # it has no batch, and will take part in the reductions of the others
     LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
 
 
 class _UnevenLoop:
     """What a rank knows of the others in ``uneven_batches``.
 
-    The ranks exchange reports twice per iteration. A failure after the second exchange is reported
-    in the next one, before any rank issues another collective.
+    The ranks exchange reports twice per iteration. If something fails after the second exchange,
+    the rank reports it in the first exchange of the next iteration, before any other collective.
     """
 
     def __init__(self, units: list[Unit], *, divides_by_all: bool, ends_early: bool) -> None:
@@ -319,9 +320,9 @@ class _UnevenLoop:
         self._units, self._pg, self._device = units, spec.mesh_info.replicate_group, spec.device
         self._divides_by_all, self._ends_early = divides_by_all, ends_early
         self._problem = ""
-        self._has_failed = False  # something went wrong after the second exchange
-        self._began_at = 0  # the number of the next backward, as the iteration began
-        self._reduces_in: int | None = None  # the number of the backward that reduces
+        self._has_failed = False  # whether something failed after the second exchange
+        self._began_at = 0  # ``backward_number`` when the iteration began
+        self._reduces_in: int | None = None  # ``backward_number`` of the backward that reduces
 
     def begin(self, *, has_batch: bool) -> None:
         """Learn which ranks have a batch; raise if an earlier iteration has failed on any rank.
@@ -375,7 +376,7 @@ class _UnevenLoop:
         return GradientSync.FULL if reducing else GradientSync.NONE
 
     def _raise(self, problem: str) -> NoReturn:
-        self._problem = problem  # raised again if the user catches the error and goes on
+        self._problem = problem  # to raise it again, if the user catches it and goes on
         raise RuntimeError(problem)
 
     def before_reduction(self) -> None:
@@ -386,14 +387,14 @@ class _UnevenLoop:
             self._reduces_in = self.lifecycle.backward_number
             self._exchange_mode(_Report.REDUCES)
         elif self._reduces_in != self.lifecycle.backward_number:
-            # The other ranks are in their next begin(): this takes part in its exchange.
+            # The other ranks are in begin() of the next iteration, and wait for this report.
             self._exchange(_Report.FAILED)
 
     def join(self, module: nn.Module) -> bool:
         """Run a backward that uses no parameter, and issues the collectives of the other ranks.
 
-        Where those reduce nothing, a gradient of zero is pending on this rank, as theirs is on
-        them. Returns whether the other ranks are still in the loop.
+        If the others reduce nothing, a gradient of zero is accumulated here, as theirs are there.
+        Returns whether the other ranks are still in the loop.
         """
         mode = self._exchange_mode(_Report.JOINS)
         if mode is None:
@@ -412,7 +413,7 @@ class _UnevenLoop:
         return True
 
     def leave(self) -> None:
-        """Report that the user has left the loop: other ranks may be waiting for a report."""
+        """Report that the user has left the loop, because others may be waiting for a report."""
         if self._reduces_in is None and not self._problem:
             with contextlib.suppress(RuntimeError):  # the group may be destroyed already
                 self._exchange_mode(_Report.LEFT)

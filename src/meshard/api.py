@@ -323,7 +323,7 @@ def _host_location(
 
 
 def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move each buffer that is on the CPU; one of several modules stays one tensor."""
+    """Move each buffer that is on the CPU. A buffer that modules share stays one tensor."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -336,8 +336,9 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 # --- the default mesh ----------------------------------------------------------------------
 
 _EXIT_SECONDS = 0.05  # see _destroy_group
-# By the group itself, because successive default groups have the same name, by which a mesh finds
-# its group. Both references are weak: a mesh keeps its group alive, with its threads and sockets.
+# By default group. Successive ones have the same name, by which a mesh looks up its group, so each
+# needs a mesh of its own. Both references are weak, because a mesh keeps its group alive, with its
+# threads and sockets.
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
 _default_meshes = weakref.WeakKeyDictionary()
 
@@ -380,6 +381,7 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
-    # A thread of gloo takes the GIL to free what it has sent. If the interpreter is ending and
-    # refuses it, the process aborts; while this thread sleeps, the other one gets it.
+    # A thread of gloo takes the GIL to free what it has sent. If the interpreter is ending, it
+    # refuses the GIL to other threads, and the process aborts. So this thread sleeps, and lets gloo
+    # finish.
     time.sleep(_EXIT_SECONDS)

@@ -1,12 +1,12 @@
 """Sharding of a whole model by one call: ``fully_shard_units``.
 
-A parameter belongs to the innermost unit on every path from the root to the parameter. For one that
-is used once, that is the unit around it. For tied parameters and shared modules it is the lowest
-unit that contains all their users, and which is unsharded while any of them runs.
+A parameter goes to the innermost of the units that are on every path from the root to the
+parameter. If it is used once, that is the unit around it. If it is tied, or in a shared module,
+that is the innermost unit around all of its uses, which is unsharded while any of them runs.
 
-Modules that are registered several times make the model a graph, in which the number of paths may
-be exponential. Paths are never listed: one pass over the modules, each after those that hold it,
-answers every question about them.
+A module may be registered several times, so the model is a graph, and the number of its paths may
+be exponential. Paths are never listed. Questions about them are answered by passes over the modules
+in an order in which each module comes after those that hold it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]
 
 # --- the model as a graph --------------------------------------------------------------------
 
-Holders = dict[nn.Module, list[nn.Module]]  # the modules around each module, which come first
+Holders = dict[nn.Module, list[nn.Module]]  # the modules that hold each one; holders come first
 Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
 Calls = dict[nn.Module, dict[str, Any]]  # the arguments of ``fully_shard`` for each unit
 
@@ -254,7 +254,7 @@ def _free_parameters(
             if param is not None and param not in ignored and (module, name) not in owned:
                 new = Collected(joined(fqn, name), param, [])
                 found.setdefault(param, new).owners.append((module, name))
-    # A parameter that an earlier fully_shard has ignored stays ignored.
+    # Not those inside a unit only: an earlier fully_shard has ignored them, and so does this one.
     free = _outside(TorchFSDPModule, holders)
     return [each for each in found.values() if any(owner in free for owner, _ in each.owners)]
 

@@ -151,8 +151,8 @@ def clip_grad_norm_(
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor that limits the norm of gradients to ``max_norm``."""
-    # As torch does: the small number avoids a division by zero, and to multiply by 1.0 needs no
-    # wait of the host to find out whether to clip.
+    # The same as in torch. The small number avoids a division by zero. Gradients are multiplied
+    # even by 1.0, because the host would have to wait to find out whether to clip.
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
@@ -192,7 +192,7 @@ def _sharded_over(tensor: torch.Tensor) -> Groups:
                 f"cannot take the norm of a partial sum (placements {placement}); call "
                 "meshard.finalize_gradients(module), or reduce it first."
             )
-        # Not isinstance(placement, Shard): a strided shard is no subclass of it.
+        # Not isinstance(placement, Shard), of which a strided shard is no subclass.
         if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1:
             groups.append(tensor.device_mesh.get_group(axis))
     return tuple(groups)
@@ -201,7 +201,7 @@ def _sharded_over(tensor: torch.Tensor) -> Groups:
 def _local_norm(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    # Of empty shards too: a rank that has only those must gather the same dtype as the others.
+    # The dtypes of empty shards count too: ranks that own nothing must gather the same dtype.
     dtypes = [tensor.dtype for tensor in tensors]
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32).to_real()
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]

@@ -10,9 +10,9 @@ from meshard._torch.patches import unpatch_zero_grad
 
 _FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 _NAMES = (*_FUNCTIONS, "GradientReductionHandle", "UnshardHandle")
-# The names that are replaced in each module: in the public one, in those that were public before
-# torch 2.6, and in those that define them. In the last one only functions are replaced, because
-# torch's own code there makes the handles.
+# By module, the names that are replaced in it: the public module, those that were public before
+# torch 2.6, and the private ones. In the last module only functions are replaced, because torch's
+# own code in it makes instances of the handles.
 _MODULES = {
     "torch.distributed.fsdp": _NAMES,
     "torch.distributed._composable.fsdp": _NAMES,

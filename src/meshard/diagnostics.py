@@ -92,9 +92,9 @@ class _Row(NamedTuple):
 
 
 def _label_in(paths: dict[nn.Module, str], unit: Unit, root: Unit) -> str:
-    """Return the dotted name of a unit, from its root or from a described module around that.
+    """Return the name of a unit in the table: its dotted name from the described module.
 
-    A described module that is in no unit may hold several roots.
+    If the root of the unit is not inside that module, the name begins at the root.
     """
     prefix = next((paths[each] for each in alive(root.modules) if each in paths), "")
     return (joined(prefix, unit.fqn) if unit.fqn else prefix or "(root)") + unit.mesh_name
@@ -243,9 +243,10 @@ class CommLedger:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
-        # What is recorded: communicators, and process groups for collectives that have none.
+        # What is recorded: collectives of these communicators, and of these process groups if they
+        # have no communicator.
         self._recorded: set[object] | None = None
-        # What is left out of that: units outside the module, by label.
+        # What is not recorded nevertheless: units outside of the module, by source and label.
         self._left_out: set[tuple[object, str]] = set()
         if module is not None:
             if not isinstance(module, nn.Module):

@@ -7,10 +7,10 @@ by ``R``, whatever the sizes of the groups:
     partial = partial + sum over the shard group of gradients / (c / R)
     result  = sum over the replicas of partial / R
 
-So a partial means the same at every moment (by default the mean over the shard group), and the
-result is the sum over all microbatches and ranks, divided by ``c``. The partial is added after the
-reduce-scatter and before the all-reduce: adding it later would leave the replicas different. The
-divisors are computed when a reduction starts, from the groups that are passed in.
+So a partial always means the same (by default the mean over the shard group), and the result is the
+sum over all microbatches and ranks, divided by ``c``. The partial is added after the reduce-scatter
+and before the all-reduce. If it were added later, replicas would differ. The divisors are computed
+when a reduction starts, from the groups that are passed in.
 
 ``foreach_reduce`` is the whole reduction as one blocking call. The engine runs the same stages one
 by one: see ``Reduction``.
@@ -173,7 +173,7 @@ def _laid_out(
                 f"{tuple(target.shape)}."
             )
         flat.narrow(0, param_range.offset, param_range.numel).zero_()
-        target.copy_(shard).add_(0.0)  # a first element of -0.0 would mark it as unused
+        target.copy_(shard).add_(0.0)  # turns -0.0, the mark of unused ones, into 0.0
     return flat
 
 
@@ -186,7 +186,7 @@ class Divisors(NamedTuple):
     after_all_reduce: Fraction
 
     def after(self, divided_by: int, shard_count: int) -> Divisors:
-        """Return what is left once gradients were divided by ``early_divisor``."""
+        """Return what is left to divide by, after a division by ``early_divisor``."""
         if shard_count > 1:
             return self._replace(after_scatter=self.after_scatter / divided_by)
         return self._replace(after_all_reduce=self.after_all_reduce / divided_by)
@@ -230,7 +230,7 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # Halves round up: overflow destroys a step, underflow loses the smallest values only.
+    # Halves are rounded up: overflow spoils a step, while underflow loses small values only.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
@@ -240,16 +240,17 @@ def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
-    """Divide in place. Rounds once where the divisor or its reciprocal is a float."""
+    """Divide in place, rounding once if the divisor or its reciprocal is exact as a float."""
     numerator, denominator = divisor.as_integer_ratio()
     if numerator == denominator:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
-        # The reciprocal is exact: a power of two, or a divisor such as 1 / 7.
+        # The reciprocal is exact: the divisor is a power of two, or a fraction such as 1 / 7.
         tensor.mul_(as_operand(denominator / numerator, tensor))
     else:
-        # Multiplying by the reciprocal would round twice. Devices do that for a Python number, but
-        # not for a tensor. With a dim it is used as it is; 0-d, it would be cast to bfloat16 first.
+        # Multiplying by the reciprocal would round twice, which devices do for a Python number. So
+        # the divisor is a tensor there. It has one dim, because a 0-d tensor would be cast to the
+        # dtype of ``tensor`` first, perhaps bfloat16.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(as_operand(quotient, tensor))
@@ -265,23 +266,23 @@ class ReducePlan(NamedTuple):
     accumulate_dtype: torch.dtype  # of sums over microbatches, the partial and the result
     shard_group: dist.ProcessGroup  # ranks that each own a row of the buffer
     replicate_group: dist.ProcessGroup | None  # ranks that own the same row; None: no all-reduce
-    replicate_count: int  # replicas of the mesh, also where this reduction stops before them
+    replicate_count: int  # replicas of the mesh, even if this reduction is not over them
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
-    divided_by: int = 1  # what the buffer is divided by already: see ``early_divisor``
+    divided_by: int = 1  # what packing divides by: see ``early_divisor``
     # Averages a buffer over the replicas in place, instead of the all-reduce and its division.
     average: Callable[[torch.Tensor], None] | None = None
 
     @property
     def divisors(self) -> Divisors:
-        """What gradients are divided by, if nothing is divided by yet."""
+        """What gradients are divided by, the part of ``divided_by`` included."""
         return resolve_divisors(
             self.shard_group.size(), self.replicate_count, self.divide_factor, self.wire_dtype
         )
 
 
 def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
-    """Whether gradients are divided before they are cast to float16, lest their sums overflow."""
+    """Whether to divide gradients before they are cast to float16, whose sums would overflow."""
     return wire_dtype == torch.float16 and any(
         gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
     )
@@ -298,7 +299,7 @@ class Reduction:
     """A reduction in flight, one stage per ``advance``.
 
     ``rows`` are one block ``[shard_count, shard_numel]``, or from ``Communicator.send_rows``. They
-    are cast to the wire dtype before they are sent, and consumed.
+    are cast to the wire dtype before they are sent. The reduction consumes them.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
@@ -324,7 +325,8 @@ class Reduction:
             self._divisors = self._divisors.after(plan.divided_by, plan.shard_group.size())
         if plan.average is not None:
             self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
-        # Marks are read from raw sums: narrowed, a small sum may become a negative zero.
+        # The wider dtype, because marks are read from sums: a small negative sum may become -0.0 in
+        # a narrower one.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # after the last work on each stream
         self._unused: torch.Tensor | None = None
@@ -385,7 +387,7 @@ class Reduction:
             if self._partial is not None:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(self._partial)
-                # With one rank in the shard group, they were divided for the all-reduce already.
+                # With one rank in the shard group, packing has divided for the all-reduce already.
                 divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
                 self._result.add_(self._partial, alpha=1 / divided_by)
             if self._sum_dtype != plan.accumulate_dtype:
@@ -405,7 +407,7 @@ class Reduction:
             self._wire = self._result.to(self._plan.wire_dtype)
             self._marks.write(self._wire, self._unused)
             average, label = self._plan.average, self._plan.label
-            # What averages may overwrite the marks.
+            # ``average`` may overwrite the marks, so the all-reduce then sums a copy of them.
             self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
             self._pending = self._comm.all_reduce(self._marked, group=group, label=label)
             if average is not None:
@@ -415,7 +417,8 @@ class Reduction:
     def _after_all_reduce(self) -> None:
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
-            # A second attribute: the first lives on the scatter stream, and is read on this one.
+            # A second attribute keeps the first alive, which the scatter stream allocated and this
+            # stream reads.
             self._unused_anywhere = self._marks.read(self._marked)
             self._reduced = self._wire.to(self._plan.accumulate_dtype)
             divide_(self._reduced, self._divisors.after_all_reduce)
@@ -427,7 +430,7 @@ class Reduction:
             self.advance()
         for end in self._ends:
             end.wait()
-        # Inputs are dropped only now, when the current stream is ordered after every use of them.
+        # Inputs are freed only here, where the current stream comes after every use of them.
         del self._scattered, self._partial
         if self._plan.replicate_group is None:
             return Reduced(self._result, self._marks.used_after(self._unused))

@@ -97,8 +97,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     registered = module.__dict__.setdefault(FORWARD_METHODS, {})
     if method_name in registered:
         return
-    # The method is set on the class, which only sharded modules have. An instance that referred to
-    # itself would be freed by the garbage collector only, and a copy would call the original.
+    # The method is set on the class, which only sharded modules have. On the instance it would make
+    # a cycle, which only the garbage collector frees, and a copy would call the method of the
+    # original.
     if not hasattr(vars(type(module)).get(method_name), FORWARD_METHODS):
         setattr(type(module), method_name, _dispatching(type(module), method_name))
     registered[method_name] = module.__dict__.pop(method_name, None)
@@ -121,7 +122,7 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
     if original is not None:
         functools.update_wrapper(method, getattr(sharded_class, name))
     setattr(method, FORWARD_METHODS, True)
-    # Dynamo would trace the call as `self.name(...)`, which is this method again.
+    # Skipped, because Dynamo would trace the call as `self.name(...)`, which is this method again.
     return skip_dynamo_once(method)
 
 
@@ -523,13 +524,13 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.finish_pending_step()
             group.end_manual_unshard()
             group.reshard()
-            # set_keep_unsharded_storage(True) does not keep it here.
+            # Freed even if set_keep_unsharded_storage(True) was called.
             group.unit_params.free_unsharded()
 
         @functools.wraps(fn)  # units inside recognise to_empty() by the name of its function
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
-            # A shard is a part of a flat buffer, so it has no memory format like channels_last.
+            # Contiguous: a part of a flat buffer can have no memory format like channels_last.
             return applied.contiguous() if isinstance(applied, DTensor) else applied
 
         shards = [param.sharded for group in groups for param in group.params]

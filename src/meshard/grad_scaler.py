@@ -23,7 +23,7 @@ from meshard._torch.private import queue_backward_callback, tree_flatten, unscal
 from meshard.optim.hooks import check_may_step, overlapped_optimizers
 from meshard.policies import check_bool, check_int
 
-# Callbacks of backwards of scaled losses, which autograd drops when those are over.
+# One callback per backward of a scaled loss. Autograd drops it when that backward is over.
 _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
@@ -33,7 +33,7 @@ def is_backward_scaled() -> bool:
 
 
 def _mark_backward(_: Tensor) -> None:
-    def do_nothing() -> None:  # only its lifetime counts: autograd drops it after the backward
+    def do_nothing() -> None:  # only its lifetime matters: that of the backward
         pass
 
     _scaled_backwards.add(do_nothing)
@@ -158,7 +158,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 unscale_each(grads, found[device], inv_scale.to(device))
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            # On the device of the mesh: the group may not serve host memory, where shards may be.
+            # Sent from the device of the mesh: shards may be in host memory, which the group may
+            # not serve.
             meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
             sent = found_inf.to(device_of(meshes[0]) if meshes else found_inf.device)
             agree_on_max(sent, self._process_group)

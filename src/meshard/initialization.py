@@ -1,8 +1,8 @@
 """First values of sharded parameters: initialization, and agreement of the ranks.
 
-Random numbers drawn for a shard are not the shard of those drawn for the unsharded parameter, and
-on ranks with the same seed every shard would be the same. So modules are initialised unsharded,
-with the same random numbers on every rank, and each rank keeps its part.
+Drawing random numbers for a shard gives other values than drawing them for the unsharded parameter
+and taking its shard; and ranks with the same seed would draw the same shard. So modules are
+initialised unsharded, with the same random numbers on every rank, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def leave_meta(group: ParamGroup) -> list[ShardedParam]:
         local = torch.empty_like(local_of(old), device=group.spec.location.device)
         param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
         keep_gradient_dtype(old, param.sharded)
-        # The parameter stays the same object, because an optimizer may hold it. set_local does not
-        # suffice: a DTensor reports the device of its first local tensor.
+        # The parameter must stay the same object, because an optimizer may hold it. set_local is
+        # not enough for that: a DTensor reports the device of the local tensor it was made with.
         attributes = dict(vars(old))
         torch.utils.swap_tensors(old, param.sharded)
         vars(old).update(attributes)
@@ -68,7 +68,7 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     if is_new:
         value = poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
-        local = local_of(sharded).to(device)  # the groups of the mesh serve no other device
+        local = local_of(sharded).to(device)  # the device that the groups of the mesh serve
         value = place_like(sharded, local).full_tensor().detach().clone()
     return nn.Parameter(value, requires_grad=False)
 
@@ -136,11 +136,11 @@ class _Initialisation:
         self._summoned: dict[Unit, SummonedUnit] = {}
         # Names of the parameters of summoned units that have no values yet.
         self._new: dict[ShardedParam, str] = {}
-        # For each meta tensor that belongs to no unit: its name, and the tensor in its place.
+        # By meta tensor that belongs to no unit: its name, and the tensor that has replaced it.
         self._given: dict[torch.Tensor, tuple[str, torch.Tensor]] = {}
 
     def run(self, root: nn.Module) -> None:
-        """Initialise everything inside ``root``, and list what was not in ``untouched``."""
+        """Initialise everything inside ``root``. ``untouched`` lists what was not."""
         try:
             self._visit("", root)
             self._finish(list(self._summoned))
@@ -161,7 +161,7 @@ class _Initialisation:
             self._call_init(fqn, module, self._init)
         elif (reset := _reset_of(module)) is not None:
             reset()
-        # A unit of several modules stays unsharded until all of them have been visited.
+        # Not units of several modules, which stay unsharded until all of these were visited.
         self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
     def _summon_for(self, module: nn.Module) -> list[Unit]:
@@ -226,7 +226,7 @@ class _Initialisation:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
-    # torch's MultiheadAttention has the second name.
+    # The second name is that of torch's MultiheadAttention.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None
 
@@ -278,10 +278,10 @@ def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
 
 @contextlib.contextmanager
 def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the first rank of all meshes on every rank."""
+    """Make every rank draw the random numbers that the first rank of the meshes draws."""
     generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        generators.append(torch.get_device_module(device))  # that of the current device
+        generators.append(torch.get_device_module(device))  # stands for that of the current device
     own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
     for generator, state in zip(generators, first, strict=True):
@@ -291,8 +291,8 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     try:
         yield
     finally:
-        # A generator that differed from the first rank's gets its state back. The others keep the
-        # state after the initialisation, as in one process.
+        # A generator that differed from that of the first rank gets its state back. Others keep the
+        # state that they have after the initialisation, as on one process.
         for generator, before, state in zip(generators, own, first, strict=True):
             if not torch.equal(before, state):
                 generator.set_rng_state(before)
@@ -300,10 +300,10 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
 
 # --- the same values on all ranks ----------------------------------------------------------
 
-# Each rank keeps one part of the values that it has before sharding. Different values would become
-# a model that no rank ever had, and replicas would differ for good.
+# Each rank keeps a part of the values that it has before sharding. If ranks have different values,
+# the parts make a model that no rank ever had, and replicas differ for good.
 
-_CHUNK = 1 << 20  # elements: a checksum needs no more memory than this many int64
+_CHUNK = 1 << 20  # elements of a tensor that a checksum converts to int64 at a time
 
 
 @torch.no_grad()
@@ -346,7 +346,7 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     device = device_of(mesh_info.mesh)
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
     outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
-    outlines = _of_all_ranks(outline, mesh_info)
+    outlines = _gather_over_mesh(outline, mesh_info)
     ranks = ranks_of(mesh_info)
     if not bool((outlines == outlines[0]).all()):
         counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
@@ -357,7 +357,8 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
         )
     if not named:
         return
-    sums = _of_all_ranks(torch.tensor([_checksum(p) for _, p in named], device=device), mesh_info)
+    own_sums = torch.tensor([_checksum(param) for _, param in named], device=device)
+    sums = _gather_over_mesh(own_sums, mesh_info)
     differs = (sums != sums[0]).any(dim=0).tolist()
     if not any(differs):
         return
@@ -373,7 +374,7 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     )
 
 
-def _of_all_ranks(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
     rows = gather_from_all(row, mesh_info.shard_group, label="(same start)")
     if mesh_info.replicate_group is not None:
@@ -391,6 +392,6 @@ def _checksum(param: torch.Tensor) -> int:
         bits = plain.contiguous().view(-1).view(INT_OF_SIZE[plain.itemsize])
         for number, chunk in enumerate(bits.split(_CHUNK)):
             weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
-            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: no bit is multiplied away
+            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: every bit counts
             total += int(weights.mul_(chunk).sum())
     return total % 2**63

@@ -81,7 +81,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         check_not_subclass(unit.group.unit_params, caller)
         unit.group.check_may_step()
     release_slices()
-    sources: list[torch.Tensor] = []  # what copies that may still be running read
+    sources: list[torch.Tensor] = []  # the old memory, kept until the copies from it are over
     for unit in units:
         group, gradients = unit.group, unit.gradients
         if not group.params or group.spec.host is not None:
@@ -89,7 +89,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
         if group.unit_params.is_offloaded is not to_host:
             group.reshard()
-            # set_keep_unsharded_storage(True) does not keep it here.
+            # Freed even if set_keep_unsharded_storage(True) was called.
             group.unit_params.free_unsharded()
             group.adopt_edits()
             sources += group.unit_params.move(location)
@@ -105,7 +105,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         torch.get_device_module(kind).empty_cache()  # for other processes
 
 
-# Per optimizer the state tensors that offload moved to the host, by id.
+# By optimizer: the state tensors that offload has moved to the host, by id.
 _moved: weakref.WeakKeyDictionary[Optimizer, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
@@ -126,12 +126,12 @@ def _move_state(
             local, was_moved = plain_of(tensor), id(tensor) in moved
             if location is not None:
                 if was_moved or local.device != device:
-                    continue  # it is on the host anyway, like AdamW's step count
+                    continue  # its place is the host, as for AdamW's step count
                 moved[id(tensor)] = tensor
             elif was_moved:
                 del moved[id(tensor)]
             elif not isinstance(tensor, DTensor) or local.device == device:
-                continue  # a DTensor on the host was loaded since: it is moved too
+                continue  # only DTensors on the host were loaded since, and are moved too
             new = (location or MemoryLocation(device)).empty_like(local)
             new.copy_(local.detach(), non_blocking=True)
             sources.append(local.data)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
-from typing_extensions import Self
 
 # --- checks of arguments ---------------------------------------------------------------------
 
@@ -63,14 +62,6 @@ def list_of(
 # --- policies --------------------------------------------------------------------------------
 
 
-class _SyncMeaning(NamedTuple):
-    """What a backward does in a mode of ``GradientSync``, for a unit with complete gradients."""
-
-    reduces: bool
-    over_replicas: bool
-    ends_window: bool
-
-
 class GradientSync(enum.Enum):
     """How far the gradients of one backward are reduced.
 
@@ -78,37 +69,33 @@ class GradientSync(enum.Enum):
     and ranks, divided by the divide factor.
     """
 
-    reduces: bool
-    """Whether gradients are reduced; if not, they are added up on each rank."""
-
-    over_replicas: bool
-    """Whether they are reduced across the replicas too, after the shard group."""
-
-    ends_window: bool
-    """Whether the last backward of a window then ends it: nothing is pending, optimizers step."""
-
-    def __new__(cls, value: str, meaning: _SyncMeaning) -> Self:
-        """Make a member of its value and its meaning."""
-        member = object.__new__(cls)
-        member._value_ = value
-        member.reduces, member.over_replicas, member.ends_window = meaning
-        return member
-
-    NONE = "none", _SyncMeaning(reduces=False, over_replicas=False, ends_window=False)
+    NONE = "none"
     """No collective: unsharded gradients are added up on each rank."""
 
-    REDUCE_SCATTER = (
-        "reduce_scatter",
-        _SyncMeaning(reduces=True, over_replicas=False, ends_window=False),
-    )
+    REDUCE_SCATTER = "reduce_scatter"
     """Reduce inside the shard group only.
 
     On a 1D mesh of shards that is all, and ``.grad`` is set; only ``FULL`` ends the window, after
     which ``overlap_optimizer`` steps.
     """
 
-    FULL = "full", _SyncMeaning(reduces=True, over_replicas=True, ends_window=True)
+    FULL = "full"
     """Reduce inside the shard group and across the replicas; ``.grad`` is set."""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced; if not, they are added up on each rank."""
+        return self is not GradientSync.NONE
+
+    @property
+    def over_replicas(self) -> bool:
+        """Whether they are reduced across the replicas too, after the shard group."""
+        return self is GradientSync.FULL
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether the last backward of a window ends it: nothing is pending, optimizers step."""
+        return self is GradientSync.FULL
 
 
 @dataclass(frozen=True)

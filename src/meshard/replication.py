@@ -1,9 +1,9 @@
 """Replicated modules: all parameters on every rank, gradients averaged in buckets.
 
 A bucket is all-reduced once its last gradient has arrived, so it should hold gradients that arrive
-at about the same time. Before the first backward that order is unknown, and buckets follow the
-reverse of the order in which the module lists its parameters; the second iteration rebuilds them in
-the order in which gradients arrived on the first rank.
+at about the same time. Before the first backward the order of arrival is unknown, and buckets are
+filled in the reverse of the order in which the module lists its parameters. The second iteration
+rebuilds them in the order in which gradients have arrived on the first rank.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
 
 
 def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Join the last two buckets of one dtype; the last two, if all have different dtypes."""
+    """Join the last two buckets of equal dtype, or if all dtypes differ, the last two."""
     seen: dict[torch.dtype, int] = {}
     for number in range(len(buckets) - 1, -1, -1):
         later = seen.setdefault(dtypes[buckets[number][0]], number)
@@ -89,7 +89,7 @@ def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
 
 
 class Buckets:
-    """The buckets of one replicated module, a unit each: the first to be reduced is the innermost.
+    """The buckets of one replicated module. Each is a unit; the innermost is reduced first.
 
     ``params`` are in the order of the module; ``cap`` is in bytes.
     """
@@ -106,9 +106,9 @@ class Buckets:
         sends_buffers: bool,  # whether forwards overwrite buffers by those of one rank
     ) -> None:
         self.buffers_from = 0  # the rank in the mesh whose buffers are sent
-        self.is_looped = False  # uneven_batches prepares, once per iteration, and forwards do not
+        self.is_looped = False  # whether uneven_batches calls ``prepare``, instead of forwards
         self.replaced = ReplacedCount()
-        self._comm_hook: CommHook | None = None  # runs instead of the all-reduces
+        self._comm_hook: CommHook | None = None  # runs instead of all-reduces
         self._params = params
         self._spec = spec
         assert spec.mesh_info.replicate_group is not None
@@ -117,14 +117,13 @@ class Buckets:
         self._cap = cap
         self._are_views = are_views
         self._sends_buffers = sends_buffers
-        order = list(reversed(range(len(params))))
         count = max(1, len(partition([param.sharded for param in reversed(params)], cap)))
         # Outermost first, each inside the one before.
         self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
         nest(self.units)
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
-        self._fill(order)
+        self._fill(list(reversed(range(len(params)))))
         # The order of the first backward, by which the buckets are rebuilt once.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
@@ -137,7 +136,7 @@ class Buckets:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
-        """Return buckets of the units' copies, which keep their present order."""
+        """Return buckets for the copies of the units. They are not rebuilt."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.replaced, copied.is_looped, copied.buffers_from = ReplacedCount(), False, 0
@@ -147,11 +146,11 @@ class Buckets:
         return copied
 
     def _fill(self, order: list[int]) -> None:
-        """Distribute the parameters over the units; ``order`` is that of expected gradients."""
+        """Distribute parameters over units in ``order``, in which gradients are expected."""
         params = [self._params[position] for position in order]
         parts = partition([param.sharded for param in params], self._cap)
         dtypes = [param.sharded.dtype for param in params]
-        while len(parts) > len(self.units):  # the number of units stays that of the first time
+        while len(parts) > len(self.units):  # the number of units never changes
             join_two(parts, dtypes)
         innermost_first = list(reversed(self.units))
         parts += [[]] * (len(self.units) - len(parts))
@@ -166,7 +165,7 @@ class Buckets:
         self._configure_gradients()
 
     def _configure_gradients(self) -> None:
-        later: list[UnitParam] = []  # in the buckets that are reduced after this one
+        later: list[UnitParam] = []  # the parameters of buckets that are reduced later
         for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
             grads.are_views, grads.replaced = self._are_views, self.replaced
             if self._comm_hook is not None:
@@ -191,7 +190,7 @@ class Buckets:
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Prepare a forward with a graph. A pre-hook that runs before those of the units."""
-        # A recomputation must keep the present buckets: its backward has begun with them.
+        # Not in a recomputation, whose backward has begun with the present buckets.
         is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
@@ -201,9 +200,9 @@ class Buckets:
 
         **Collective:** all ranks of the mesh.
         """
-        # Read what is the same on all ranks, even if some have raised an error.
+        # has_reduced is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
-        # As in DDP, a hook may keep state by bucket from its third window on.
+        # Hooks may keep state per bucket from their third window on, as in DDP.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)
@@ -227,7 +226,7 @@ class Buckets:
             unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
-        """Return the first rank's order; parameters without a gradient come last."""
+        """Return the order of arrival on the first rank. Parameters without gradients come last."""
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
         broadcast(order, self._group, label="(order of gradients)")
@@ -414,7 +413,7 @@ def replicate(
     unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
     module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(with_siblings(unit)):  # the hooks of the outermost run first, and last
+    for each in reversed(with_siblings(unit)):  # registered last, the outermost is entered first
         register_hooks(each)
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)

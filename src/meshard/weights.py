@@ -1,8 +1,8 @@
 """Unsharded weights between steps, to read and to edit.
 
-The modules of a summoned unit hold plain parameters in the dtype of the shards (the dtype that the
-unit computes in may be narrower, and would round edits), in memory of their own. They run like
-ordinary modules: their hooks neither gather, reshard nor cast. Gradients of the unsharded
+The modules of a summoned unit hold plain parameters, in memory of their own and in the dtype of the
+shards. The dtype in which the unit computes may be narrower, and would round edits. The modules run
+like ordinary ones: their hooks neither gather, reshard nor cast. Gradients of the unsharded
 parameters are reduced together with those of ordinary forwards.
 """
 
@@ -22,8 +22,9 @@ from meshard._comm.blocking import (
     agree_on_max,
     broadcast,
     gather_from_all,
-    gather_to_first,
+    gather_to,
     scatter_from_first,
+    send_max,
 )
 from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
@@ -51,7 +52,9 @@ def unsharded_params(
 
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
-    computed from them reach the shards. An exception leaves the shards of all ranks as they were.
+    computed from them reach the shards. An exception inside leaves the shards of all ranks as they
+    were, and so does a ``KeyboardInterrupt``, unless it comes while edits are written back: then
+    some ranks may have them, and others not.
 
     **Collective:** every rank of the mesh, entry and exit.
 
@@ -88,9 +91,10 @@ def unsharded_params(
         try:
             yield
             values = [each.edited_values() for each in summoned if writeback]
-        except Exception:
+        except (Exception, KeyboardInterrupt) as error:
             if writeback:
-                _has_any_failed(summoned, here=True)
+                # Ctrl-C must not wait for ranks that it may have stopped elsewhere.
+                _has_any_failed(summoned, here=True, waits=isinstance(error, Exception))
             raise
         has_failed = writeback and _has_any_failed(summoned, here=False)
     finally:
@@ -110,7 +114,7 @@ def unsharded_params(
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether to summon a unit, or raise. False if it has no shards, or is summoned."""
+    """Return whether a unit has shards and is not summoned yet. Raises if it cannot be."""
     if not unit.params:
         return False
     if isinstance(unit.group.unit_params, ReplicatedParams):
@@ -131,14 +135,17 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     return True
 
 
-def _has_any_failed(summoned: list[SummonedUnit], *, here: bool) -> bool:
-    """Return whether any rank raised: edits are written back on all ranks, or on none."""
+def _has_any_failed(summoned: list[SummonedUnit], *, here: bool, waits: bool = True) -> bool:
+    """Return whether any rank raised: edits are written back on all ranks, or on none.
+
+    Without ``waits``, this rank tells the others that it raised, and does not learn of them.
+    """
     groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
     if not groups:
         return here
     failed = torch.tensor(float(here), device=summoned[0].group.spec.device)
     for group in groups:
-        agree_on_max(failed, group, "(unsharded_params)")
+        (agree_on_max if waits else send_max)(failed, group, "(unsharded_params)")
     return bool(failed.item())
 
 
@@ -152,7 +159,7 @@ class SummonedUnit:
         self._options = options
         self.group = unit.group
         self.group.summon(options)
-        # Modules may be pickled now, as plain ones.
+        # Modules may be pickled from now on, as plain ones: without these hooks.
         self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)
@@ -202,7 +209,7 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         for param in self.params:
-            # As everywhere, requires_grad of the sharded parameter is the one that counts.
+            # The requires_grad flag of the sharded parameter is what counts, so it is set here.
             flags = {value.requires_grad for value in param.installed() if value is not None}
             if self._is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
@@ -236,7 +243,7 @@ def _gather(group: ParamGroup, options: SummonOptions) -> list[nn.Parameter]:
     if not options.rank0_only:
         rows = gather_from_all(own, mesh_info.shard_group, label=group.label)
     elif mesh_info.is_in_first_replica:
-        rows = gather_to_first(own, mesh_info.shard_group, group.label)
+        rows = gather_to(own, mesh_info.shard_group, group.label)
     if rows is None:
         return []
     with torch.inference_mode(False), torch.no_grad():
@@ -312,7 +319,7 @@ def _pairs(
 
 
 def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> None:
-    """Add the gradient of a parameter of a summoned unit to the unit's, to be reduced with it."""
+    """Add the gradient of a summoned parameter to those of the unit, to be reduced with them."""
     unit, gradient = unit_ref(), unsharded.grad
     unsharded.grad = None
     if unit is None or gradient is None:

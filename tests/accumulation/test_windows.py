@@ -124,21 +124,25 @@ def test_half_a_microbatch_is_never_handed_out(mode, use):
     assert run_threads(half_a_microbatch, 4, mode, use) == [([None] * 8, {1.0})] * 4
 
 
-def retry(mesh_shape):
+def retry(mesh_shape, mode):
     model = make(mesh_shape)
-    run(model, "R", 1.0, 1.0)
+    model.set_is_last_backward(False)
+    run(model, mode, 1.0, 1.0)
+    meshard.pending_gradients(model)  # leaves nothing in flight
     handle = model.register_forward_pre_hook(lambda *_: raise_boom(None))
     with pytest.raises(Boom):
-        run(model, "R", 1.0, 1.0)
-    handle.remove()
-    for mode in "RF":
         run(model, mode, 1.0, 1.0)
+    handle.remove()
+    run(model, mode, 1.0, 1.0)
+    model.set_is_last_backward(True)
+    run(model, "F", 1.0, 1.0)
     return values(model)["a"]
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_a_window_that_is_retried_counts_once_on_any_mesh(mesh_shape):
-    assert run_threads(retry, 4, mesh_shape) == [2.0] * 4
+@pytest.mark.parametrize("mode", ["N", "R", "F"])
+def test_a_window_that_is_retried_counts_once_on_any_mesh(mesh_shape, mode):
+    assert run_threads(retry, 4, mesh_shape, mode) == [2.0] * 4
 
 
 # --- the divide factor -------------------------------------------------------------------------
@@ -148,13 +152,14 @@ def change_on_the_way(mesh_shape, is_last):
     model = make(mesh_shape)
     model.set_gradient_divide_factor(4.0)
     model.set_is_last_backward(is_last)
-    run(model, "R", 1.0, 1.0)
-    with pytest.raises(RuntimeError, match="in the middle of a window"):
-        model.set_gradient_divide_factor(1.0)
-    run(model, "F", 1.0, 1.0)
-    model.set_gradient_divide_factor(1.0)  # what has been started is divided already
+    for mode in "R" if is_last else "RF":
+        run(model, mode, 1.0, 1.0)
+        with pytest.raises(RuntimeError, match="in the middle of a window"):
+            model.set_gradient_divide_factor(1.0)
     model.set_is_last_backward(True)
-    found = values(model)["a"] if is_last else 2.0
+    run(model, "F", 1.0, 1.0)
+    model.set_gradient_divide_factor(1.0)
+    found = values(model)["a"]
     model.zero_grad()
     run(model, "F", 1.0, 1.0)
     return found, values(model)["a"]
@@ -182,13 +187,16 @@ def test_the_factor_may_change_after_a_window_that_failed(mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("is_last", [True, False])
 def test_the_factor_cannot_change_while_anything_is_on_its_way(mesh_shape, is_last):
-    assert run_threads(change_on_the_way, 4, mesh_shape, is_last) == [(2.0, 4.0)] * 4
+    expected = 2.0 if is_last else 3.0, 4.0
+    assert run_threads(change_on_the_way, 4, mesh_shape, is_last) == [expected] * 4
 
 
-def change_by_itself(mesh_shape):
+def change_by_itself(mesh_shape, mode):
     model, tokens = make(mesh_shape), [4.0]
     model.set_gradient_divide_factor(lambda: torch.tensor(tokens[0]))
-    run(model, "R", 1.0, 1.0)
+    model.set_is_last_backward(False)
+    run(model, mode, 1.0, 1.0)
+    model.set_is_last_backward(True)
     tokens[0] = 1.0
     with pytest.raises(RuntimeError, match=r"part of this window by 4.0, .* the rest by 1.0"):
         run(model, "F", 1.0, 1.0)
@@ -201,8 +209,26 @@ def change_by_itself(mesh_shape):
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_a_count_that_changes_in_a_window_is_refused(mesh_shape):
-    assert run_threads(change_by_itself, 4, mesh_shape) == [(4.0, 1.0)] * 4
+@pytest.mark.parametrize("mode", ["R", "F"])
+def test_a_count_that_changes_in_a_window_is_refused(mesh_shape, mode):
+    assert run_threads(change_by_itself, 4, mesh_shape, mode) == [(4.0, 1.0)] * 4
+
+
+def clear_after_full():
+    """A window whose gradients are all in .grad is open; zero_grad closes it."""
+    model = make()
+    model.set_is_last_backward(False)
+    run(model, "F", 1.0, 1.0)
+    meshard.pending_gradients(model)
+    model.zero_grad()
+    model.set_gradient_divide_factor(1.0)
+    model.set_is_last_backward(True)
+    run(model, "F", 1.0, 1.0)
+    return values(model)["a"]
+
+
+def test_the_factor_may_change_once_a_window_is_cleared():
+    assert run_threads(clear_after_full, 4) == [4.0] * 4
 
 
 def count_calls():

@@ -183,6 +183,8 @@ def leave_reductions_in_flight(stack):
     if isinstance(stack, meshard.FSDPModule):
         stack.set_is_last_backward(False)
     train(stack)
+    if isinstance(stack, meshard.FSDPModule):
+        stack.set_is_last_backward(True)
 
 
 def leave_gradients_pending(stack):
@@ -242,6 +244,23 @@ def test_a_unit_around_a_root_that_was_used(use, is_manual):
     if use is leave_a_part_unsharded:
         expected.remove(("all_gather", "stack.blocks.1"))
     assert collectives == expected
+
+
+@on_threads(2)
+def test_a_backward_that_is_not_the_last_stays_so_under_a_new_root():
+    stack, plain = shard_blocks(seeded(MlpStack())), Whole(seeded(MlpStack()))
+    stack.set_is_last_backward(False)
+    model = meshard.fully_shard(Whole(stack))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model)
+    with pytest.raises(RuntimeError, match="still in flight"):
+        optimizer.step()
+    model.set_is_last_backward(True)
+    train(model)
+    optimizer.step()
+    for _ in range(2):
+        train(plain)
+    assert_same(full_grads(model), full_grads(plain))
 
 
 @on_threads(2)

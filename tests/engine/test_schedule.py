@@ -44,7 +44,7 @@ def test_the_second_forward_follows_the_first():
 def test_backward_follows_the_exits_of_its_own_forward_reversed():
     schedule = StepSchedule()
     _, calls = run(schedule, TREE)
-    following = [StepSchedule.next_in_backward(schedule.current, call) for call in reversed(calls)]
+    following = [schedule.current.next_in_backward(call) for call in reversed(calls)]
     assert [call.unit for call in reversed(calls)] == [ROOT, C, B, A]
     assert following == [C, B, A, None]
 
@@ -54,7 +54,7 @@ def test_backward_of_one_pass_ignores_a_later_pass():
     _, calls = run(schedule, (ROOT, [(A, []), (B, [])]))
     first = schedule.current
     run(schedule, (ROOT, [(C, [])]))
-    assert StepSchedule.next_in_backward(first, calls[1]) == A
+    assert first.next_in_backward(calls[1]) == A
 
 
 def test_a_unit_called_twice_is_followed_at_both_places():
@@ -95,7 +95,7 @@ def test_parts_that_are_called_in_turn_are_each_predicted():
 def over(schedule, call, backward=0):
     of = schedule.current
     of.open(backward)
-    return list(StepSchedule.pop_over(of, lambda first: first.entered > call.exited))
+    return list(of.pop_over(lambda first: first.entered > call.exited))
 
 
 def test_later_units_are_over_when_an_earlier_one_begins_backward():

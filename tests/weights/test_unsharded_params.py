@@ -253,6 +253,31 @@ def one_rank_fails(rank0_only, mesh_shape, failing):
     assert_same(full_state(model), before, bitwise=True)
 
 
+def one_rank_is_interrupted(rank0_only, mesh_shape, interrupted):
+    """Also where the user catches it: ranks issue the same collectives afterwards."""
+    _, model, _ = sharded_case("mlp_stack", mesh_shape)
+    before = full_state(model)
+    mine = dist.get_rank() == interrupted
+
+    def edit_or_stop():
+        with unsharded_params(model, rank0_only=rank0_only):
+            if not rank0_only or dist.get_rank() == 0:
+                edit(model)
+            if mine:
+                raise KeyboardInterrupt
+
+    error = KeyboardInterrupt if mine else RuntimeError
+    with pytest.raises(error, match=None if mine else "another rank raised inside"):
+        edit_or_stop()
+    assert_same(full_state(model), before, bitwise=True)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_an_interrupt_on_one_rank_writes_nothing_on_any(run_ranks, rank0_only):
+    run_ranks(one_rank_is_interrupted, 2, rank0_only, (2,), 1)
+    run_ranks(one_rank_is_interrupted, 4, rank0_only, (2, 2), 0)
+
+
 @pytest.mark.parametrize("rank0_only", [False, True])
 def test_an_exception_on_one_rank_writes_nothing_on_any(run_ranks, rank0_only):
     run_ranks(one_rank_fails, 2, rank0_only, (2,), 1)

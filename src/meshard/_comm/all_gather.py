@@ -18,13 +18,13 @@ from meshard._comm.communicator import CommStream, Communicator, GatherInFlight,
 from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
 from meshard._torch.private import foreach_copy_
 
-_TINY = 2**14  # bytes: malloc does not return such a small block to the OS
+_TINY = 2**14  # bytes: freeing less is no use, because malloc does not return it to the OS
 
-_Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets, and the source of each
+_Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets, and as many sources
 
 
 class _CastRange(NamedTuple):
-    """What is contiguous in the flat shard and in the shard that is sent."""
+    """A range that is contiguous both in the flat shard and in the shard that is sent."""
 
     from_segment: int
     from_offset: int
@@ -34,7 +34,7 @@ class _CastRange(NamedTuple):
 
     @property
     def end(self) -> tuple[int, int, int, int]:
-        """Where a range that may be merged with this one begins."""
+        """Where a range has to begin, in both shards, to be merged with this one."""
         end = self.from_offset + self.numel
         return self.from_segment, end, self.to_segment, self.to_offset + self.numel
 
@@ -42,7 +42,8 @@ class _CastRange(NamedTuple):
 class GatherPlan:
     """How one unit is cast, gathered and copied into unsharded parameters.
 
-    ``at_rest`` is the layout of the flat shard, ``on_wire`` that in the dtypes of the compute.
+    ``at_rest`` is the layout of the flat shard. ``on_wire`` is that of what is sent: the same
+    parameters in the dtypes in which modules compute.
     """
 
     def __init__(self, at_rest: FlatLayout, on_wire: FlatLayout) -> None:
@@ -63,8 +64,8 @@ class GatherPlan:
     ) -> None:
         """Prepare to fill unsharded parameters; those of one dtype share one storage.
 
-        ``allocate`` allocates their memory. With it, the gather of a unit of one parameter that is
-        cut evenly is received there: nothing has to be copied out.
+        ``allocate`` allocates their memory. If it is given and the unit has a single parameter,
+        cut evenly, gathers are received in the memory of that parameter and nothing is copied out.
         """
         self._unsharded = list(unsharded)
         self._regular = [
@@ -131,12 +132,12 @@ class GatherPlan:
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
             return ReceiveMemory(flat, rows)
-        # Only from the second gather on: new_empty has allocated the memory for the first one.
+        # For the second gather and later ones: new_empty has allocated for the first.
         self._allocate_kept = partial(resize, num_bytes)
         return ReceiveMemory(flat, rows, free=partial(resize, 0))
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
-        """Prepare copies out of ``parts``: one for all adjacent parameters of one size."""
+        """Prepare copies out of ``parts``, one for each run of adjacent parameters of one size."""
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for part, segment, unsharded in zip(
             parts, self.on_wire.segments, self._regular, strict=True
@@ -171,7 +172,7 @@ class GatherPlan:
             self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not earlier: the parameters' storage had size 0
+        if self._copies is None:  # not made before: the storage of the parameters had size 0
             self._copies = self._make_copies(self._kept_segments)
         targets, sources = self._copies
         if len(targets) == 1:  # half the time of the foreach operator
@@ -207,7 +208,7 @@ class GatherPlan:
 
 
 def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
-    """Return the distance between views of one storage, in elements; None: uneven, or one view."""
+    """Return by how many elements views of one storage are apart; None: uneven, or one view."""
     offsets = [int(view.storage_offset()) for view in views]
     gaps = {after - before for before, after in itertools.pairwise(offsets)}
     return gaps.pop() if len(gaps) == 1 else None

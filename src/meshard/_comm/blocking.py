@@ -41,8 +41,8 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Return the ``numbers`` of every rank.
 
-    Not announced: this prepares a group or a root before its first collective. So it is also here
-    that ``MESHARD_STALL_SECONDS`` is refused if it is no number.
+    It is not announced, because it prepares a group or a root before the first collective. A
+    ``MESHARD_STALL_SECONDS`` that is no number is refused here, before anything waits.
     """
     stall_seconds()
     own = torch.tensor(numbers, device=device)
@@ -64,17 +64,20 @@ def agree_on_max(
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
-def gather_to_first(
-    source: torch.Tensor, group: dist.ProcessGroup, label: str
-) -> torch.Tensor | None:
-    """Return every rank's ``source [n]`` as ``[ranks, n]`` on the first rank, else None."""
-    return gather_to(source, group, label, target=0)
+def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
+    """Take part in ``agree_on_max`` of the other ranks without waiting for them.
+
+    Only the check of ``MESHARD_DEBUG=1`` waits.
+    """
+    if group.size() > 1:
+        announce("all_reduce", value, group, label)
+        dist.all_reduce(value.clone(), op=dist.ReduceOp.MAX, group=group, async_op=True)
 
 
 def gather_to(
-    source: torch.Tensor, group: dist.ProcessGroup, label: str, *, target: int
+    source: torch.Tensor, group: dist.ProcessGroup, label: str, *, target: int = 0
 ) -> torch.Tensor | None:
-    """Return every rank's ``source [n]`` as ``[ranks, n]`` on rank ``target`` of ``group``."""
+    """Return every rank's ``source [n]`` as ``[ranks, n]`` on rank ``target``, else None."""
     if group.size() == 1:
         return source.view(1, -1).clone()
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None

@@ -24,8 +24,9 @@ from meshard._comm.stalls import Collective
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
-# One row per rank, in rank order, as a list of blocks [k, n] with k rows each. Usually one block
-# has all rows. With shared memory there may be one per rank, as their memory is not contiguous.
+# A matrix with one row per rank, in rank order, as a list of blocks [k, n] of k rows each. Usually
+# one block holds all rows. With shared memory each row may be a block of its own, because the rows
+# lie in the memory of different ranks.
 Rows = list[torch.Tensor]
 
 
@@ -54,19 +55,19 @@ class Pending(Protocol):
     """Something that has been started."""
 
     def wait(self) -> None:
-        """Order what the caller does next after it. May be called again."""
+        """Make what the caller does next come after it. May be called repeatedly."""
 
     def poll(self) -> bool:
-        """Do what ``wait`` does, if the host need not block for it. Return whether it is done."""
+        """Return whether it is done, without blocking. If it is, also do what ``wait`` does."""
 
 
 class InFlight(Pending, Protocol):
     """A collective that has been started."""
 
     def abandon(self) -> None:
-        """Give up the result, after an error: what was sent and received may be freed.
+        """Give up the result after an error, so that the memory of both buffers can be freed.
 
-        Raises nothing. Waits only where the backend would use the memory.
+        Raises nothing. Waits only if the backend may still use that memory.
         """
 
 
@@ -77,21 +78,21 @@ class GatherInFlight(Protocol):
         """Wait, and return what the ranks sent. It must not be written to."""
 
     def release(self) -> None:
-        """Release the rows, which must not be read any more. Other ranks may wait for this."""
+        """Release the rows. They must not be read afterwards. Other ranks may wait for this."""
 
     def abandon(self) -> None:
-        """Do what ``release`` does before there are rows, as ``InFlight.abandon``."""
+        """Give up the gather after an error, as ``InFlight.abandon`` does."""
 
 
 class ReceiveMemory(NamedTuple):
-    """Memory in which all gathers of a unit are received: faster than new tensors in each step."""
+    """Memory that receives every gather of a unit, faster than a new tensor in each step."""
 
     flat: torch.Tensor
     rows: torch.Tensor  # the same, [ranks, n]
     free: Callable[[], None] | None = None
 
 
-# Called with the source of a gather and the number of ranks.
+# Returns the memory for a gather, given its source and the number of ranks.
 Receive = Callable[[torch.Tensor, int], ReceiveMemory]
 
 
@@ -121,10 +122,10 @@ class Reducing(NamedTuple):
 
     pending: InFlight
     rows: Rows  # the send buffer; emptied by ``free_if_sent``
-    sum: torch.Tensor  # this rank's row of it, [n]; valid once ``pending`` was waited for
+    sum: torch.Tensor  # of this rank's row over all ranks, [n]; valid after ``pending.wait()``
 
     def free_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it. Return whether that is done."""
+        """Free the send buffer if all ranks have received it. Return whether it is freed."""
         if self.rows and self.pending.poll():
             self.rows.clear()
         return not self.rows
@@ -162,7 +163,7 @@ class CommEvent:
     op: str
     unit: str
     group_size: int
-    # Of the larger buffer: the all-gather output, the reduce-scatter input, the all-reduce buffer.
+    # Bytes of the larger buffer: all-gather output, reduce-scatter input or all-reduce buffer.
     payload_bytes: int
     dtype: torch.dtype
 
@@ -190,8 +191,9 @@ def announce(
 ) -> None:
     """Check that the ranks agree, then call the observers: a collective is about to be issued.
 
-    ``payload`` is its larger buffer, or one of ``rows`` rows of that. Under ``MESHARD_DEBUG=1``
-    this raises a RuntimeError if the ranks are about to issue different collectives.
+    ``payload`` is the larger buffer of the collective, or one of its ``rows`` rows. Under
+    ``MESHARD_DEBUG=1`` this raises a RuntimeError if the ranks are about to issue different
+    collectives.
     """
     is_checked = is_debugging() if comm is None else comm.is_checked
     if not observers and not is_checked:
@@ -221,7 +223,7 @@ _logger = logging.getLogger("meshard")
 
 
 def log_event(event: str, label: str) -> None:
-    """Log that ``event`` happens to a unit at this moment. Off, it costs one check of a level."""
+    """Log that ``event`` happens to a unit now. If debug logging is off, that costs one ``if``."""
     if _logger.isEnabledFor(logging.DEBUG):
         rank = dist.get_rank() if dist.is_initialized() else -1  # -1: the group was destroyed
         _logger.debug("rank %d: %s %s", rank, event, label)
@@ -243,7 +245,7 @@ class CommSettings:
 
 def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` can allocate memory on ``device``."""
-    # There is no public name for what NCCL allocates for zero-copy transfers.
+    # torch has no public function that allocates memory for zero-copy transfers of NCCL.
     return bool(backend_of(group, device).supports_tensor_alloc(device))
 
 
@@ -264,7 +266,7 @@ class Communicator:
         self.is_checked = is_debugging()
         # By group: a name of this root on which all ranks of the group agree.
         self.root_names: RootNames = {}
-        self._custom: CommSettings | None = None  # what the user brings
+        self._custom: CommSettings | None = None  # the user's own collectives; None: there are none
 
     # --- variants that share streams and memory --------------------------------------------
 
@@ -279,7 +281,7 @@ class Communicator:
         return variant
 
     def shared_with(self, own: Communicator) -> Communicator:
-        """Return this communicator for another root, which is told from this one as in ``own``."""
+        """Return a variant for the root of ``own``, whose identity and names it keeps."""
         variant = copy.copy(self)
         variant.identity, variant.root_names = own.identity, own.root_names
         return variant
@@ -291,7 +293,7 @@ class Communicator:
         raise NotImplementedError
 
     def record(self, *keep: torch.Tensor) -> RecordedWork:
-        """Return a wait for what is queued on the current stream; ``keep`` lives until it."""
+        """Return a handle on what the current stream has queued; it keeps ``keep`` alive."""
         raise NotImplementedError
 
     def gather_after(self, event: Any) -> None:
@@ -302,14 +304,14 @@ class Communicator:
         pending.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep ``tensors``, of other streams, until what is queued on this one is done. No wait."""
+        """Keep tensors that other streams allocated until the work queued on this one is done."""
 
     # --- memory ----------------------------------------------------------------------------
 
     def allocate_source(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised, to be the source of one gather, and then dropped."""
+        """Return an uninitialised ``[numel]``: the source of one gather, dropped after it."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def send_rows(
@@ -321,7 +323,7 @@ class Communicator:
         group: dist.ProcessGroup,
         as_one: bool = False,
     ) -> Rows:
-        """Return rows ``[numel]``, uninitialised, to pass to one reduce-scatter, and then dropped.
+        """Return uninitialised rows ``[numel]`` for one reduce-scatter, which consumes them.
 
         With ``as_one``, they are one block.
         """
@@ -352,8 +354,8 @@ class Communicator:
     ) -> GatherInFlight:
         """Start gathering every rank's ``source [n]``.
 
-        ``receive`` returns memory to receive in that the caller keeps for later gathers. It is
-        called only where waits block the host: elsewhere a stream may still use the memory.
+        ``receive`` returns memory for the result, which the caller keeps for later gathers. It is
+        called only where waits block the host; elsewhere a stream may still use that memory.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         if group.size() == 1:
@@ -391,7 +393,7 @@ class Communicator:
         size, first = group.size(), rows[0]
         custom = None if self._custom is None else self._custom.reduce_scatter
         if len(rows) == size and first.dtype == sum_dtype:
-            # With one block per rank, this rank's own row is not sent: its block takes the sum.
+            # Every row is a block. This rank's own row is not sent, so its memory takes the sum.
             total = rows[group.rank()].view(-1)
         else:
             total = self._allocate(first.size(1), sum_dtype, first.device, group, custom)
@@ -438,7 +440,7 @@ class Communicator:
         group: dist.ProcessGroup,
         custom: Comm | None,
     ) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised, which ``custom`` or the group may allocate."""
+        """Return an uninitialised ``[numel]``, which ``custom`` or the group may allocate."""
         if self._custom is None or group.size() == 1:
             return torch.empty(numel, dtype=dtype, device=device)
         if custom is None and self._custom.from_group:
@@ -495,5 +497,5 @@ class Communicator:
         *keep: torch.Tensor,
         then: Callable[[], object] | None = None,
     ) -> InFlight:
-        """Return a wait for ``work`` (None: done), then ``then``; ``keep`` lives until it."""
+        """Return what waits for ``work``, if any, and then calls ``then``; it holds ``keep``."""
         raise NotImplementedError

@@ -25,7 +25,7 @@ from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
 
 def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> None:
-    """Add two rows in the dtype of ``output``, which may be ``received`` itself."""
+    """Write ``received + own`` to ``output``, in its dtype. It may be ``received`` itself."""
     if received is not output and received.dtype == output.dtype:
         torch.add(received, own, out=output)
         return
@@ -34,17 +34,18 @@ def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> 
     output.add_(own)
 
 
-_SMALL = 2**19  # elements; up to here one torch.sum is faster than adding halves (measured)
+_SMALL = 2**19  # elements: up to so many, torch.sum is faster than adding halves (measured)
 
 
 def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = True) -> None:
-    """Add ``rows [ranks, n]``, which are overwritten, in the dtype of ``output``, the wider one.
+    """Add up ``rows [ranks, n]`` in the dtype of ``output``, which is theirs or a wider one.
 
-    With ``keep_signs`` a sum of negative zeros is a negative zero; no other bit changes.
+    The rows are overwritten. With ``keep_signs`` a sum of negative zeros is a negative zero; no
+    other bit changes.
     """
     if rows.numel() <= _SMALL:
         torch.sum(rows, 0, dtype=output.dtype, out=output)
-        if keep_signs:  # torch.sum makes +0.0 of a sum of -0.0, the mark of unused parameters
+        if keep_signs:  # torch.sum turns a sum of -0.0, which marks unused parameters, into +0.0
             output.masked_fill_(torch.signbit(rows).all(0) & (output == 0), -0.0)
         return
     rows, count = rows.to(output.dtype), rows.size(0)
@@ -59,7 +60,7 @@ _NO_STREAM = contextlib.nullcontext()
 
 
 class WorkInFlight:
-    """A ``c10d.Work`` (None: done), and what this rank does after it."""
+    """A ``c10d.Work`` (None: it is done), and what this rank does after it."""
 
     __slots__ = ("_collective", "_group", "_keep", "_then", "_work")
 
@@ -81,8 +82,8 @@ class WorkInFlight:
         if self._work is not None:
             with Waiting(self._collective, self._group):
                 self._work.wait()
-            self._work, self._keep = None, ()  # they hold what was sent
-        then, self._then = self._then, None  # wait may be called again
+            self._work, self._keep = None, ()  # both would keep the send buffer alive
+        then, self._then = self._then, None  # a second wait() must not call it again
         if then is not None:
             then()
 
@@ -93,7 +94,7 @@ class WorkInFlight:
         return True
 
     def abandon(self) -> None:
-        with contextlib.suppress(RuntimeError):  # a failed work does not touch its buffers any more
+        with contextlib.suppress(RuntimeError):  # a work that failed no longer uses its buffers
             if self._work is not None:
                 self._work.wait()
         self._work, self._then, self._keep = None, None, ()
@@ -175,7 +176,7 @@ def _exchange(
 ) -> InFlight:
     """Reduce-scatter between two ranks: each sends the other's row, and nothing to itself.
 
-    What comes in is received where the sum will be, if the dtypes are the same.
+    The other's row is received in ``output`` if that has the same dtype.
     """
     own, theirs = source.unbind()
     if group.rank() == 1:

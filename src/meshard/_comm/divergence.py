@@ -8,13 +8,14 @@ The exchanges of a group are numbered, and each has four keys:
 
     first     fingerprint of the first rank to arrive; the others compare theirs with it
     differs   present once a rank has another fingerprint
-    came      number of ranks that have arrived
+    came      how many ranks have arrived
     verdict   ``go``, or the text of the error
 
-The last rank to arrive writes the verdict, or the first whose timeout ends; the first writer
-decides for all ranks, later ones included. An error starts a new *round*, in which numbers begin at
-0, so that ranks which raised at different numbers meet again. The first error of a round stands
-under a key of the default group, where ranks of the old round that wait for others find it.
+The verdict is written by the last rank to arrive, or by the first rank whose timeout ends. Only the
+first verdict counts, also for ranks that arrive later. After an error each rank begins a new
+*round*, in which numbers start at 0 again, so that ranks that raised at different numbers meet. The
+first error of a round is written under a key of the default group, where ranks that still wait in
+that round find it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
-# Wait this long for the verdict of this exchange before looking for errors of other groups: torch
-# logs every wait on the store that times out.
+# How long a rank waits for the verdict of its exchange before it polls for errors of other groups
+# too. It polls because torch logs every wait on a store that times out.
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
@@ -46,7 +47,7 @@ REMEDY = (
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round, over all models.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: how many roots that use it were made by fully_shard and replicate. See ``name_root``.
+# By group: how many roots fully_shard and replicate have made that use it. See ``name_root``.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -59,13 +60,14 @@ RootNames = dict[dist.ProcessGroup, str]
 
 
 def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
-    """Return the name of a new root in each of its groups: units of two models may share a name.
+    """Return the name of a new root in each of its groups.
 
-    Numbers count per group, because ranks may have models that other ranks do not have, such as
-    the stages of a pipeline. They are taken when ``fully_shard`` and ``replicate`` are called, in
-    one order on all ranks of a group. They are not taken at the first use of a root, because the
-    order in which roots run is what is checked. Copies take no number, because one rank alone may
-    make some, such as a moving average; so two copies of one root have the same name.
+    It tells units of two models apart that have the same dotted name. Roots are numbered per group,
+    because ranks may have models that other ranks lack, such as stages of a pipeline. A root gets
+    its number when ``fully_shard`` or ``replicate`` is called, in the same order on all ranks of
+    the group, and not when it is first used: the order of use is what the check is about. A copy
+    gets no number, because one rank alone may make copies, as for a moving average. So two copies
+    of one root have the same name.
     """
     names = {}
     for group in set(groups):
@@ -82,9 +84,9 @@ def name_copy(names: RootNames) -> RootNames:
 def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
     """Raise unless all ranks of ``group`` have the fingerprint ``ours``.
 
-    **Collective:** all ranks of ``group``, through its store. Returns once all have arrived. When
-    ``MESHARD_DEBUG_TIMEOUT`` ends first, raises on the ranks that arrived and on those that arrive
-    later.
+    **Collective:** all ranks of ``group``, through its store. It returns once all have arrived. If
+    ``MESHARD_DEBUG_TIMEOUT`` ends before that, it raises on the ranks that have arrived, and on the
+    others when they arrive.
 
     Raises:
         RuntimeError: The fingerprints differ, a rank did not arrive, or the store does not answer.
@@ -123,7 +125,7 @@ class _Exchange:
 
     def __init__(self, ours: str, group: dist.ProcessGroup) -> None:
         world = dist.group.WORLD
-        assert world is not None  # there is a group
+        assert world is not None  # because ``group`` exists
         self._world, self._ours = world, ours
         self._world_store, self._store = _store_of(world), _store_of(group)
         self._ranks = dist.get_process_group_ranks(group)
@@ -183,7 +185,7 @@ class _Exchange:
                 keys, position, last = self._world_store.get(key).decode().split("\n", 2)
                 if keys == self._keys:
                     said = last
-                elif not elsewhere:  # else it may have raised already and begun a new round
+                elif not elsewhere:  # otherwise that rank may have begun a new round by now
                     said = f"{missing}; its last was {last}, {position}"
             lines.append(_line(rank, said))
         return "\n".join([*lines, REMEDY]) + elsewhere
@@ -191,7 +193,8 @@ class _Exchange:
     def start_new_round(self) -> None:
         _rounds[self._world] = _rounds.get(self._world, 0) + 1
         _numbers.clear()
-        # This process may hold the store and end now: wait until the others have read the verdict.
+        # This process may host the store and is about to raise, which may end it. So it waits until
+        # the others have read the verdict.
         with contextlib.suppress(RuntimeError):
             seen = self._store.add(f"{self._keys}/seen", 1)
             if seen >= self._store.add(f"{self._keys}/came", 0):
@@ -221,8 +224,8 @@ def _is_written_within(seconds: float, store: Any, key: str) -> bool:
     try:
         store.wait([key], datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
-        # The class of a timeout depends on the store; every message contains "timeout". A lost
-        # connection is a DistNetworkError.
+        # Each kind of store raises another class for a timeout, but all messages contain
+        # "timeout". A lost connection is a DistNetworkError.
         if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
             raise
         return False

@@ -1,8 +1,8 @@
 """Comparison of the values that ranks bring to ``fully_shard``, before the first reduction.
 
-What is loaded after sharding is in place by then. Some elements of each parameter tell apart models
-of different seeds, or of which one rank alone has loaded weights; MESHARD_DEBUG=1 compares every
-bit, and before anything is sharded.
+The comparison comes so late because weights may be loaded after sharding. A few elements of each
+parameter are compared. That is enough to notice ranks that were seeded differently, or of which
+only some have loaded weights. MESHARD_DEBUG=1 compares every bit, before anything is sharded.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from meshard._torch.private import backend_name
 from meshard._torch.user_line import warn_user
 
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLES = 16  # elements of each parameter, which is a few microseconds
+_SAMPLES = 16  # elements of each parameter: reading them takes a few microseconds
 
 
 class FirstValues(NamedTuple):
-    """A sample of what a unit was cut from."""
+    """A sample of the unsharded parameters that the shards of a unit were cut from."""
 
-    which: tuple[int, ...]  # the indices of the parameters that had values; others were on meta
+    which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
 
 
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor.
 
-    The tensors are detached, so autograd records nothing of this.
-    None: there are none, or one of them has no values or is no ordinary tensor.
+    The tensors are detached, so that autograd records nothing. None: the list is empty, or one of
+    the tensors has no values or is no ordinary tensor.
     """
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -50,7 +50,8 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
     """Warn if ranks brought different values to units.
 
-    ``brought`` has the mesh and the sample of each unit; None for one that was written to since.
+    ``brought`` has the mesh and the sample of each unit. The sample is None if the unit was written
+    to since ``fully_shard``.
     **Collective:** all ranks of the meshes, with as many units; two numbers per process group.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
@@ -80,7 +81,7 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
 def _of_all_ranks(
     rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    # The fake backend does not fill outputs.
+    # torch's fake backend leaves outputs unfilled, so there is nothing to compare.
     if group.size() == 1 or backend_name(group, device) == "fake":
         return rows
     own = [number for row in rows for number in row]

@@ -27,18 +27,18 @@ from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, m
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
-_MAX_OPERANDS = 64  # a divide factor may change with every batch
-# Only in these dtypes is a 0-d tensor as exact as a Python number. One of a narrower dtype is
-# rounded first, while kernels use a Python number as float32.
+_MAX_OPERANDS = 64  # a bound, because a divide factor may change with every batch
+# In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
+# not: the tensor is rounded to that dtype, where kernels take a Python number as float32.
 _EXACT = (torch.float32, torch.float64)
-# In a small buffer, and where there are few elements per mark, adding to every element is faster
-# than indexing some (4 against 120 us for six of six parameters on 4096 ranks).
+# In a buffer of at most ``_SMALL`` elements, or at most ``_FEW`` per mark, adding to every element
+# is faster than indexing those with marks (4 against 120 us for six parameters on 4096 ranks).
 _SMALL, _FEW = 2**14, 8
-_LARGE = 2**18  # elements: from here on bytes matter more than the number of kernels
+_LARGE = 2**18  # elements: from so many on, bytes matter more than the number of kernels
 
 
 class _Owned(NamedTuple):
-    """The part of one parameter that a rank owns, in a row."""
+    """Where the part of one parameter that a rank owns lies in the rank's row."""
 
     position: int  # of the parameter in the unit
     offset: int
@@ -49,7 +49,8 @@ class _Owned(NamedTuple):
 class GradientLayout:
     """Where the gradients of some of a unit's parameters lie in what is sent. Immutable.
 
-    ``indices`` are those of all ``params`` of the unit that take part, in the order of the unit.
+    ``params`` are all parameters of the unit; ``indices`` say which of them take part, in the order
+    of the unit.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class GradientLayout:
 
     @functools.cached_property
     def packed_early(self) -> frozenset[int]:
-        """The parameters whose gradients are packed as they arrive, if the buffer is there.
+        """The parameters whose gradients are packed as soon as they arrive, if there is a buffer.
 
-        All others together take no more memory than the largest gradient, and less time if they are
-        packed at once; so there are none in a small buffer.
+        The others are packed together at the end, which takes less time. They are the smallest
+        ones, and together take no more memory than the largest gradient. In a small buffer no
+        parameter is packed early.
         """
         if not self.is_large:
             return frozenset()
@@ -114,10 +116,10 @@ class GradientLayout:
     def shards(
         self, row: torch.Tensor, shard_rank: int, used: frozenset[int]
     ) -> list[tuple[int, torch.Tensor]]:
-        """Return what a rank owns of each parameter in ``used``: views of its ``row``, in order."""
+        """Return the parts of the parameters ``used`` that a rank owns, as views of its ``row``."""
         if shard_rank not in self._owned:
             self._owned[shard_rank] = [self._owned_by(shard_rank, i) for i in self.indices]
-        # One call: narrow and view take four times as long.
+        # as_strided is one call; narrow and view would take four times as long.
         start, view = row.storage_offset(), row.as_strided
         return [
             (index, view(shape, stride, start + offset))
@@ -140,9 +142,9 @@ class GradientLayout:
     ) -> None:
         """Overwrite ``rows`` with unsharded gradients; ranges without one become ``-0.0``.
 
-        There is a gradient, or None, for each parameter of the unit. In a large unit they are
-        replaced by None once they are copied, so that not all exist twice, and may be multiplied by
-        ``factor`` on the way. Parameters in ``packed`` are left as they are in the rows.
+        ``gradients`` has an entry for each parameter of the unit. In a large unit each entry is
+        replaced by None once it is copied, so that not all gradients exist twice, and gradients may
+        be multiplied by ``factor`` on the way. The ranges of ``packed`` are not written to.
         """
         ranges = self._all_ranges
         if self.regular and not self.is_large:
@@ -170,11 +172,11 @@ class GradientLayout:
         if len(gradients) == 1:
             buffer.copy_(gradients[0].reshape(count, -1))
         elif self._is_by_element:
-            # One transposed copy: torch's kernel for single elements takes twice as long.
+            # A transposed copy, because torch.cat of single elements takes twice as long.
             joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
             buffer.copy_(joined.view(len(gradients), -1).t())
         elif self._is_cut_along_0 and {g.dtype for g in gradients} == {buffer.dtype}:
-            # One operator instead of those below: 6 us less for six gradients.
+            # This takes 6 us less than the operators below, for six gradients.
             chunk_cat(gradients, 0, count, out=buffer)
         else:
             torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
@@ -204,14 +206,14 @@ class GradientLayout:
     def add(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
         """Add unsharded gradients to ``buffer``.
 
-        In a large unit they are replaced by None once they are added, so that their memory can go.
+        In a large unit each entry is replaced by None once it is added, which frees its memory.
         """
         for each in self._all_ranges:
             gradient, layout = gradients[each.index], self.params[each.index]
             if gradient is not None:
                 part = buffer.narrow(1, each.offset, each.numel)
                 if not layout.is_regular:
-                    part.add_(0.0)  # padding of a range that was unused until now: -0.0 becomes 0.0
+                    part.add_(0.0)  # if the range was unused, its padding is -0.0, and becomes 0.0
                 for ours, theirs in matching_parts(part, gradient, layout):
                     ours.add_(theirs)
             if self.is_large:
@@ -243,9 +245,9 @@ class GradientLayout:
     def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
-            if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step has a new set
+            if len(self._marks) >= _MAX_MARKS:  # with experts, almost each step uses another set
                 self._marks.clear()
-            # An empty range cannot be marked: count it as used, so that all ranks agree.
+            # An empty range has no element for a mark. It counts as used on every rank.
             empty = self.ranges.keys() - {each.index for each in self._all_ranges}
             self._marks[used] = UnusedParamMarks(
                 self._all_ranges, self._first_columns, used | empty
@@ -270,7 +272,7 @@ def copy_multiplied(target: torch.Tensor, source: torch.Tensor, factor: float) -
         target.copy_(source)
     elif torch.promote_types(source.dtype, target.dtype) == source.dtype:
         torch.mul(source, factor, out=target)
-    else:  # torch.mul would compute in the dtype of the source, where a small product becomes zero
+    else:  # torch.mul would compute in the narrower dtype, where a small product becomes zero
         target.copy_(source).mul_(factor)
 
 
@@ -299,7 +301,7 @@ class FlatGradients(NamedTuple):
         return self.layout.move(self.flat, layout, self.used)
 
     def without(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Remove some gradients in place; return None if ``erased`` are all parameters."""
+        """Remove some gradients in place; return None if ``erased`` has all parameters."""
         used = self.used - erased
         self.layout.mark_unused(self.flat, used)
         if erased.issuperset(self.layout.indices):
@@ -318,18 +320,18 @@ def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
 def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
     """Return what to pass to an operator with ``other`` instead of ``number``.
 
-    torch makes a float64 tensor of a Python number at every call and casts it, which takes longer
-    than multiplying a thousand elements. A 0-d CPU tensor of the dtype of the other operand is used
-    as it is, with the same result.
+    At every call torch makes a float64 tensor of a Python number and casts it, which takes longer
+    than multiplying a thousand elements. It uses a 0-d CPU tensor as it is if that has the dtype of
+    the other operand, with the same result.
     """
-    # Not for a fake tensor, whose mode would make a fake number that others would get later.
+    # Not for a fake tensor: its mode would put a fake number into the cache.
     if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:
         return _as_tensor(number, other.dtype)
     return number
 
 
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return ``numbers`` on ``device``. With experts this comes in every step: no wait for it."""
+    """Return ``numbers`` on ``device``, without a wait: with experts this happens in each step."""
     is_pinned = device.type not in ("cpu", "meta")
     host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
     return host.to(device, non_blocking=True)
@@ -340,14 +342,14 @@ class UnusedParamMarks:
 
     def __init__(
         self,
-        ranges: Sequence[ParamRange],  # that have elements
+        ranges: Sequence[ParamRange],  # those that have elements
         columns: torch.Tensor,  # the column of each range's first element
         used: frozenset[int],  # parameters for which this rank has a gradient
     ) -> None:
         self.used = used
         self._indices = [each.index for each in ranges]
         self._columns = columns
-        self.all_used = used.issuperset(self._indices)  # then this rank reads no mark
+        self.all_used = used.issuperset(self._indices)  # if so, this rank reads no mark
         used_columns = [each.offset for each in ranges if each.index in used]
         self._used_columns = _sent_to(columns.device, used_columns)
 
@@ -358,12 +360,12 @@ class UnusedParamMarks:
         if self.all_used and is_dense:
             buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
-            # Not index_add_: CUDA updates 16-bit elements in pairs; the neighbour may be a mark.
+            # Not index_add_: CUDA updates 16-bit elements in pairs, of which one may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return for each range whether it starts with ``-0.0``; ``flat [n]`` or first elements."""
-        # Where there is one element for each range, they are the first ones.
+        """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or only first elements."""
+        # If there are as many elements as ranges, they are the first elements.
         first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
 

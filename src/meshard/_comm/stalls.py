@@ -1,8 +1,8 @@
 """One line in the log for each wait that lasts: for what, since when, and who has not come.
 
 A rank that runs one batch more than the others waits for them until its process group gives up,
-half an hour by default. A thread looks at the waits of this process, and at events of streams. It
-synchronises nothing.
+after half an hour by default. A thread of this process looks at its waits and at the events of its
+streams, without synchronising anything.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _parsed(text: str) -> float:
 class Waiting:
     """A context in which this thread waits for other ranks.
 
-    Each wait of a step enters one, so whatever can be left to the thread that looks is left to it.
+    Each wait of a step enters one, so that does as little as it can; the thread that looks does the
+    rest.
     """
 
     __slots__ = ("_began", "_group", "_is_reported", "_missing", "_thread", "_what")
@@ -126,7 +127,8 @@ class WatchedStream:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # Younger ones are not asked: asking would end a capture that is under way.
+            # Events younger than ``seconds`` are not queried, because a query would invalidate a
+            # graph capture that is under way.
             while events and now - events[0][1] >= seconds and events[0][0].query():
                 events.popleft()
                 self._moved_at = now
@@ -142,7 +144,7 @@ class WatchedStream:
             )
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        # Otherwise the thread would open a context on the first device of the host.
+        # A new thread is on device 0, where a query would create a context.
         if self._device is None:
             return contextlib.nullcontext()
         guard: contextlib.AbstractContextManager[Any] = self._module.device(self._device)
@@ -166,14 +168,14 @@ def _forget_thread() -> None:
     _waits.clear()
 
 
-os.register_at_fork(after_in_child=_forget_thread)  # a fork copies one thread only
+os.register_at_fork(after_in_child=_forget_thread)  # a fork lacks the thread
 
 
 def _look_for_ever() -> None:
     while True:
         try:
             seconds = stall_seconds()
-        except ValueError:  # raised where a root is prepared
+        except ValueError:  # ``exchange_numbers`` raises it for the user
             seconds = 0.0
         time.sleep(min(1.0, seconds / 4) if seconds else 1.0)
         if seconds:
@@ -183,7 +185,7 @@ def _look_for_ever() -> None:
 def _look(now: float, seconds: float) -> None:
     _streams[:] = [ref for ref in _streams if ref() is not None]
     for each in (*_waits.values(), *(ref() for ref in _streams)):
-        # What is waited for may end at any moment, and its process group with it.
+        # The wait, or its process group, may end while it is looked at.
         with contextlib.suppress(Exception):
             if each is not None:
                 each.look(now, seconds)

@@ -1,24 +1,24 @@
 """Collectives on a device with streams.
 
 Note: Stream rules.
-    The *compute* stream is the one that is current when a comm stream is entered or a ``wait`` is
+    The *compute* stream is the one that is current when a comm stream is entered or ``wait`` is
     called. These rules order every read after its write, and every reuse of memory after its last
-    use, without ``record_stream``, which would put reuse off until the allocator polls an event:
+    use. They do without ``record_stream``, which delays reuse until the allocator polls an event:
 
-    1. *Entering a comm stream waits for compute.* So it sees what compute wrote (shards,
-       gradients), and memory that it allocates cannot be memory that compute still reads: a block
-       that was freed before the entry was last used before it.
-    2. *Waiting orders compute after the comm stream*, as it was right after the collective or the
-       local work was queued. Comm streams wait for one another in the same way only.
+    1. *A comm stream waits for compute when it is entered.* So it sees what compute wrote (shards,
+       gradients). And it never allocates memory that compute still reads: a block that was freed
+       before the entry was last used before the entry.
+    2. *``wait`` makes compute wait for the comm stream* up to the collective or local work that is
+       waited for, and not for what was queued later. Comm streams wait for one another only so.
     3. *Memory goes back to the stream that allocated it.* A tensor allocated on compute and used on
        a comm stream (the input of a reduce-scatter) is dropped only after compute has waited for
        that stream. A tensor allocated on a comm stream and used on compute (gathered shards,
-       reduced gradients) may be dropped at any time outside that stream, by rule 1.
-    4. *What one comm stream allocated and another uses lives until ``finish``*, when compute has
-       waited for both.
-    5. *Memory that the optimizer used is held until the device is done with it* (see
-       ``hold_until_done``): its stream reads gradients that other comm streams allocated, and
-       nothing waits for it before the next gather.
+       reduced gradients) may be dropped at any time while compute is current, by rule 1.
+    4. *A tensor that one comm stream allocated and another uses lives until ``finish``*, when
+       compute has waited for both streams.
+    5. *Memory that the optimizer stream used is held until the device is done with it* (see
+       ``hold_until_done``). That stream reads gradients that other comm streams allocated, and no
+       stream waits for it before the next gather.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _EventInFlight:
     ) -> None:
         self._device_module = device_module
         self.event = event
-        self._keep = keep  # rule 3: what is read there lives until compute has waited
+        self._keep = keep  # rule 3: the comm stream reads these until compute has waited for it
         self._compute = compute  # the stream from which the comm stream was entered
 
     def wait(self) -> None:
@@ -66,7 +66,7 @@ class _EventInFlight:
         self._keep = ()
 
     def poll(self) -> bool:
-        return False  # wait() only orders streams, which does not tell whether the work is done
+        return False  # wait() orders streams, and does not learn whether the work is done
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -74,8 +74,8 @@ class _EventInFlight:
 
     def __del__(self) -> None:
         if self._keep:
-            # Dropped, for example with the model: rule 3 still holds. Not the stream that is
-            # current: the garbage collector may run on another one, or while one is captured.
+            # Nobody has waited, as when the model is dropped, and rule 3 still holds. The current
+            # stream may be another one here, or one that is captured: a collector may call this.
             self._order(self._compute)
 
 
@@ -102,7 +102,7 @@ class StreamCommunicator(Communicator):
     def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
         stream = self._streams.get(comm_stream)
         if stream is None:
-            # High priority: a collective held up by compute holds up every other rank.
+            # High priority, because all ranks wait for a collective that compute delays on one.
             stream = self._streams[comm_stream] = self._device_module.Stream(priority=-1)
         compute = self._device_module.current_stream()
         if comm_stream is CommStream.GATHER and self._gather_after:
@@ -124,8 +124,8 @@ class StreamCommunicator(Communicator):
     def gather_after(self, event: Any) -> None:
         """Order the next gather after ``event``: the exception to rule 1.
 
-        The event must come after the last backward: compute reads what that gathered, and the
-        gather stream may be given the same memory.
+        The event must come after the last backward. Compute reads what that backward gathered,
+        and the gather stream may get the same memory from the allocator.
         """
         self._gather_after[:] = [event]
 

@@ -1,8 +1,8 @@
 """Construction of units, in four steps.
 
 ``collect`` lists parameters, ``plan`` decides what goes where, ``allocate`` makes the units, and
-``commit`` changes the modules, by steps that do not fail. Before it nothing of the user's changes
-but the device of buffers.
+``commit`` changes the modules, by steps that do not fail. The steps before ``commit`` may raise,
+and change nothing of the user's modules except the device of buffers.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _prefix(position: int, modules: list[nn.Module]) -> str:
-    """Return what the names in ``modules[position]`` begin with in their unit."""
+    """Return the prefix of names in ``modules[position]``, which has its position if needed."""
     return str(position) if len(modules) > 1 else ""
 
 
 def _spoken(fqn: str, modules: list[nn.Module]) -> str:
-    """Return a name in a unit as a user knows it, after the class of the module that has it.
+    """Return the name ``fqn`` for an error: with the class of the module instead of its position.
 
-    Names in a unit of several modules begin with the position in the list of these.
+    In a unit of several modules ``fqn`` begins with the position of the module in the list.
     """
     position, _, name = fqn.partition(".") if len(modules) > 1 else ("0", "", fqn)
     return joined(own_class(modules[int(position)]).__name__, name)
@@ -142,7 +142,7 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add the uses inside inner units of parameters that are reserved for ``modules``."""
+    """Add the parameters that are reserved for ``modules``, with their uses inside inner units."""
     for position, root in enumerate(modules if _hoisted else ()):
         for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
@@ -162,9 +162,9 @@ class UnitPlan:
     """What one unit will hold. One collective gathers all of it."""
 
     mesh_info: MeshInfo
-    is_subclass: bool  # all of its parameters have fsdp_pre_all_gather; if not, none has
+    is_subclass: bool  # whether its parameters, all of them, have fsdp_pre_all_gather
     found: list[Collected]  # in the order of the module; may be empty
-    params: list[ShardedParam]  # what takes their place
+    params: list[ShardedParam]  # one for each of ``found``, which it will replace
 
 
 def plan(
@@ -173,9 +173,9 @@ def plan(
     placement_fn: PlacementFn | None,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
-    """Return one plan per mesh and kind of gather, that for ``mesh_info`` first.
+    """Return one plan per mesh and kind of gather. The plan for ``mesh_info`` comes first.
 
-    A plan without parameters is returned only if there are none at all.
+    A plan without parameters is returned only if ``found`` is empty.
     """
     planner = _Planner(mesh_info, placement_fn, policy)
     for each in found:
@@ -232,7 +232,8 @@ class _Planner:
         self._default = mesh_info
         self._placement_fn = placement_fn
         self._policy = policy
-        # One MeshInfo object per mesh and use (shard or replicate), because plans are keyed by it.
+        # Plans are keyed by MeshInfo, which compares by identity. So there is one object per mesh
+        # to shard over, and one per mesh to replicate over.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
 
@@ -271,7 +272,7 @@ class _Planner:
         is_ours = isinstance(chosen, ShardPlacementResult)
         mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
         if not isinstance(mesh, DeviceMesh):
-            return self._default, chosen  # _shard_dim refuses it
+            return self._default, chosen  # no placement at all: _shard_dim raises
         if mesh.device_type != self._default.mesh.device_type:
             raise ValueError(
                 f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
@@ -356,7 +357,7 @@ def allocate(
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
     give_params(unit, unit_params, policy)
-    if not is_debugging():  # under MESHARD_DEBUG=1 all values have been compared already
+    if not is_debugging():  # otherwise ``check_same_start`` has compared all values
         unit.group.record_first_values(locals_)
     return unit
 
@@ -368,7 +369,7 @@ def give_params(unit: Unit, unit_params: UnitParams, policy: MixedPrecisionPolic
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Return this rank's rows by the operations that torch's fully_shard requires of subclasses."""
+    """Copy this rank's rows by the few operations that torch's fully_shard asks of subclasses."""
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
@@ -383,7 +384,7 @@ def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 def commit(
     units: list[Unit], plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
-    """Make ``modules`` the modules of ``units``, which are around the units inside.
+    """Put ``units`` on ``modules``, around the units that are inside already.
 
     There is one unit for each plan; see ``adopt_module`` for the rest.
     """
@@ -392,14 +393,14 @@ def commit(
     unit = nest(units)
     for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # Another module may still hold the original, and this cuts the tie. Because of the tag,
-            # a later fully_shard of that module raises.
+            # If another module holds the original too, the tie is cut here. The tag makes a later
+            # fully_shard of that module raise.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(units):  # the outermost unit's hooks are to run first before a forward
+    for each in reversed(units):  # registered last, hooks of the outermost unit run first
         register_hooks(each)
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
@@ -408,7 +409,7 @@ def commit(
 
 
 def _name_of_sibling(unit: Unit) -> str:
-    """Return what tells a unit from its siblings: its mesh, and whether its gather is custom."""
+    """Return a suffix of the label: the mesh of a unit, and whether its gather is custom."""
     mesh_info = unit.group.spec.mesh_info
     names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
     if names is None:
@@ -424,9 +425,9 @@ _classes: dict[tuple[type, type], type] = {}  # the made classes, by base and or
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
-    """Make ``module`` an instance of ``base`` too, with ``unit`` behind it.
+    """Make ``module`` an instance of ``base`` too, and ``unit`` its unit.
 
-    The name of its new class is that of its own class after ``prefix``.
+    The name of the new class is ``prefix`` followed by the name of the old one.
     """
     original = type(module)
     if (base, original) not in _classes:
@@ -440,9 +441,9 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 
 
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` for the sharded kind of ``original`` that may be called directly.
+    """Return a ``forward`` for the class made of ``original``, by which users may call it directly.
 
-    Inside ``module(...)`` it only passes the call on. None: ``original`` has no such method.
+    Inside ``module(...)`` it only calls that of ``original``. None: that has no ``forward``.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):
@@ -455,8 +456,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
 
-    # Dynamo counts what it compiles per code object, and records which sizes change by file, line
-    # and name: each class needs its own, or constant shapes of two classes become symbolic.
+    # Dynamo limits recompilations per code object, and remembers sizes that change by its file,
+    # line and name. Each class gets a code object with a name of its own. Otherwise constant sizes
+    # that differ between two classes would become symbolic.
     name = f"forward of {original.__module__}.{original.__qualname__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)
@@ -465,8 +467,8 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     """Make ``unit`` the root of the units inside, which get the names of their modules.
 
-    The new root has no lifecycle before its first use. Only if units inside have been used, it
-    takes over what their lifecycles hold.
+    Like any root, the new one gets its lifecycle at its first use. But if units inside have been
+    used, it gets one here, which takes over what their lifecycles hold.
     """
     own, inside = with_siblings(unit), _units_inside(unit, modules)
     roots = dict.fromkeys(inner.root for inner in inside)
@@ -490,6 +492,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()
+        unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
         unit.lifecycle.retained.take_over(lifecycle.retained)
     for inner in inside if used else ():
         inner.step.reset()  # drops what is left of forwards that it ran as its own root

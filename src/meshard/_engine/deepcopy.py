@@ -46,7 +46,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     Gradients are copied, unsharded parameters are not. Nothing is communicated.
     """
-    if id(unit_of(module)) in memo:  # an outer call copies the units
+    if id(unit_of(module)) in memo:  # an outer call has copied the units
         return _copy_module(module, memo)
     units = _reached_from(module)
     for unit in units:
@@ -57,7 +57,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
-    for unit in units:  # modules of a unit may lie outside of the one that is copied
+    for unit in units:  # some of their modules may lie outside of ``module``
         for each in alive(unit.modules):
             copy.deepcopy(each, memo)
     _connect(units, memo)
@@ -77,7 +77,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reached_from(module: nn.Module) -> list[Unit]:
-    """List the units in ``module``, and in the modules that share one of them."""
+    """List the units in ``module``, and those in further modules of these units."""
     found: dict[Unit, None] = {}
     modules = [module]
     while modules:
@@ -139,7 +139,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # The list is copied, and not the hooks: they may hold streams, which cannot be copied.
+        # A new list of the same hooks, which may hold streams, and those cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),
@@ -153,10 +153,10 @@ def reduce_as_plain(module: nn.Module) -> Any:
     """Return what pickles ``module`` as an instance of its own class, without unit and hooks."""
     for unit in units_of(module):
         check_may_pickle(unit)
-    # Of the user's class, whose ``__reduce_ex__`` may be the user's own.
+    # An instance of the user's class, which may define ``__reduce_ex__`` itself.
     plain: nn.Module = object.__new__(own_class(module))
     plain.__dict__.update(_plain_state(module))
-    # The later protocols refuse an object of another class than that of ``module``.
+    # Protocol 1, because later ones refuse to pickle an object of another class than ``module``.
     return plain.__reduce_ex__(1)
 
 

@@ -1,7 +1,7 @@
 """Hooks on modules, on autograd and on ``load_state_dict``.
 
-A hook holds its unit weakly and finds the lifecycle through it, because there is none before the
-first use, and an outer ``fully_shard`` replaces it.
+A hook holds its unit weakly and gets the lifecycle from the unit at each call. It cannot keep the
+lifecycle: there is none before the first use, and an outer ``fully_shard`` replaces it.
 
 ``load_state_dict`` copies or assigns tensors into parameters that are DTensors, and torch refuses
 to mix the two. So before a module loads, each unsharded tensor in its state dict is replaced by
@@ -99,7 +99,7 @@ def register_hooks(unit: Unit) -> None:
 def _cast_buffers(module: nn.Module, _: Any = None) -> None:
     """Cast the buffers of a unit in place, also those that ``load_state_dict`` has assigned.
 
-    So one of several units stays one tensor.
+    Because it is in place, a buffer that several units share stays one tensor.
     """
     unit = unit_of(module)
     if unit is None or unit.buffer_dtype is None:
@@ -116,7 +116,7 @@ def _watch_registrations() -> None:
 
 
 def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Refuse a second name for an unsharded parameter, which would hold memory that is freed."""
+    """Refuse to register an unsharded parameter under a second name: its memory will be freed."""
     tag, fqn = (None, "") if param is None else tag_of(param)
     if tag is TensorTag.UNSHARDED and module._parameters.get(name) is not param:
         raise RuntimeError(
@@ -129,8 +129,8 @@ def _before_registration(module: nn.Module, name: str, param: nn.Parameter | Non
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Refuse pending gradients, which a checkpoint would not contain; finish pending steps.
 
-    After a backward that failed it is allowed, because the parameters have not changed: what is
-    left of that step is dropped.
+    Gradients that are left of a backward that failed are dropped instead: they have not changed the
+    parameters.
     """
     for unit in units_of(module):
         _abort_if_interrupted(unit.lifecycle)
@@ -141,7 +141,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
-    """Clean up a backward that raised, or a forward of which no thread runs a call any more."""
+    """Clean up a backward that raised, or a forward that no thread is running any more."""
     lifecycle.abort_if_failed()
     if lifecycle.phase is Phase.FORWARD:
         modules = [module for unit, _ in lifecycle.running[:1] for module in alive(unit.modules)]
@@ -151,7 +151,7 @@ def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
 
 
 class _ShardsOnly:
-    """A mark in the metadata of a state dict, by which it warns when rank 0 pickles its shards."""
+    """An entry in the metadata of a state dict that warns when rank 0 pickles the state dict."""
 
     def __init__(self, state_dict: OrderedDict[str, Any]) -> None:
         self._state_dict = weakref.ref(state_dict)
@@ -161,9 +161,9 @@ class _ShardsOnly:
         return self if state_dict is None else _ShardsOnly(memo.get(id(state_dict), state_dict))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as something empty, which ``torch.load`` and readers without meshard know."""
+        """Pickle as an empty OrderedDict, which readers without meshard can load too."""
         state_dict = self._state_dict() or OrderedDict[str, Any]()
-        # The user may have replaced them by whole tensors, or destroyed the process group.
+        # The user may have replaced the shards by whole tensors, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
         if has_shards and dist.is_initialized() and dist.get_rank() == 0:
             warn_user(
@@ -189,7 +189,7 @@ def _after_state_dict(
 
 
 def check_may_pickle(unit: Unit | None) -> None:
-    """Raise unless modules of ``unit`` hold unsharded parameters. None: the unit is gone."""
+    """Raise unless modules of ``unit`` hold unsharded parameters. None: the unit was freed."""
     name = "a unit that is gone"
     if unit is not None:
         group, name = unit.group, f"unit {unit.label!r}"
@@ -225,9 +225,9 @@ class UnitHook:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as something that does nothing: where a module may be pickled, it is plain."""
+        """Pickle as a hook that does nothing: a pickled module is a plain one, without units."""
         check_may_pickle(self._unit())
-        return partial, (nn.Identity,)  # a class of torch's that takes any arguments
+        return partial, (nn.Identity,)  # a callable of torch's that takes any arguments
 
 
 class ModuleHooks(UnitHook):
@@ -279,7 +279,7 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
-            # If a gather fails as well, torch would report that second error as a warning.
+            # If a gather fails here as well, torch would show that second error as a warning.
             with contextlib.suppress(RuntimeError):
                 end_forward(unit, module, output, (args, kwargs), failed=True)
             return None
@@ -322,7 +322,7 @@ def run_in_unit(
 ) -> Any:
     """Call ``method`` with ``unit`` of ``module`` unsharded, as ``module(...)`` calls ``forward``.
 
-    The siblings of the unit, which must be the outermost, are unsharded too.
+    ``unit`` must be the outermost of its siblings, which are unsharded too.
     """
     for each in reversed(with_siblings(unit)):
         method = partial(ModuleHooks(each).run, module, method)
@@ -330,10 +330,10 @@ def run_in_unit(
 
 
 class _OutsideHook(UnitHook):
-    """The hook of a module inside the root, which users may call by itself, as an embedding."""
+    """The hook of a module of the root that is no unit. Users may call it by itself."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is None:  # this is all that torch.compile sees
+        if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
             self._explain(module)
 
     @skip_dynamo
@@ -347,10 +347,10 @@ class _OutsideHook(UnitHook):
 
 
 def register_outside_hooks(unit: Unit) -> None:
-    """Register hooks by which modules of ``unit``, and of no unit inside it, explain errors.
+    """Register hooks that explain errors of the modules in ``unit`` and in no unit inside it.
 
-    A hook costs each call of its module a microsecond or two, so only a root around other units
-    has them, whose own modules are few.
+    A hook costs each call of its module a microsecond or two. So only roots around other units have
+    such hooks, because few modules are in no unit inside.
     """
     if unit.params and not unit.gradients.is_replicated:
         for module in _modules_inside(unit):
@@ -383,19 +383,19 @@ class Watched(NamedTuple):
     unit: weakref.ref[Unit]
     of: ForwardPass
     call: ForwardCall
-    num_rebuilds: int  # how often the parameters had been made anew when it ran
+    num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when it ran
 
 
 def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End a forward of a unit, that of ``module``; None: it has no backward."""
+    """End the forward of ``module`` in ``unit``. Returns None if no backward can follow."""
     of = unit.lifecycle.present_pass
-    # A root is watched even without parameters: its backward still has to flush units inside that
-    # hold gradients and did not run.
+    # A root is watched even without parameters of its own: its backward has to flush the units
+    # inside that hold gradients of earlier microbatches and did not run in this one.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
-    # This comes before post_forward, which reshards a unit unless it is retained.
+    # Before post_forward, which reshards the unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, of)
     call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
@@ -412,13 +412,13 @@ def _output_hook(
     if unit is None:
         return None
     if isinstance(gradient, DTensor) and not may_be_dtensor:
-        raise RuntimeError(  # torch would say it later, of some operator of the unit's backward
+        raise RuntimeError(  # torch would raise later, about some operator in the unit's backward
             f"backward reached the output of unit {unit.label!r}, an ordinary tensor, with a "
             "gradient that is a DTensor. Was a penalty on sharded weights added to the loss as a "
             "DTensor? Add its full_tensor(): loss + weight.square().sum().full_tensor()."
         )
     if watched.num_rebuilds != unit.group.num_rebuilds:
-        raise RuntimeError(  # a backward would need parameters that do not exist any more
+        raise RuntimeError(  # the parameters of that forward do not exist any more
             f"parameters of unit {unit.label!r} were cast, moved or replaced between its forward "
             "and this backward, which needs those of the forward; run the backward before "
             "module.to(...), or the forward again after it."
@@ -435,11 +435,12 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             watched.call.is_watched = True
             setattr(tensor, WATCHED, True)
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
-            # A linear layer returns a view. If the caller adds to it in place (`x = layer(x);
-            # x += y`), autograd drops its hooks. The node that made its base stays in the graph.
+            # A linear layer returns a view. If the caller adds to the view in place (`x = layer(x);
+            # x += y`), autograd drops the hook above. The node that made the base of the view stays
+            # in the graph, so it gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # If the output is a view of a tensor from before this forward, that node is another's.
+            # Unless the base is from before this forward: then its node belongs to other code.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 
@@ -464,7 +465,8 @@ def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
 def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    Not so for the exception of an except block in which the user has called the module.
+    An exception may also be that of an ``except`` block in which the user calls the module. Then
+    its traceback does not begin in a call of ``module``.
     """
     trace = sys.exc_info()[2]
     return trace is not None and _is_call_of(module, trace.tb_frame)
@@ -500,7 +502,7 @@ def _was_refused(unit: Unit) -> bool:
 
 
 def register_load_hooks(unit: Unit) -> None:
-    """Register hooks by which the modules of ``unit`` load unsharded tensors too."""
+    """Register hooks that let ``load_state_dict`` put unsharded tensors into ``unit``."""
     owned: dict[nn.Module, list[tuple[str, int]]] = {}
     for index, param in enumerate(unit.params):
         for owner, name in param.owners:
@@ -512,7 +514,7 @@ def register_load_hooks(unit: Unit) -> None:
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
-    """Take over assigned parameters at once: tied ones must be tied before they are listed."""
+    """Adopt assigned parameters at once, so that ties hold when the user lists parameters."""
     for unit in units_of(module):
         if unit.group.holds_shards:
             unit.group.adopt_edits()
@@ -534,7 +536,7 @@ class _LoadHook(UnitHook):
         if unit is None:
             return
         if unit.lifecycle.phase is Phase.IDLE:
-            unit.group.install_sharded()  # loading makes what a forward has left unsharded stale
+            unit.group.install_sharded()  # what a forward left unsharded will be stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
@@ -543,13 +545,13 @@ class _LoadHook(UnitHook):
             param = unit.group.params[index]
             assert isinstance(param, ShardedParam)
             if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
-                continue  # torch reports it
+                continue  # torch reports the mismatch
             held = module._parameters.get(name)
             if held is param.sharded:
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
-                # The shard is written too, because the unsharded copy will be freed.
+                # torch writes to the unsharded copy only, which will be freed.
                 with torch.no_grad():
                     shard = _fitting(param, given, is_assigned=False)
                     local_of(param.sharded).copy_(local_of(shard))
@@ -563,7 +565,7 @@ def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> 
     if is_placed_like(given, param.sharded):
         return given
     shard = param.shard_of(_to_plain(param, given))
-    # If it is assigned, a view would keep the unsharded tensor alive.
+    # torch assigns the tensor itself; a view would keep the unsharded tensor alive.
     return shard.clone() if is_assigned else shard
 
 

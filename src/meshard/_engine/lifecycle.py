@@ -1,4 +1,4 @@
-"""What happens at each moment of a step. Here schedule and parameter groups meet.
+"""What happens at each moment of a step, as hooks call it.
 
 Every rank must issue the same collectives in the same order, also when ranks use different
 parameters of a unit. Gathers follow the order of the modules. A unit is reduced once its gradients
@@ -81,7 +81,7 @@ class RefusedError(RuntimeError):
 
 
 class OtherThreadError(RefusedError):
-    """A second thread has come into a step; the step of the first goes on."""
+    """A second thread has used the model during a step of the first, which goes on."""
 
     def __init__(self, lifecycle: Lifecycle, what: str) -> None:
         super().__init__(
@@ -127,7 +127,7 @@ class Lifecycle:
         self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
         self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
-        # Not None: windows end in finalize_backward, and not in the last backward.
+        # Not None: ``finalize_backward`` ends windows, and the last backward does not.
         self.finalization: ManualFinalization | None = None
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
@@ -137,14 +137,13 @@ class Lifecycle:
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
-        # The forwards whose graph exists on this rank; it may differ between ranks.
+        # The forwards whose graph exists on this rank. Ranks may differ in which do.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
-        # True once ranks have compared their initial weights. Under MESHARD_DEBUG=1 fully_shard has
-        # done so.
+        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 fully_shard has.
         self._has_compared = comm.is_checked
         self._queue = ReduceQueue(comm)
         self.use(comm)
@@ -182,7 +181,7 @@ class Lifecycle:
     # --- forward ----------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall | None:
-        """Unshard ``unit``, one of whose modules is about to run. None: in a recomputation."""
+        """Unshard ``unit``, one of whose modules is about to run. None: it is a recomputation."""
         self.abort_if_failed()
         if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
@@ -190,10 +189,10 @@ class Lifecycle:
                 unit.root.has_new_buffers = False
                 without_modes(warn_about_unwritten, alive(self.units()[0].modules))
             self._refuse_other_reductions()
-            # This is set first, because a second thread or an interrupt may come at any later line.
+            # Set first, so that it is seen by a second thread or after an interrupt.
             self.forward = ForwardRun()
             self.retained.begin_forward()
-            # Memory that only a backward needs is freed.
+            # Frees memory that only a backward needs.
             self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
@@ -211,7 +210,7 @@ class Lifecycle:
             self._end_backwards_after(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # In a unit of several modules, the first call in this pass has unsharded it for all.
+        # The first module of a unit to run in a pass unshards the unit for its other modules.
         is_first = is_manual or call is None or call.is_first
         is_installed = not is_first and group.state is ParamState.INSTALLED
         if in_forward and not is_installed:
@@ -222,7 +221,7 @@ class Lifecycle:
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=in_forward and not is_installed)
-        if is_manual and not unit.reshards_after_forward:  # unshard() lasts until reshard()
+        if is_manual and not unit.reshards_after_forward:  # unshard() goes on after the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -232,7 +231,7 @@ class Lifecycle:
         return call
 
     def _refuse_other_reductions(self) -> None:
-        """Raise if something of torch's would take the gradients of the forward that begins."""
+        """Raise if a feature of torch would take the gradients of this forward instead."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
             raise RefusedError(self, _NOT_DISTRIBUTED)
         if not has_backward_optimizers():
@@ -247,7 +246,7 @@ class Lifecycle:
         """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
         group = unit.group
         if self.backward is not None:
-            # This is a recomputation. Checkpointing may end it early, by an exception.
+            # A recomputation. Checkpointing may end it early, by an exception.
             self.check_recomputes(unit)
             if not unit.step.is_in_backward:
                 group.install_sharded()
@@ -257,7 +256,7 @@ class Lifecycle:
             call = self.running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
-            return call  # a module that called itself
+            return call  # an outer call of the unit goes on: a module has called itself
         unit.step.modules_run.add(id(module))
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
@@ -294,11 +293,11 @@ class Lifecycle:
             if unit.step.modules_run:
                 has_graph = torch.is_grad_enabled() and not unit.gradients.is_replicated
                 if unit.reshards_after_forward:
-                    # Only some of its modules have run, or the user has called unshard() since.
+                    # Only some modules of the unit have run, or unshard() was called after it.
                     unit.group.reshard(keep_post_forward=True)
                 elif has_graph:
                     unit.group.keep_installed()
-                else:  # after an evaluation the user may edit parameters, or build an optimizer
+                else:  # after an evaluation, users edit parameters or build an optimizer
                     unit.group.install_sharded()
                 unit.step.modules_run.clear()
 
@@ -306,7 +305,7 @@ class Lifecycle:
 
     @property
     def _ends_window(self) -> bool:
-        """Whether the backward that runs ends the window of units that it reduces fully."""
+        """Whether the backward that runs ends the window of the units that it reduces fully."""
         return self.is_last_backward and self.finalization is None
 
     @property
@@ -317,8 +316,8 @@ class Lifecycle:
     def _begin_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
         """Begin a backward, unless it has begun. Returns the one that runs.
 
-        ``first`` is the unit that it has reached; ``early``, the parameter of it whose gradient is
-        there already.
+        ``first`` is the unit that the backward has reached. If it was noticed by a gradient,
+        ``early`` is the index of the parameter that has got it.
         """
         self.abort_if_failed()
         if self.backward is not None:
@@ -328,10 +327,10 @@ class Lifecycle:
         if is_in_compiled_autograd():
             raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
-            # Distributed autograd drops the text of the error, so it is said here too.
+            # A warning too, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        # Counts as a failure if this is interrupted before the callbacks below are in place.
+        # If this is interrupted before the callbacks below are in place, the mark stays: a failure.
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
@@ -345,9 +344,10 @@ class Lifecycle:
         self.failure.backward_call = BackwardCall()
         self._queue.begin_backward()
         patch_new_optimizers()
-        # When a backward raises, autograd drops ``end`` without calling it, and weak references to
-        # it notice, the newest first. ``marks.append`` is a C method, which no interrupt can cut
-        # off: it records the failure before ``_backward_raised`` gives modules shards again.
+        # When a backward raises, autograd drops ``end`` without calling it. The weak references in
+        # ``run.ends`` then call their callbacks, the newest reference first. That is
+        # ``marks.append``, a C method, which no interrupt can cut off. So the failure is recorded
+        # before ``_backward_raised`` gives modules their shards again.
         end, me = functools.partial(_end_backward, weakref.ref(self)), weakref.ref(self)
         queue_backward_callback(end)
         for unit, grads in buckets_in(self.units()):
@@ -358,7 +358,7 @@ class Lifecycle:
             weakref.ref(end, functools.partial(_backward_raised, me)),
             weakref.ref(end, self.failure.marks.append),
         ]
-        # This comes last: while this frame, or a traceback, holds ``end``, autograd cannot drop it.
+        # Last: if this frame raised before, the traceback would hold ``end`` and keep it alive.
         self.failure.marks.clear()
         return run
 
@@ -368,10 +368,10 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _check_nested(self, run: BackwardRun) -> None:
-        """Record another graph task inside the backward, as that of a reentrant checkpoint."""
+        """Record if another graph task runs inside the backward, as of a reentrant checkpoint."""
         if graph_task_id() == run.graph_task:
             return
-        # On a device all backwards run on autograd's thread of that device: its id proves nothing.
+        # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
         run.has_nested = True
@@ -379,9 +379,9 @@ class Lifecycle:
     def pre_backward(
         self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
     ) -> torch.Tensor | None:
-        """Unshard ``unit``: the first gradient of one of its outputs is there.
+        """Unshard ``unit``: ``gradient``, the first of one of its outputs, is there.
 
-        Returns what autograd uses instead of it; None: the gradient itself.
+        Returns what autograd uses instead of ``gradient``; None: ``gradient`` itself.
         """
         group = unit.group
         if group.is_summoned:
@@ -400,29 +400,30 @@ class Lifecycle:
             group.install_unsharded(read_flags=False)  # a checkpoint may run the forward again
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            # The unit ran several times, and all gradients came in the backward of a later call.
+            # The unit ran several times, and a later call brought all gradients. This first call,
+            # for which ``has_all`` has waited, brings none.
             self._on_last_gradient(run, unit)
         return replacement
 
     def _reach(self, run: BackwardRun, of: ForwardPass) -> None:
-        """Begin the backward of a pass; those of later passes have ended."""
+        """Begin the backward of a pass, which ends those of the passes that were reached before."""
         if of in run.reached:
             return
         for later in self._ended_passes(run):
             self._end_pass(run, later)
         of.open(self._num_backwards)
         run.reached.append(of)
-        # With a retained graph, an earlier backward may have marked these units as done. This one
-        # brings gradients for them again.
+        # If the graph was retained, an earlier backward has recorded these units as done. This one
+        # brings gradients for them once more.
         for call in of.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph:
                 unit.step.awaits_gradients |= unit.group.num_trainable > 0
 
     def _end_pass(self, run: BackwardRun, of: ForwardPass) -> None:
-        """Complete the units of a pass, in the order in which other ranks have reduced them.
+        """Complete the units of a pass that this rank has not completed, in the common order.
 
-        These may have had all gradients of a unit earlier than this rank.
+        Other ranks may have completed them earlier, at their last gradient.
         """
         self._begin_skipped(run, of, lambda _: True)
         self._end_backwards_over(run, of, lambda _: True)
@@ -435,7 +436,7 @@ class Lifecycle:
         self, run: BackwardRun, unit: Unit, of: ForwardPass, call: ForwardCall
     ) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
-        # Another output of this call may have begun it.
+        # The gradient of another output of this call may have begun its backward.
         has_begun = call.begun_in == self._num_backwards
         call.begun_in = self._num_backwards
         self._end_backwards_over(run, of, lambda first: first.entered > call.exited, but=unit)
@@ -454,13 +455,13 @@ class Lifecycle:
     def _begin_skipped(
         self, run: BackwardRun, of: ForwardPass, is_next: Callable[[ForwardCall], bool]
     ) -> None:
-        """Begin the backwards that this rank has left out: other ranks gather for theirs.
+        """Begin the backward of calls that this rank leaves out: other ranks gather for them.
 
         So a unit that the loss of one rank does not use (an auxiliary head, a dropped layer) issues
-        the same collectives on all ranks. Calls of a run that accumulates nothing are left out on
-        all ranks alike.
+        the same collectives on all ranks. A run that accumulates nothing (``torch.autograd.grad``)
+        leaves out the same calls on all ranks, so nothing is done for it.
         """
-        for call in StepSchedule.pop_skipped(of, is_next) if run.accumulates else ():
+        for call in of.pop_skipped(is_next) if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is None or not unit.params or self._runs(unit):
                 continue
@@ -476,16 +477,16 @@ class Lifecycle:
         but: Unit | None = None,
     ) -> None:
         """Complete the units of a pass whose backward is over."""
-        for number in StepSchedule.pop_over(of, is_over):
+        for number in of.pop_over(is_over):
             other = self._units[number]()
             if other is not None and other is not but:
                 self._end_backward_of(run, other, of)
 
     def _end_backwards_after(self, run: BackwardRun, node: int) -> None:
-        """Complete what is over when ``node`` runs: a recomputation in it is about to gather.
+        """Complete what is over when ``node`` runs, before a recomputation in it gathers.
 
-        A rank that used all parameters of a unit has reduced it at its last gradient. One that left
-        a parameter out must not gather first.
+        A rank that used all parameters of a unit has reduced it at its last gradient, which came
+        before this gather. A rank that left a parameter out must reduce before it gathers too.
         """
         of = run.of
         if of is None:
@@ -496,8 +497,8 @@ class Lifecycle:
                 return False
             if first.has_graph:
                 return True
-            # It ran without grad, as in a reentrant checkpoint, so its node number says nothing. It
-            # is over once the unit is in the backward of this very call.
+            # The call ran without grad, as in a reentrant checkpoint, so its node number tells
+            # nothing. Its backward is over once the unit is in the backward of this very call.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -509,14 +510,14 @@ class Lifecycle:
         run = self.backward
         if run is None or self.failure.marks or self._is_cut_off():
             run = self._begin_backward(unit, index)
-        self._check_nested(run)  # before anything changes: it may refuse another thread
+        self._check_nested(run)  # it may refuse another thread, so nothing has changed before
         run.accumulates = True
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
         if step.has_all(unit.group.num_trainable):
-            # The unit stays unsharded: a node that is still to run may have saved a weight, even if
-            # it does not contribute to a gradient.
+            # The unit stays unsharded here: nodes that are still to run may have saved a weight,
+            # even if no gradient of the unit depends on them.
             self._on_last_gradient(run, unit)
             return
         if unit.gradients.is_replicated:
@@ -524,18 +525,22 @@ class Lifecycle:
         self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
-        """Record a gradient from outside of the unit's forward; it is reduced at the very end."""
+        """Record that a gradient of ``unit`` has come from outside of its forward.
+
+        It is reduced at the end of the backward.
+        """
         self._begin_backward(unit).accumulates = True
         unit.step.awaits_gradients = True
 
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
-        # A reentrant checkpoint runs a backward of its own inside this one. A gradient that arrives
-        # there is a part: other parts come from outside of the checkpoint, or from the next one.
+        # A reentrant checkpoint runs a backward of its own inside this one. A gradient that it
+        # brings may be one part of several: others may come from outside of it, or from another
+        # checkpoint.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(unit)
 
     def _end_backward_of(self, run: BackwardRun, unit: Unit, of: ForwardPass | None = None) -> None:
-        """Reshard and reduce a unit of which nothing is left to run, of this pass or of all."""
+        """Reshard and reduce a unit whose backward is over, in the pass ``of`` (None: in all)."""
         if self._runs(unit):
             return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
@@ -556,15 +561,15 @@ class Lifecycle:
     def _post_backward(self, unit: Unit, *, is_at_end: bool = False) -> None:
         """Reduce or accumulate the gradients of a unit, which are complete.
 
-        Not before those of the units inside it, with the last of which this comes here again. At
-        the end of a backward nothing more comes from inside.
+        While a unit inside is not complete, the unit waits: the last one inside then goes on to it,
+        by the loop. With ``is_at_end``, the backward ends, and nothing more comes from inside.
         """
         unit.step.are_complete = True
         around: Unit | None = unit
         while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
             if not is_at_end and (around.has_open_children or self._may_begin_inside(around)):
                 return
-            if around.step.are_complete:  # if not, it has nothing to train: go on to its parent
+            if around.step.are_complete:  # otherwise it has nothing to train
                 around.step.record_taken()
                 sync = around.settings.sync
                 if sync.reduces:
@@ -578,14 +583,14 @@ class Lifecycle:
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
     def _may_begin_inside(self, unit: Unit) -> bool:
-        """Whether the backward of a unit inside ``unit`` is to come.
+        """Whether the backward of a call inside ``unit`` is to come, also that of a frozen unit.
 
-        It may be frozen, and left out by this rank only: other ranks gather for it first.
+        This rank alone may leave it out. Other ranks gather for it before they reduce ``unit``.
         """
         of, call = unit.step.in_pass, unit.step.in_call
         if not unit.children or of is None or call is None:
             return False
-        return StepSchedule.may_begin_inside(of, call, self._num_backwards)
+        return of.may_begin_inside(call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:
@@ -610,11 +615,13 @@ class Lifecycle:
             usual_factor=self.usual_divide_factor,
             on_reduced=on_reduced,
         )
+        if ends_window:
+            unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Warn if the ranks brought different values. Called where all ranks are in step.
+        """Warn if the ranks brought different values. Called before a collective of all ranks.
 
-        **Collective:** the meshes of all sharded units; outside of what the ledger lists.
+        **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
         self._has_compared = True
         groups = [group for group in self.groups() if group.params]
@@ -623,14 +630,14 @@ class Lifecycle:
         without_modes(warn_if_different, brought)
 
     def end_window(self, unit: Unit) -> None:
-        """Call the subscribers of a unit, once: its gradient is published."""
+        """Call the subscribers of a unit, whose gradient is published; once per backward."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs, or ``run``, which autograd does not know of."""
+        """End the backward that runs, or ``run``, of which autograd knows nothing."""
         run = run or self.backward
         assert run is not None
         units = self.units()
@@ -638,10 +645,11 @@ class Lifecycle:
         for of in ended:
             self._end_pass(run, of)
         to_come = self._units_to_come(run, units, ended)
-        self.schedule.end_backward(ends_passes=run.accumulates or not run.keeps_graph)
+        if run.accumulates or not run.keeps_graph:
+            self.schedule.end_passes()
         run.of = None
         self.retained.end_backward()
-        for unit in reversed(units):  # the units inside a unit come before it
+        for unit in reversed(units):  # units inside first
             if unit.number not in to_come:
                 self._end_backward_of(run, unit)
         full = [
@@ -651,7 +659,8 @@ class Lifecycle:
             and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
         for unit in full if self.finalization is None else ():
-            # It may hold gradients of earlier microbatches, and have got none in this backward.
+            # The unit may hold gradients of earlier microbatches, though this backward brought
+            # none.
             self._flush(unit, ends_window=self._ends_window)
         if self._ends_window and run.accumulates:
             self._queue.finish_all()
@@ -663,16 +672,16 @@ class Lifecycle:
             grads.show()
         self.failure.backward_call = None
         self.backward = None
-        # Last: if anything above raises, dropping the callback must still count as a failure.
+        # Last: if anything above raises, autograd drops the callback, which must record a failure.
         run.ends.clear()
 
     def _units_to_come(
         self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]
     ) -> set[int]:
-        """Return the units whose backward comes later, as this one has reached other passes only.
+        """Return the units whose backward comes later: this one has reached other passes only.
 
-        So a loss may run a part of the model again, chunk by chunk, with a backward in each. The
-        answer is the same on all ranks: it does not depend on which graphs a rank keeps alive.
+        With it, a loss may run a part of the model again, chunk by chunk, and call backward for
+        each chunk. The answer does not depend on which graphs a rank keeps alive, so ranks agree.
         """
         for of in ended:
             of.is_spent |= not run.keeps_graph
@@ -708,8 +717,8 @@ class Lifecycle:
     def finish_split_backward(self) -> None:
         """Take the gradients that a pipeline schedule wrote outside of any backward, and finish.
 
-        Taken where others were accumulated, which all ranks agree on; they may have written
-        different ones.
+        They are taken in units that have accumulated others, which are the same on all ranks. The
+        gradients that a schedule writes may differ between ranks.
         """
         self.abort_if_failed()
         with self._recorded_failure():
@@ -737,7 +746,8 @@ class Lifecycle:
         self._queue.finish_partials_of(unit.gradients)
         if unit.gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
-        unit.gradients.window.close()
+        elif ends_window:
+            unit.gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
         """Choose whether ``finalize_backward`` ends windows, or the last backward."""
@@ -776,7 +786,7 @@ class Lifecycle:
             with self._recorded_failure():
                 self._take_split_gradients()
         for unit in units:
-            # A unit whose backward is to come stays unsharded.
+            # A unit that waits for its backward stays unsharded.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
             if is_over and unit.settings.reshard_after_backward:
                 unit.group.reshard()
@@ -830,8 +840,8 @@ class Lifecycle:
             raise
 
     def record_failure(self) -> None:
-        """Record that a backward raised. The exception is propagating: do not communicate."""
-        # This comes first, so that the next step begins with abort() even after an interrupt here.
+        """Record that a backward raised. This must not communicate: other ranks may go on."""
+        # First, so that the next step calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None
         self.running.clear()
@@ -849,7 +859,7 @@ class Lifecycle:
             )
 
     def _is_cut_off(self) -> bool:
-        """Whether the backward that runs has raised, unnoticed."""
+        """Whether the backward that seems to run has raised, and no callback has recorded it."""
         run = self.backward
         if run is None or graph_task_id() == run.graph_task:
             return False
@@ -871,7 +881,7 @@ class Lifecycle:
         is_void = bool(self.failure.marks)
         is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
-            self.failure.marks.append("aborted")  # cleared at the end: this may be interrupted too
+            self.failure.marks.append("aborted")  # until the end, in case this is interrupted
         if self.backward is not None:
             self.backward.ends.clear()
         self._passes = []
@@ -897,8 +907,9 @@ class Lifecycle:
 def _check_finds_parameters(unit: Unit) -> None:
     """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
 
-    It looks for the parameters of the graph on the modules, where shards are once a forward has
-    ended the schedule's ``unshard()``, and writes no gradient of what it does not find.
+    The schedule looks for the parameters of the graph on the modules. If a forward has ended the
+    ``unshard()`` of the schedule, modules hold shards instead, and the schedule writes no gradients
+    for parameters that it does not find.
     """
     is_split = not unit.settings.sync.reduces and keeps_graph()
     if is_split and not unit.group.is_manually_unsharded:

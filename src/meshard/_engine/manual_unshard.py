@@ -1,15 +1,15 @@
-"""Parameters unsharded by a call of ``unshard()``.
+"""Unsharded parameters that modules hold outside of a forward.
 
-From ``unshard()`` to ``reshard()``, or to the next forward, modules hold unsharded parameters
-outside of any forward. They are a copy: ``requires_grad`` flags that the user sets are carried over
-to the sharded parameters, edits of values are lost with the copy (a warning), and a cast would
-leave the module with a tensor that is never filled again (an error).
+Modules do so from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward that
+does not reshard. These parameters are a copy. ``requires_grad`` flags that the user sets on them
+are carried over to the sharded parameters. Edits of values are lost with the copy, which a warning
+says. A cast after ``unshard()`` is an error: it would leave the module with a tensor that no gather
+fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,12 +20,41 @@ from meshard._torch.private import version_of
 from meshard._torch.user_line import warn_user
 
 
-class _Installed(NamedTuple):
-    """An unsharded parameter as it was when it was installed."""
+class InstalledParams:
+    """The unsharded parameters of a unit, as they were when modules began to hold them."""
 
-    local: torch.Tensor
-    version: int
-    requires_grad: bool
+    def __init__(
+        self, label: str, params: Sequence[UnitParam], shard_version: int, since: str
+    ) -> None:
+        """``since`` says in a warning when modules began to hold them."""
+        self._label = label
+        self._params = params
+        self._shard_version = shard_version
+        self._since = since
+        self._before = [
+            (version_of(each.unsharded), each.unsharded.requires_grad) for each in params
+        ]
+
+    def end(self, shard_version: int) -> None:
+        """Carry flags over to the sharded parameters, and warn of edits that are lost.
+
+        If the version of the shards has grown, the shards have got the edits too.
+        """
+        edited = []
+        for param, (version, requires_grad) in zip(self._params, self._before, strict=True):
+            if param.unsharded.requires_grad is not requires_grad:
+                param.sharded.requires_grad_(param.unsharded.requires_grad)
+                # A backward to come uses the flag of its forward, which is the same on all ranks.
+                param.unsharded.requires_grad_(requires_grad)
+            if version_of(param.unsharded) != version:
+                edited.append(param.fqn)
+        if edited and shard_version == self._shard_version:
+            warn_user(
+                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after "
+                f"{self._since}, and these edits are lost: they were made to a copy. Call "
+                "reshard() on the unit before, or edit them inside "
+                "meshard.unsharded_params(module).",
+            )
 
 
 class ManualUnshard:
@@ -34,40 +63,25 @@ class ManualUnshard:
     def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
         self._label = label
         self._params = params
-        self._shard_version = 0
-        self.installed: list[_Installed] = []  # empty until modules hold unsharded parameters
+        self._locals: list[torch.Tensor] = []  # the memory that gathers fill
+        self.installed: InstalledParams | None = None  # None: its gather was not waited for yet
 
     def record_installed(self, shard_version: int) -> None:
-        if not self.installed:  # the handle of another unshard() may have been waited for before
-            self._shard_version = shard_version
-            self.installed = [
-                _Installed(plain_of(each).detach(), version_of(each), each.requires_grad)
-                for each in (param.unsharded for param in self._params)
-            ]
+        if self.installed is None:  # the handle of another unshard() may have been waited for
+            self._locals = [plain_of(param.unsharded).detach() for param in self._params]
+            self.installed = InstalledParams(self._label, self._params, shard_version, "unshard()")
 
     def end(self, shard_version: int) -> str:
-        """Carry flags over, warn of lost edits, and undo casts; return the text of an error.
-
-        Empty if nothing is wrong. If the version of the shards has grown, they were edited too.
-        """
-        cast, edited = [], []
-        for param, before in zip(self._params, self.installed, strict=False):
-            unsharded = param.unsharded
-            if unsharded.requires_grad is not before.requires_grad:
-                param.sharded.requires_grad_(unsharded.requires_grad)
-            local = plain_of(unsharded)
-            if local.data_ptr() != before.local.data_ptr() or local.dtype != before.local.dtype:
-                _restore(unsharded, before.local)
+        """End what was recorded, and undo casts. Return the text of an error; empty if none."""
+        if self.installed is None:
+            return ""
+        cast = []
+        for param, local in zip(self._params, self._locals, strict=True):
+            now = plain_of(param.unsharded)
+            if now.data_ptr() != local.data_ptr() or now.dtype != local.dtype:
+                _restore(param.unsharded, local)
                 cast.append(param.fqn)
-            elif version_of(unsharded) != before.version:
-                edited.append(param.fqn)
-        if edited and shard_version == self._shard_version:
-            warn_user(
-                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after "
-                "unshard(), and these edits are lost: they were made to a copy. Edit unsharded "
-                "parameters inside meshard.unsharded_params(module), or the shards after "
-                "reshard().",
-            )
+        self.installed.end(shard_version)
         if not cast:
             return ""
         return (
@@ -90,36 +104,3 @@ def _restore(unsharded: torch.Tensor, local: torch.Tensor) -> None:
         set_local(unsharded, local)
     else:
         unsharded.data = local
-
-
-class KeptInstalled:
-    """Unsharded parameters that modules hold after a forward, until they are resharded.
-
-    As after ``unshard()``, flags are carried over to the sharded parameters, and lost edits are
-    warned of.
-    """
-
-    def __init__(self, label: str, params: Sequence[UnitParam], shard_version: int) -> None:
-        self._label = label
-        self._params = params
-        self._shard_version = shard_version
-        self._before = [
-            (version_of(each.unsharded), each.unsharded.requires_grad) for each in params
-        ]
-
-    def end(self, shard_version: int) -> None:
-        edited = []
-        for param, (version, requires_grad) in zip(self._params, self._before, strict=True):
-            if param.unsharded.requires_grad is not requires_grad:
-                param.sharded.requires_grad_(param.unsharded.requires_grad)
-                # The backward uses the flag of its forward, which is the same on all ranks.
-                param.unsharded.requires_grad_(requires_grad)
-            if version_of(param.unsharded) != version:
-                edited.append(param.fqn)
-        if edited and shard_version == self._shard_version:
-            warn_user(
-                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after a "
-                "forward that has left them unsharded (reshard_after_forward=False, or the root), "
-                "and these edits are lost: they were made to a copy. Call reshard() on the unit "
-                "before, or edit them inside meshard.unsharded_params(module).",
-            )

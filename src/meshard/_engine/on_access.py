@@ -1,9 +1,9 @@
 """Gathers on access from a parent's forward.
 
-A unit with ``unshard_on_access`` is gathered when another unit's forward reads one of its
-parameters. The forward of the reader then stands for its own: the unit is resharded when that ends,
-and its backward begins with the gradient of what that returned. Modules of such units hold their
-parameters in a dict that notices reads; other units cost nothing more.
+A unit with ``unshard_on_access`` is gathered when the forward of a unit around it reads one of its
+parameters. From then on the unit is treated as if it ran inside that forward: it is resharded when
+that forward ends, and its backward begins with the gradient of what that forward returned. Modules
+of such units hold their parameters in a dict that notices reads; other units cost nothing more.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _read(unit: Unit) -> None:
     """Gather ``unit``, if a unit is running whose end can reshard it."""
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
-        # Activation checkpointing runs a part of forward again. The lifecycle reshards.
+        # Activation checkpointing recomputes. The lifecycle reshards the unit after its backward.
         without_modes(lifecycle.pre_forward, unit)
         return
     running = (one for one, _ in reversed(lifecycle.running))
@@ -67,8 +67,9 @@ def _read(unit: Unit) -> None:
         return
     for module in alive(reader.modules):
         if module not in _readers:
-            # The first of its hooks, so that the module still counts as running. It is called
-            # if the forward raises too. It stays, as torch iterates over the hooks at that moment.
+            # The first forward hook, so that the module still counts as running when it is called,
+            # also if the forward raises. It is never removed, because torch iterates over the hooks
+            # when it could be.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
     _read_units.add(unit)

@@ -1,12 +1,13 @@
 """Units that are unsharded out of turn: gathered before their use, or kept beyond it.
 
-Gathers are started ahead in the order that the schedule predicts. There are two kinds of units that
-stay unsharded beyond their forward or backward. A backward with ``create_graph=True`` makes a graph
-whose nodes have saved unsharded parameters, and the backward through that graph begins with these
-nodes, before any hook of a unit is called. And a unit in whose output no tensor was found
-(``forward`` returned None) has no hook that is called before its backward. Such a unit is resharded
-when a backward that frees the graph has ended, when the graph is gone, or when the shards have
-changed.
+Gathers are started ahead of use in the order that the schedule predicts.
+
+Two kinds of units stay unsharded beyond their forward or backward, because no hook could gather
+them in time. First, a backward with ``create_graph=True`` makes a graph whose nodes have saved
+unsharded parameters. The backward through that graph runs these nodes before it calls any hook of a
+unit. Second, if ``forward`` of a unit returns no tensor (it returned None), there is nothing to put
+a hook on. Such units are resharded when a backward that frees the graph has ended, when the graph
+was dropped, or when the shards have changed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Prefetcher:
 
     def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
         chosen = unit.settings.backward_prefetch
-        following = self._chosen_or(chosen, StepSchedule.next_in_backward(of, call))
+        following = self._chosen_or(chosen, of.next_in_backward(call))
         return [each for each in following if chosen or each.settings.unshard_in_backward]
 
     def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
@@ -68,11 +69,11 @@ class Prefetcher:
                     unit.group.forget_stale()
                 _start_unshard(unit, in_forward=in_forward)
                 self._prefetched.append(unit)
-            if unit.siblings:  # which are entered together with it
+            if unit.siblings:  # a forward enters them together with the unit
                 self._start(unit.siblings, in_forward=in_forward)
 
     def drop_unused(self) -> None:
-        """Drop the gathers that no forward or backward has used, nor an ``unshard()`` awaits."""
+        """Drop the gathers that neither a forward, a backward nor an ``unshard()`` has used."""
         for unit in self._prefetched:
             if unit.group.state is ParamState.GATHERING and unit.group.manual_unshard is None:
                 unit.group.reshard()
@@ -88,9 +89,9 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 
 
 class _SecondOrder:
-    """The graph that one backward has made. Only the hooks of that graph hold this object."""
+    """The graph that one backward has made. It lives as long as the hooks of that graph do."""
 
-    was_used = False  # the backward that runs goes through this graph
+    was_used = False  # whether the backward that runs goes through this graph
 
     @skip_dynamo
     def record_use(self, _: torch.Tensor) -> None:
@@ -103,13 +104,13 @@ class RetainedUnits:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # passes in which a unit's output had no tensor to hook
+        self._num_hidden = 0  # in how many passes a unit returned no tensor
         self._hidden_in: ForwardPass | None = None  # the last such pass
         self._making: _SecondOrder | None = None  # set while a create_graph=True backward runs
         self._is_in_backward = self._frees = False
 
     def take_over(self, other: RetainedUnits) -> None:
-        """Release from now on what ``other`` retains, whose units are inside a new root."""
+        """Also retain the units that ``other`` retains, which are under this root now."""
         self._units += other._units
         self._graphs += other._graphs
         self._num_hidden += other._num_hidden
@@ -123,14 +124,14 @@ class RetainedUnits:
     def on_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
         """Retain a unit whose backward begins, if this backward makes a graph.
 
-        Returns what to use in place of the gradient of its output; None: that itself.
+        Returns what to use in place of ``gradient``, of its output; None: ``gradient`` itself.
         """
         if self._making is None:
             return None
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # The gradient is a constant, as that of a sum is. A hook needs one that requires grad.
+            # The gradient is a constant, as of a sum. A hook needs a tensor that requires grad.
             try:
                 watched = gradient.detach().requires_grad_()
             except RuntimeError as error:
@@ -146,9 +147,9 @@ class RetainedUnits:
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
-        """Keep a unit unsharded whose output has no tensor, for one backward of this forward."""
+        """Keep a unit unsharded for a backward of this forward: its output has no tensor."""
         if self._is_in_backward:
-            return  # this is a recomputation, in the backward of the unit
+            return  # a recomputation: the backward of the unit is under way
         if unit not in _warned:
             _warned.add(unit)
             warn_user(

@@ -1,15 +1,16 @@
 """Tensors in the inputs and outputs of modules.
 
-They are found in what torch's pytree flattens (tuples, lists, dicts, named tuples, and registered
-classes, such as the outputs of Hugging Face models), in dataclasses, and in subclasses of dict and
-of named tuples. Other objects are not searched. Tensors and flat tuples cost no walk over a tree.
+Tensors are found in what torch's pytree flattens (tuples, lists, dicts, named tuples, and
+registered classes, such as the outputs of Hugging Face models), in dataclasses, and in subclasses
+of dict and of named tuples. Other objects are not searched. Tensors and flat tuples cost no walk
+over a tree.
 
-The second part explains errors of torch: about shards beside ordinary tensors ("got mixed
-torch.Tensor and DTensor"), about dtypes, where buffers are not in the dtype of the parameters, and
-about the meta device, where buffers were left there.
-torch raises them where no Python runs, and a tensor class that checked for the first would slow
-down every operator on shards. So they are explained when they leave the forward of a unit, or a
-module of the root that was called by itself, by what the frames of their traceback hold.
+The second part explains three kinds of errors of torch: about shards beside ordinary tensors ("got
+mixed torch.Tensor and DTensor"); about dtypes, if buffers are not in the dtype of the parameters;
+and about the meta device, if buffers were left there. torch raises them in C++, where meshard
+cannot look. A tensor class that checked for the first kind would slow down every operator on
+shards. So an error is explained when it leaves the forward of a unit, or of a module of the root
+that was called by itself. The local variables in its traceback tell which tensors were used.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_collect(value: Any) -> bool:
-    """Whether a forward may leave tensors in an argument, as in a list of hidden states."""
+    """Whether ``value`` may hold a container in which a forward can leave tensors, as a list."""
     if isinstance(value, _SIMPLE):
         return False
     return any(map(may_collect, value)) if type(value) is tuple else True
@@ -60,14 +61,14 @@ def may_collect(value: Any) -> bool:
 def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     """Return the tensors that a forward has left in its arguments.
 
-    ``since`` is ``next_node()`` of when it began.
+    ``since`` is what ``next_node()`` returned when the forward began.
     """
     found = []
     for value in arguments:
         given = value
         if type(value) is list:
-            # Every layer may append to one list, so what earlier layers have appended is left out
-            # before the walk.
+            # All layers may append to the same list. What earlier ones appended is left out before
+            # the walk, which would take longer with each layer.
             given = [
                 each
                 for each in value
@@ -84,8 +85,8 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to every tensor in it.
 
-    A container in which nothing changes is returned itself; others are copied. ``around`` are the
-    ids of the objects around ``value``, to which it may refer back.
+    A container in which nothing changes is returned itself; others are copied. ``around`` has the
+    ids of the objects that contain ``value``: it may refer back to them.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -109,7 +110,7 @@ def map_tensors(
 def _map_fields(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: tuple[int, ...]
 ) -> Any:
-    """Map what pytree takes for a leaf: dataclasses, subclasses of dict and of named tuples."""
+    """Map the containers that pytree takes for leaves: dataclasses, and some subclasses."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):  # as rnn.PackedSequence
@@ -151,7 +152,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory behind a node of its own. No view: it can be detached in place."""
+    """A tensor in the same memory, with a node of its own. Not a view: ``detach_()`` works."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -166,12 +167,13 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool)
     """Return ``output`` with an alias in place of each tensor that this forward did not compute.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
-    it. Its hook would then be on a tensor that has the hook of the other unit, and their backwards
-    could not be told apart; ranks of which some skip a layer would run them in different orders.
-    Or it returns a leaf, as its own parameter, where the hook would stay for all later backwards.
+    it. Two units would then have hooks on the same tensor, and the order of their backwards would
+    be lost; it would differ between ranks if only some skip a layer. A module may also return a
+    leaf, such as its own parameter. A hook would stay on that for all later backwards.
 
-    The alias is a view, which costs least; but a pipeline schedule that splits a backward detaches
-    the outputs of its stages in place, so it is none in a unit that was unsharded by ``unshard()``.
+    The alias is a view if ``as_view``, which costs least. Pipeline schedules that split a backward
+    detach the outputs of their stages in place, which torch refuses for views. They call
+    ``unshard()``, so units that were unsharded by it get an alias that is no view.
     """
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +227,7 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
     if not isinstance(error, RuntimeError) or hasattr(error, _EXPLAINED):
         return
     text = ""
-    with contextlib.suppress(Exception):  # which would hide the error that is being explained
+    with contextlib.suppress(Exception):  # an error in here would hide the one to explain
         if _TEXT_OF_TORCH in str(error):
             text = _explanation(error, unit, module, inputs)
         elif _ABOUT_META.search(str(error)) and (held := _meta_tensors(_outermost(module, unit))):
@@ -235,24 +237,26 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
     if not text:
         setattr(error, _PASSED, {*getattr(error, _PASSED, ()), id(unit)})
     else:
-        # The message is changed, because notes came with Python 3.11 and logs of str() drop them.
-        error.args = (f"{error}\n\n{text}", *error.args[1:])
-        setattr(error, _EXPLAINED, True)
+        _add_to_message(error, text)
+
+
+def _add_to_message(error: BaseException, text: str) -> None:
+    # Not a note: those came with Python 3.11, and logs of str(error) drop them.
+    error.args = (f"{error}\n\n{text}", *error.args[1:])
+    setattr(error, _EXPLAINED, True)
 
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
     outermost = _outermost(module, unit)
-    # A unit whose forward the error has left was unsharded in it, and is sharded again now.
+    # Without units whose forward the error has left: they were unsharded where it was raised.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
-    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
-    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frames.reverse()  # innermost first
+    sharded, frames = _sharded_of(units), _frames_of(error)
     found = _first_known(sharded, frames)
     if not found and all(
         param.dtensor_placement is None
         for param in unit.params
-        if isinstance(param, ShardedParam)  # without other parallelism it takes ordinary tensors
+        if isinstance(param, ShardedParam)  # no tensor parallelism: inputs are ordinary tensors
     ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
@@ -261,15 +265,14 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
         return text
     found = found or _first_known(sharded, map(_parameters_of, frames))
     if found:
-        of_unit, param = found[0]
-        prefix = f"{of_unit.fqn}." if of_unit.fqn else ""
-        names = [repr(f"{prefix}{other.fqn}") for each, other in found if each is of_unit]
+        param = found[0][1]
         return (
-            f"parameter {' or '.join(names)} of unit {of_unit.label!r} was read while that unit is "
+            f"{_names_of(found)} was read while that unit is "
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
-    # Units that the failed line names, anywhere in the model; else those inside the running one.
+    # No parameter was found. Suspects are units that the failed line names; else those inside
+    # ``module``.
     suspects = [each for each in units if each.params and each.group.holds_shards]
     words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
     named = [each for each in suspects if _attribute_of(each) in words]
@@ -299,7 +302,7 @@ def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
         ]
         for fqn, inner in outside_units(prefix, module, set())
     }
-    # The modules whose forward has failed come first, the innermost before the others.
+    # Buffers of modules whose forward has failed are named first, the innermost module's first.
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     first = dict.fromkeys([*reversed(running), *held])
     names = [name for inner in first for name in held.get(inner, ())]
@@ -330,26 +333,17 @@ def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
     """
     if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
         return
-    sharded = {id(param.sharded): (each, param) for each in units for param in each.params}
-    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frames.reverse()  # innermost first
+    sharded, frames = _sharded_of(units), _frames_of(error)
     found = _first_known(sharded, frames) or _first_known(sharded, map(_parameters_of, frames))
-    if not found:
-        return
-    names = [repr(joined(each.fqn, param.fqn)) for each, param in found if each is found[0][0]]
-    error.args = (
-        f"{error}\n\nparameter {' or '.join(names)} of unit {found[0][0].label!r} was read outside "
-        "of the forward of that unit, where its modules hold this rank's shard. "
-        f"{_REMEDIES_OUTSIDE}",
-        *error.args[1:],
-    )
-    setattr(error, _EXPLAINED, True)
+    if found:
+        where = "outside of the forward of that unit, where its modules hold this rank's shard"
+        _add_to_message(error, f"{_names_of(found)} was read {where}. {_REMEDIES_OUTSIDE}")
 
 
 def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:
-    """Return what to say of a module of ordinary parameters that was given a DTensor, if one was.
+    """Return the text about a module of ordinary parameters that got a DTensor; empty if none did.
 
-    Of tensor parallelism, say: its outputs are DTensors if it is told so.
+    Modules under tensor parallelism may return DTensors, if their user chose so.
     """
     unsharded = {id(param.unsharded) for param in unit.params}
     for values in frames:
@@ -378,13 +372,30 @@ def _was_given(what: str, given: DTensor) -> str:
 
 
 def _attribute_of(unit: Unit) -> str:
-    """Return the attribute that modules of ``unit`` are read by: ``layers`` of ``layers.0``."""
+    """Return the attribute name in the path of ``unit``: ``layers`` for ``layers.0``."""
     return next((part for part in reversed(unit.fqn.split(".")) if not part.isdigit()), "")
 
 
 def _outermost(module: nn.Module, unit: Unit) -> nn.Module:
     """Return the module of the outermost unit around ``module``."""
     return next(iter(alive(unit.lifecycle.units()[0].modules)), module)
+
+
+def _sharded_of(units: Iterable[Unit]) -> _Sharded:
+    return {id(param.sharded): (each, param) for each in units for param in each.params}
+
+
+def _frames_of(error: BaseException) -> list[list[Any]]:
+    """Return the values of the local variables of each frame of a traceback, innermost first."""
+    frames = [list(frame.f_locals.values()) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[::-1]
+
+
+def _names_of(found: list[tuple[Unit, UnitParam]]) -> str:
+    """Name the parameters in ``found`` that belong to the unit of the first one, and that unit."""
+    unit = found[0][0]
+    names = [repr(joined(unit.fqn, param.fqn)) for each, param in found if each is unit]
+    return f"parameter {' or '.join(names)} of unit {unit.label!r}"
 
 
 def _parameters_of(local_variables: list[Any]) -> list[Any]:

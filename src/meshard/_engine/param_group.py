@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together, and the group of a given tensor."""
+"""The parameters of a unit, gathered and resharded together; and the look-up by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
-from meshard._engine.manual_unshard import KeptInstalled, ManualUnshard
+from meshard._engine.manual_unshard import InstalledParams, ManualUnshard
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
@@ -30,11 +30,11 @@ from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import hold_pending, release_pending
 from meshard._torch.private import has_backward_optimizer, is_in_transform
 
-_UNKNOWN = -1  # the version of an unsharded copy that no later forward may reuse
+_UNKNOWN = -1  # the version of an unsharded copy that later forwards must not reuse
 
 
 class AwaitedStep(Protocol):
-    """What the engine needs of ``optim.overlap.UnitStepper``, which it may not import."""
+    """What the engine calls of ``optim.overlap.UnitStepper``, which is in a layer above."""
 
     def before_gather(self) -> None: ...
     def finish(self) -> None: ...
@@ -74,14 +74,15 @@ class _Gather:
 
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
-    # Whether a post-forward shard may be kept. False after unshard(): ranks may wait for it at
-    # different points, and would then gather over different groups.
+    # Whether a post-forward shard may be kept. False after unshard(), because ranks may wait for
+    # its handle at different points of a step. Only some would keep a shard, and the next gather
+    # would be over different groups.
     may_keep_shard: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
-    """How the unsharded parameters of a summoned unit came about: see ``weights.SummonedUnit``."""
+    """The options with which a unit was summoned: see ``weights.SummonedUnit``."""
 
     caller: str  # the public function
     writeback: bool = True
@@ -130,26 +131,29 @@ class ParamGroup:
         self.spec = unit_params.spec
         self.gradients = gradients
         self.num_trainable = 0
-        # Steps of optimizers are counted, as foreach kernels do not raise the version of a DTensor.
+        # Counts steps of optimizers, because foreach kernels do not raise the version of a DTensor.
         self.num_steps = 0
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
-        self.was_resharded_between = False  # between forward and backward of this step
-        self.keeps_storage = False  # reshard does not free the memory of unsharded parameters
-        self.failure: Failure  # that of its root, which puts it here
+        self.was_resharded_between = False  # whether this step's forward resharded the unit
+        self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
+        self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
-        self._kept: KeptInstalled | None = None  # while modules keep what a forward has installed
-        self.pending_step: AwaitedStep | None = None  # until the next gather
+        # Set while modules keep what a forward has installed.
+        self._kept: InstalledParams | None = None
+        self.pending_step: AwaitedStep | None = None  # a step that the next gather waits for
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # Checksums of the initial weights and of this rank's shards, for one comparison of ranks.
+        # A sample of the initial weights, and a checksum of this rank's shards of them. Ranks
+        # compare the sample once.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The overlapped optimizers that step its parameters, and those that did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # The index of each sharded parameter, by its id, also of those that were replaced since.
+        # By id of a sharded parameter, its index. Parameters that were replaced since stay in it.
         self.indices: dict[int, int] = {}
-        self._begin_watching()
+        self._unsharded_version = _UNKNOWN
+        register_owner(self)
 
     @property
     def comm(self) -> Communicator:
@@ -188,18 +192,8 @@ class ParamGroup:
 
     # --- edits from outside -----------------------------------------------------------
 
-    def index_of(self, sharded: torch.Tensor) -> int | None:
-        """Return the index of the parameter whose sharded tensor this very one is."""
-        index = self.indices.get(id(sharded))  # another tensor may have the id by now
-        is_own = index is not None and self.params[index].sharded is sharded
-        return index if is_own else None
-
-    def _begin_watching(self) -> None:
-        self._unsharded_version = _UNKNOWN
-        register_owner(self)
-
     def adopt_edits(self) -> int:
-        """Take over what the user replaced since the last use; return the version of the shards."""
+        """Adopt what the user has replaced since the last use; return the version of the shards."""
         version = self.unit_params.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
@@ -208,7 +202,8 @@ class ParamGroup:
             self.reshard()
             self.unit_params.rebuild()
             self.num_rebuilds += 1
-            self._begin_watching()
+            self.forget_version()
+            register_owner(self)
         return self.version
 
     @property
@@ -229,7 +224,7 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record what the shards with values were cut from, for the comparison of ranks."""
+        """Record a sample of what the shards were cut from, as far as that had values."""
         which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
         total = sum_of_samples([unsharded[index] for index in which])
         sharded = sum_of_samples(self._shards(which))
@@ -241,7 +236,7 @@ class ParamGroup:
         if self._first is None:
             return None
         (values, sharded), self._first = self._first, None
-        # The version would not do: writes through ``param.data`` do not raise it.
+        # Values are compared, because writes through ``param.data`` raise no version.
         now = sum_of_samples(self._shards(values.which))
         return values if now is not None and int(now) == int(sharded) else None
 
@@ -304,13 +299,13 @@ class ParamGroup:
 
     def record_step(self) -> None:
         log_event("step", self.unit_params.label)
-        self.install_sharded()  # unsharded parameters that a forward has left installed are stale
+        self.install_sharded()  # what a forward has left installed is stale now
         self.num_steps += 1
         self.was_resharded_between = False
-        self.gradients.window.close()
+        self.gradients.end_window()
 
     def clear_pending(self, ids: set[int]) -> None:
-        if self.pending_step is None:  # otherwise the step has taken them
+        if self.pending_step is None:  # otherwise that step has taken the gradients
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
 
@@ -321,8 +316,8 @@ class ParamGroup:
     ) -> None:
         """Start gathering, unless the group is gathered.
 
-        ``only_for_backward``: do not look for edits of the shards. The next forward looks, and
-        gathers again.
+        ``only_for_backward``: do not look for edits of the shards. The next forward will gather
+        again.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self._gather is not None:
@@ -352,7 +347,7 @@ class ParamGroup:
         self._move(ParamState.GATHERING)
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Wait for the unsharded parameters on the current stream; gather them if need be.
+        """Make the current stream wait for the unsharded parameters. Gathers them if need be.
 
         With a ``post_forward_group``, also keep this rank's part of them: the next gather is among
         the ranks of that group only.
@@ -370,7 +365,7 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # Nothing here requires a gradient, so this needs no torch.no_grad.
+        # No tensor here requires a gradient, so no torch.no_grad is needed.
         self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
@@ -384,7 +379,7 @@ class ParamGroup:
         gather.in_flight.release()  # nothing reads the gathered rows after this
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """Reshard if the unsharded copy is older than the shards; see ``end_manual_unshard``."""
+        """Reshard if the unsharded copy is older than the shards. Ends the user's ``unshard()``."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
@@ -393,9 +388,9 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Free the unsharded parameters, but not a post-forward shard that backward gathers."""
+        """Free the unsharded parameters; with ``keep_post_forward`` not the post-forward shard."""
         if self._gather is not None:
-            # The gather may write to the memory that is freed below, so it is abandoned first.
+            # First, because the gather may still write to the memory that is freed below.
             self._gather.in_flight.abandon()
             self._gather = None
         self.end_manual_unshard(refuse=False)
@@ -421,9 +416,9 @@ class ParamGroup:
         if read_flags:  # a backward uses the flags of its forward, so that ranks agree
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
-            return  # this is called for each module of a unit
+            return  # another module of the unit has installed them
         if self.state is not ParamState.INSTALLED:
-            # The move comes first: what is interrupted after it will be cleaned up.
+            # The state changes first, so that an interrupt after it is cleaned up.
             self._move(ParamState.INSTALLED)
         install_unsharded(self.params)
 
@@ -437,10 +432,11 @@ class ParamGroup:
     def keep_installed(self) -> None:
         """Leave the unsharded parameters on the modules after forward, until they are resharded.
 
-        The user may read them, as a loss does that is computed from a weight.
+        The user may read them: a loss may be computed from a weight.
         """
         if self.state is ParamState.INSTALLED and self.manual_unshard is None:
-            self._kept = KeptInstalled(self.label, self.params, self.version)
+            since = "a forward that left them unsharded (reshard_after_forward=False, or the root)"
+            self._kept = InstalledParams(self.label, self.params, self.version, since)
             register_manually_unsharded(self)
 
     def _end_kept(self) -> None:
@@ -454,19 +450,19 @@ class ParamGroup:
     @property
     def is_manually_unsharded(self) -> bool:
         """Whether modules hold unsharded parameters because the user called ``unshard()``."""
-        return self.manual_unshard is not None and bool(self.manual_unshard.installed)
+        return self.manual_unshard is not None and self.manual_unshard.installed is not None
 
     def start_manual_unshard(self) -> ManualUnshard:
         present = self.manual_unshard
-        self.forget_stale()  # this ends ``present``
+        self.forget_stale()  # ends ``present``
         self.start_unshard(may_keep_shard=False)
-        if present is not None and not present.installed:
-            self.manual_unshard = present  # the handle of an earlier call was not waited for yet
+        if present is not None and present.installed is None:
+            self.manual_unshard = present  # nobody has waited for the handle of that call yet
             return present
-        # A new record: the flags and edits since an earlier unshard() have been dealt with.
+        # A new record, because ``present`` has ended: its flags and edits are dealt with.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
-            self.finish_manual_unshard(manual)  # nothing was gathered, and modules hold it already
+            self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed
         return manual
 
     def finish_manual_unshard(self, manual: ManualUnshard) -> None:
@@ -480,8 +476,8 @@ class ParamGroup:
     def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``, if there is one.
 
-        With ``refuse``, raise if a parameter was cast, moved or given other data, which cannot
-        last; with ``voids_graphs``, a backward that would read freed parameters raises.
+        With ``refuse``, raise if a parameter was cast, moved or given other data, which would be
+        lost. With ``voids_graphs``, make later backwards raise that would read freed parameters.
         """
         if self.manual_unshard is None:
             return
@@ -491,7 +487,7 @@ class ParamGroup:
         if wrong and refuse:
             self.reshard()
             raise RuntimeError(wrong)
-        if voids_graphs and manual.installed:
+        if voids_graphs and manual.installed is not None:
             increment_version([plain_of(param.unsharded) for param in self.params])
 
 
@@ -502,8 +498,8 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# Keyed by id: tensors compare by value, and a weak reference to one would forbid Module.to to swap
-# it. Another tensor may get the id later, so what is found is checked.
+# Keyed by id, because tensors compare by value, and because Module.to cannot swap a tensor that has
+# weak references. An id may belong to another tensor later, so callers check what they find.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches, replaced by ``register_owner``
@@ -513,8 +509,8 @@ def register_owner(owner: ParamGroup) -> None:
     """Record ``owner`` as the group of its sharded parameters, which may be new tensors."""
     global _latest
     for index, param in enumerate(owner.params):
-        _owners[id(param.sharded)] = owner
         owner.indices[id(param.sharded)] = index
+        _owners[id(param.sharded)] = owner
     _latest = object()
 
 
@@ -526,7 +522,8 @@ def latest_registration() -> object:
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
     """Return the group whose sharded parameter this very tensor is."""
     owner = _owners.get(id(param))
-    return None if owner is None or owner.index_of(param) is None else owner
+    is_own = owner is not None and owner.params[owner.indices[id(param)]].sharded is param
+    return owner if is_own else None
 
 
 def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
@@ -545,10 +542,11 @@ def has_been_sharded(param: torch.Tensor) -> bool:
 
 
 def register_manually_unsharded(owner: ParamGroup) -> None:
-    """Note that ``module.parameters()`` yields unsharded parameters of ``owner`` at present."""
+    """Record that modules hold unsharded parameters of ``owner`` outside of a forward."""
     for param in owner.params:
         _manually_unsharded[id(param.unsharded)] = owner
-    # zero_grad() sees the unsharded parameters; patched, it then clears .grad of the shards.
+    # zero_grad() sees the unsharded parameters. The patched one then clears .grad of the shards
+    # too.
     hold_pending(owner)
 
 
@@ -558,7 +556,7 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
-    # Its ids may be of tensors that were freed since, so look up the tensors that exist.
+    # The ids above may be of tensors that were freed since, so this compares with living ones.
     sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
     return [sharded.get(id(param), param) for param in given]
 

@@ -1,9 +1,9 @@
 """Recorded and predicted order of units, which are given by their numbers.
 
-There are two orders. What was entered after a unit in one forward predicts what comes after it in
-the next. The order in which units were left, reversed, is the order of the backward. One list for
-both would not do: the last prefetch of a backward would gather a unit for the next forward, before
-the optimizer has stepped it.
+There are two orders. The unit that was entered after another in one forward is predicted to follow
+it in the next forward. The order in which forwards of units ended, reversed, is that of the
+backward. They are kept apart: with one list, the last prefetch of a backward would gather a unit
+for the next forward before the optimizer has stepped it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ForwardCall:
     exited: int = -1  # logical time when it ended
     exit_position: int = -1  # index in ForwardPass.exits
     begun_in: int = -1  # number of the last backward that reached it
-    began_at: int = -1  # the number that the next autograd node had when it began
+    began_at: int = -1  # ``next_node()`` when it began: nodes made before have lower numbers
     may_collect: bool = False  # it may store tensors in its arguments, as in a list
     is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
@@ -47,57 +47,91 @@ class ForwardPass:
     units: dict[int, int] = field(default_factory=dict)  # how often each has been entered
     entries: list[_Entry] = field(default_factory=list)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
-    # Units of earlier passes of this window whose backward may still come; and that window.
+    # The units of earlier passes whose backward may still come, if ``window`` is still the present
+    # one of the schedule.
     earlier: frozenset[int] = frozenset()
     window: int = -1
     ticks: int = 0  # logical time: entries and exits so far
-    # In the backward ``open_in``: the first entries whose backward is not over, and the exits whose
-    # backward has not begun.
+    # Valid in backward number ``open_in``: how many of ``first_entries`` have a backward that is
+    # not over, and how many of ``exits`` one that has not begun.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1
     is_spent: bool = False  # a backward has freed its graph
 
     def open(self, backward: int) -> None:
-        """Begin the backward of this pass in the backward of this number, unless it has begun."""
+        """Begin the backward of this pass, in backward number ``backward``, unless it has begun."""
         if self.open_in != backward:
             self.open_in = backward
             self.num_open, self.num_to_begin = len(self.first_entries), len(self.exits)
+
+    def may_begin_inside(self, call: ForwardCall, backward: int) -> bool:
+        """Return whether the backward of some call inside ``call`` may be still to begin."""
+        if self.open_in != backward or self.num_to_begin <= call.first_inside:
+            return False
+        is_last = self.num_to_begin == call.first_inside + 1
+        return not is_last or self.exits[call.first_inside].begun_in != backward
+
+    def next_in_backward(self, call: ForwardCall) -> int | None:
+        return self.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
+
+    def pop_over(self, is_over: Callable[[ForwardCall], bool]) -> Iterator[int]:
+        """Iterate over the units whose backward is over, last first, each once in a backward.
+
+        Autograd runs nodes in the reverse order of their creation. So when the backward of a call
+        begins, the backward of every unit that was first entered after the end of that call is
+        over, whether or not its outputs were used. Likewise when a node runs, for units that were
+        first entered after that node was made. ``is_over`` tells whether this holds for an entry.
+        """
+        while self.num_open and is_over(self.first_entries[self.num_open - 1]):
+            self.num_open -= 1
+            yield self.first_entries[self.num_open].unit
+
+    def pop_skipped(self, is_next: Callable[[ForwardCall], bool]) -> Iterator[ForwardCall]:
+        """Iterate over calls whose backward autograd has left out on this rank, last first.
+
+        ``is_next`` tells whether the backward of a call should have begun by now.
+        """
+        while self.num_to_begin and is_next(self.exits[self.num_to_begin - 1]):
+            self.num_to_begin -= 1
+            call = self.exits[self.num_to_begin]
+            if call.begun_in != self.open_in and call.has_graph:
+                yield call
 
 
 class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
-        # For each entry, the unit that was entered next the last time; None if none was.
+        # By entry: the unit that was entered next, the last time; None if it was the last entry.
         self._successors: dict[_Entry, int | None] = {}
         self._last: ForwardPass | None = None  # the last pass whose backward may come
-        self._window = 0  # grows when passes are forgotten
+        self._window = 0  # counts how often passes were forgotten
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # The order is learned from passes that have ended: ranks may differ in an interrupted one.
+        # Only passes that have ended are learned from: ranks may differ in one that was
+        # interrupted.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
         self.current = ForwardPass()
         if with_graph:
-            # Keep the units of earlier passes, not the passes: forwards with grad that never get a
-            # backward would pile up.
+            # Only the units of earlier passes are kept. The passes themselves would pile up where
+            # forwards with grad never get a backward.
             if self._last is not None:
                 self.current.earlier = self._last.earlier.union(self._last.units)
             self.current.window = self._window
             self._last = self.current
 
-    def end_backward(self, *, ends_passes: bool = True) -> None:
-        """Forget the passes whose backward might have come, if this one ends them."""
-        if ends_passes:
-            self._last = None
-            self._window += 1
+    def end_passes(self) -> None:
+        """Forget the passes whose backward might have come: it has, or will not come."""
+        self._last = None
+        self._window += 1
 
     def forget(self) -> None:
         """Drop what an interrupted pass has recorded. The prediction stays."""
-        self.end_backward()
+        self.end_passes()
         self.current = ForwardPass()
 
     def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
@@ -110,17 +144,10 @@ class StepSchedule:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
         now.ticks += 1
-        # Parts of a model may be called by themselves, so the unit that the pass began with counts.
+        # A part of a model may be called by itself. So an entry includes the unit that began the
+        # pass.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
-
-    @staticmethod
-    def may_begin_inside(of: ForwardPass, call: ForwardCall, backward: int) -> bool:
-        """Return whether a call inside ``call`` has its backward to begin, as far as is known."""
-        if of.open_in != backward or of.num_to_begin <= call.first_inside:
-            return False
-        is_last = of.num_to_begin == call.first_inside + 1
-        return not is_last or of.exits[call.first_inside].begun_in != backward
 
     def exit(self, call: ForwardCall) -> None:
         now = self.current
@@ -135,42 +162,11 @@ class StepSchedule:
         entries = self.current.entries
         return self._successors.get(entries[-1]) if entries else None
 
-    @staticmethod
-    def next_in_backward(of: ForwardPass, call: ForwardCall) -> int | None:
-        return of.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
-
-    @staticmethod
-    def pop_over(of: ForwardPass, is_over: Callable[[ForwardCall], bool]) -> Iterator[int]:
-        """Iterate over the units whose backward is over, last first, each once in a backward.
-
-        Autograd runs nodes in the reverse order of their creation. So when the backward of a call
-        begins, a unit that was first entered after the end of that call has nothing left to run,
-        whether or not its outputs were used; and when a node runs, one that was first entered
-        after that node was made. ``is_over`` tells it of a first entry.
-        """
-        while of.num_open and is_over(of.first_entries[of.num_open - 1]):
-            of.num_open -= 1
-            yield of.first_entries[of.num_open].unit
-
-    @staticmethod
-    def pop_skipped(
-        of: ForwardPass, is_next: Callable[[ForwardCall], bool]
-    ) -> Iterator[ForwardCall]:
-        """Iterate over calls whose backward autograd has left out on this rank, last first.
-
-        ``is_next`` tells of a call whether its backward would have begun by now.
-        """
-        while of.num_to_begin and is_next(of.exits[of.num_to_begin - 1]):
-            of.num_to_begin -= 1
-            call = of.exits[of.num_to_begin]
-            if call.begun_in != of.open_in and call.has_graph:
-                yield call
-
     def runs_before(self, of: ForwardPass | None, unit: int) -> bool:
         """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.
 
-        Then the unit is reduced in the backward of that earlier pass. A rank that used the unit in
-        the later pass only has all gradients earlier, but all ranks must reduce at the same time.
+        If so, the unit is reduced in the backward of that earlier pass. A rank that used the unit
+        only in the later pass has all gradients before that, but all ranks must reduce together.
         """
         of = of or self._last
         return of is not None and unit in of.earlier and of.window == self._window

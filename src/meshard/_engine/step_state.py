@@ -1,6 +1,6 @@
 """The state of a step: what runs, what is to be finalized by hand, and what was cut off.
 
-A forward, a backward and a finalization are each one value, which exists while it goes on.
+A forward, a backward and a finalization are each a value that exists while they run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Phase(enum.Enum):
 class ForwardRun:
     """A forward of the outermost unit, while it runs."""
 
-    # The calls that have begun and not ended, outermost first. It is empty for a moment at the
-    # beginning, and stays so if that is interrupted.
+    # The calls that have begun and not ended, outermost first. It is empty when the forward begins,
+    # and stays so if an interrupt comes before the first call is recorded.
     calls: list[tuple[Unit, ForwardCall]] = field(default_factory=list)
 
 
@@ -45,7 +45,7 @@ class BackwardRun:
     has_nested: bool = False  # another graph task began inside it
     reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
     of: ForwardPass | None = None  # the last of them that reached a unit
-    # References to autograd's callback at its end, which tell when autograd drops that.
+    # Weak references to the callback that autograd holds until the end; they tell if it is dropped.
     ends: list[weakref.ref[Any]] = field(default_factory=list)
 
 
@@ -58,9 +58,10 @@ class ManualFinalization:
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
         self.is_due = False  # a backward ran, and finalize_backward was not called yet
-        # One of these kept its graph: a pipeline may write gradients outside of any backward.
+        # Whether one of these backwards kept its graph. Then a pipeline schedule may write
+        # gradients outside of any backward.
         self.is_split = False
-        # The units whose windows end with the wait() of a handle that was not called yet.
+        # The units whose windows end with wait() of a handle. None: no handle waits for it.
         self.started: list[weakref.ref[Unit]] | None = None
 
     @property
@@ -74,22 +75,22 @@ class ManualFinalization:
 
 
 class Failure:
-    """Whether something was cut off, in one root: then the next use begins with cleaning up.
+    """Whether a step of a root was cut off. If so, the next use of the root cleans up first.
 
-    Where no exception handler is sure to run (in autograd, and while cleaning up) a mark is set
-    before the act and cleared after it.
+    Where no exception handler is certain to run (in autograd, and while cleaning up), a mark is set
+    before an action and cleared after it.
     """
 
     def __init__(self) -> None:
         self.marks: list[object] = []  # not empty: clean up before the next use
         self.backward_call: BackwardCall | None = None  # that of the backward that runs
-        # Raised in a weakref callback, where Python swallows it; ``clear`` raises it again.
+        # An interrupt in a weakref callback, where Python swallows it; ``clear`` raises it again.
         self.interrupt: BaseException | None = None
 
     def has_backward_returned(self) -> bool:
-        """Whether the backward that runs has raised, and autograd did not drop its callback yet.
+        """Whether the backward has raised although autograd has not dropped its callback yet.
 
-        The thread of a device may do that after the exception has reached the user.
+        The thread of a device may drop it after the exception has reached the user.
         """
         return self.backward_call is not None and self.backward_call.has_returned()
 
@@ -97,7 +98,7 @@ class Failure:
         return bool(self.marks) or self.has_backward_returned()
 
     def clear(self) -> None:
-        """Everything is cleaned up. Raises what was interrupted meanwhile."""
+        """Clear all marks, after cleaning up. Raises an interrupt that came meanwhile."""
         self.marks.clear()
         interrupt, self.interrupt = self.interrupt, None
         if interrupt is not None:

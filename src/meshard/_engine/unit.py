@@ -1,10 +1,9 @@
 """One unit: modules whose parameters are gathered and reduced together.
 
 A unit communicates on one mesh, by one gather. A module whose parameters lie on several meshes, or
-include tensor subclasses with a custom all-gather, has *sibling units*: the outer one and further
-ones, as if the module had been wrapped several times. They are entered from the outside and left
-from the inside; units of inner modules are inside all of them. Only the outer one casts inputs and
-outputs.
+include tensor subclasses with a custom all-gather, has *sibling units*, nested as if the module had
+been wrapped several times. A forward enters the outermost first and leaves it last, and units of
+inner modules are inside all of them. Only the outermost casts inputs and outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ class UnitSettings(ReduceSettings):
     """The settings of a unit, written by the setters of ``FSDPModule``."""
 
     reshard_after_forward: bool | int | None = None  # None means True, but False for the root
-    # If that is an int: the ranks that keep the parameters, in parts, between forward and backward.
+    # If the line above is an int: the ranks that together keep the parameters between forward and
+    # backward, a part each.
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -56,14 +56,14 @@ class UnitStep:
     """The progress of a unit in the present step."""
 
     arrived: set[int] = field(default_factory=set)  # parameters whose gradient is complete
-    awaits_gradients: bool = False  # a forward ran whose gradients are not taken yet
+    awaits_gradients: bool = False  # a forward ran whose gradients were not reduced yet
     may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
-    is_in_backward: bool = False  # its backward has begun and is not over
-    are_complete: bool = False  # its gradients are complete, and wait for the units inside it
+    is_in_backward: bool = False  # its backward is under way
+    are_complete: bool = False  # its gradients are complete, and wait for those of units inside
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
-    last_pass: ForwardPass | None = None  # the last one with a graph in which it ran
-    is_retained: bool = False  # a graph may read its unsharded parameters again: see out_of_turn
+    last_pass: ForwardPass | None = None  # the last pass with a graph in which it ran
+    is_retained: bool = False  # it stays unsharded for a later backward: see out_of_turn
     modules_run: set[int] = field(default_factory=set)  # ids of its modules that ran in this pass
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
 
@@ -75,10 +75,11 @@ class UnitStep:
         self.arrived.clear()
 
     def has_all(self, num_trainable: int) -> bool:
-        """Whether all gradients are complete, and no call of the unit has its backward to come.
+        """Whether all gradients are complete, and the backward of every call of the unit has begun.
 
-        On a rank that used no parameter in an earlier call, all gradients may be there before the
-        backward of that call. Other ranks wait for it, so every rank must.
+        On a rank that used no parameter in an earlier call of the unit, all gradients may be there
+        before the backward of that call. Other ranks reduce after it, so this rank waits for it
+        too.
         """
         if len(self.arrived) < num_trainable:
             return False
@@ -113,21 +114,21 @@ class Unit:
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
-        self._open_at = 0  # the position of the child that was found open the last time
+        self._open_at = 0  # the position of the child that ``has_open_children`` found last
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label: the mesh of a sibling, or the bucket
-        # Called once per window, after the last reduction of the window, in the same order on all
-        # ranks. The gradient is in .grad, or ``GradientAccumulator.settle`` puts it there (in host
-        # memory, and under replicate).
+        # Functions that are called once per window, after its last reduction, in the same order on
+        # all ranks. The gradient is in .grad by then; in host memory and under replicate, a call of
+        # ``GradientAccumulator.settle`` puts it there.
         self.on_reduced: list[Callable[[Unit], None]] = []
-        self.reduced_in = -1  # number of the last backward in which they were called
-        self.group: ParamGroup  # without parameters it communicates nothing
+        self.reduced_in = -1  # number of the last backward that called those functions
+        self.group: ParamGroup  # communicates nothing if it has no parameters
         self.root: Root
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """The lifecycle of its root, which the first use of any unit makes."""
+        """The lifecycle of its root. The first use of any unit of the root makes it."""
         lifecycle = self.root.lifecycle
         return lifecycle if lifecycle is not None else self.root.make_lifecycle()
 
@@ -154,7 +155,7 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether the unit is resharded when its forward ends.
 
-        By default the root stays unsharded if a backward may follow, which needs it at once.
+        By default the root stays unsharded if a backward may follow, which would need it at once.
         """
         if self.step.is_retained:
             return False
@@ -166,8 +167,8 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        # This is read whenever a unit inside is reduced, so it begins with the child that was open
-        # the last time, which often still is.
+        # Called whenever a unit inside is reduced. So the search begins with the child that was
+        # open the last time, which often still is.
         last = self.children[self._open_at : self._open_at + 1]
         for position, ref in chain(enumerate(last, self._open_at), enumerate(self.children)):
             child = ref()
@@ -179,14 +180,15 @@ class Unit:
     @property
     def is_open(self) -> bool:
         """Whether gradients of this unit, or of one inside, are or may be still to come."""
-        step = self.step  # a unit with nothing to train may be around one that trains
+        step = self.step  # units inside count too: a frozen unit may be around one that trains
         return step.awaits_gradients or step.may_run_again or self.has_open_children
 
     def forget_unchosen_copy(self) -> None:
-        """Gather again in the next forward: the unit was left unsharded for its backward only.
+        """Make the next forward gather again, unless the user chose to keep the unit unsharded.
 
-        Edits by ``.data`` or by torch's foreach kernels raise no version, so an unsharded copy is
-        reused in a later forward only if the user chose to keep it.
+        Edits by ``.data`` or by torch's foreach kernels raise no version, so a copy that may be
+        stale cannot be told from one that is not. Copies that were left for a backward are not
+        reused.
         """
         for each in with_siblings(self):
             is_chosen = each.settings.reshard_after_forward is not None
@@ -201,7 +203,7 @@ class Root:
     An outer ``fully_shard`` puts them under a new root.
     """
 
-    _first_use = threading.RLock()  # reentrant: a signal handler may get here while it is held
+    _first_use = threading.RLock()  # reentrant, as a signal handler may come here meanwhile
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
@@ -209,7 +211,7 @@ class Root:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self.names = names  # see ``name_root``
         self.failure = Failure()
-        self.has_new_buffers = False  # whether to_empty has given memory to some: see unwritten
+        self.has_new_buffers = False  # some have new memory, perhaps without values: see unwritten
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):
@@ -217,7 +219,7 @@ class Root:
             unit.group.unit_params.label, unit.group.failure = unit.label, self.failure
 
     def make_lifecycle(self) -> Lifecycle:
-        """Return the lifecycle, made if there is none: of two threads, one will be refused."""
+        """Return the lifecycle; make it if there is none. Two threads get the same one."""
         with self._first_use:
             if self.lifecycle is None:
                 self.lifecycle = self._make(self)
@@ -228,7 +230,7 @@ Referent = TypeVar("Referent")
 
 
 def alive(refs: Iterable[weakref.ref[Referent]]) -> list[Referent]:
-    """Return what is left of the objects that ``refs`` refer to."""
+    """Return the objects that ``refs`` refer to, without those that were freed."""
     return [each for ref in refs if (each := ref()) is not None]
 
 
@@ -298,7 +300,8 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # The first is the class that adopt_module made. Its other base is not an nn.Module.
+    # If it has a unit, the first class is what adopt_module made of ``base`` and the original one.
+    # ``base`` is no subclass of nn.Module.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 

@@ -1,8 +1,8 @@
 """Buffers that have got memory by ``to_empty``, and no values since.
 
-No checkpoint has the non-persistent ones, such as the frequencies of rotary embeddings. So the
-forward after a load would compute with what the memory held. New memory is filled with a value that
-no initialisation writes, and the first forward looks for it.
+Non-persistent buffers, such as the frequencies of rotary embeddings, are in no checkpoint. So after
+a load the forward would compute with whatever the new memory holds. New memory is therefore filled
+with a value that no initialisation writes, and the first forward looks for that value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshard._engine.unit import joined, unit_of
 from meshard._torch.private import is_of_to_empty, version_of
 from meshard._torch.user_line import warn_user
 
-# Attribute of a buffer: its version when it had got memory and no values.
+# Attribute of a buffer that has got memory and no values: its version at that moment.
 _MARK = "_meshard_unwritten"
 REMEDY = (
     "No checkpoint has non-persistent buffers. For a Hugging Face model on the meta device, "
@@ -63,10 +63,10 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
     yield
     for inner, name, before in held:
         buffer = inner._buffers.get(name)
-        # Other kinds of tensors than ordinary ones, such as fake ones, have no values to look at.
+        # Tensors that are not ordinary, such as fake ones, have no values to look at.
         if type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_inference():
             continue
-        if not hasattr(buffer, _MARK):  # a unit inside has not marked it
+        if not hasattr(buffer, _MARK):  # if it has, a unit inside has marked it
             with torch.no_grad():
                 if empties or before.is_meta:
                     poisoned(buffer)
@@ -79,7 +79,7 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
 def _is_unwritten(buffer: torch.Tensor) -> bool:
     if getattr(buffer, _MARK, None) != version_of(buffer):
         return False
-    # Not every write raises the version: those of collectives and to ``.data`` do not.
+    # Writes by collectives and to ``.data`` raise no version, so this looks at the values too.
     return _poison_of(buffer.dtype) is None or is_untouched(buffer)
 
 

@@ -12,10 +12,9 @@ A gradient may lack a sum over axes of another parallelism: that of a norm under
 parallelism is partial over tensor parallelism. In a window of several microbatches ``U`` adds up
 what this rank has, and the sum over those axes is taken of ``U`` once, before it is reduced.
 
-Note: Whether that sum is taken is decided by the placements of this rank's gradients. They are the
-    same on all ranks that take part in it, because these run the same operations on DTensors, which
-    DTensor needs anyway. Ranks that may use other parameters, along data-parallel axes, are not
-    among them.
+Note: The placements of this rank's gradients decide whether that sum is taken. They agree on all
+    ranks that take part in it, because DTensor requires these ranks to run the same operations.
+    Ranks that may use other parameters lie along data-parallel axes, and take no part in it.
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                # Frozen after the forward whose graph still yields its gradient.
+                # It may have been frozen after a forward whose graph still brings its gradient.
                 or param.unsharded.requires_grad
                 or index in present
             )
         if indices not in self._layouts:
-            # Bounds the cache: freezing parameters at random gives a new set in each step.
+            # A bound, because freezing parameters at random gives another set in each step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             layouts = [param.layout for param in self._unit_params.params]
@@ -94,7 +93,7 @@ class GradientRules:
     def accumulate_dtype(self) -> torch.dtype:
         if self.chosen_dtype is not None:
             return self.chosen_dtype
-        # Of the parameters as they are now: Module.double may have been called since.
+        # Read from the present parameters: Module.double may have cast them.
         layout = self._unit_params.layout
         if layout is not self._widest_of:
             dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
@@ -115,7 +114,7 @@ class GradientRules:
 class Window:
     """The microbatches whose gradients are added up before an optimizer step, for one unit."""
 
-    is_open: bool = False  # some backward was not FULL, and no FULL one has followed
+    is_open: bool = False  # gradients were added to it, and it has not ended
     is_in_loop: bool = False  # a loop over ``microbatches`` is under way
     _has_divided: bool = False
     _factor: float | None = None
@@ -133,7 +132,6 @@ class Window:
         self._has_divided, self._factor = True, factor
 
     def close(self) -> None:
-        """Begin a new window with the next gradients."""
         self.is_open = self._has_divided = False
 
 
@@ -149,7 +147,7 @@ class ReductionInFlight(NamedTuple):
 
     reduction: Reduction
     layout: GradientLayout
-    publishes: bool  # its result goes to .grad, not to the partial
+    publishes: bool  # its result goes to .grad; if not, to the partial
     after: list[TensorHook]  # the hooks that were registered when it started
 
 
@@ -163,16 +161,16 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
         self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
-        # By parameter: the sum over other mesh axes (TP) that its gradient in U still lacks.
+        # By index of a parameter: the sum over other mesh axes (TP) that its gradient in U lacks.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
         ]
         self.num_in_flight = 0
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
-        # Parameters whose gradients were cleared while a reduction was in flight.
+        # Parameters whose gradients were cleared while a reduction with them was in flight.
         self._dropped: frozenset[int] = frozenset()
-        # Those whose gradients were cleared since the last gradients were added.
+        # Parameters whose gradients were cleared since gradients were last added.
         self._cleared: frozenset[int] = frozenset()
         self.window = Window()
 
@@ -218,8 +216,8 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Several optimizers may each clear a part. What counts must be the same on all ranks: the
-        # cleared parameters, not those of them that this rank used.
+        # Several optimizers may each clear some parameters. Pending gradients are gone once all
+        # parameters were cleared, and not once those were that this rank used: ranks must agree.
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
@@ -228,7 +226,7 @@ class GradientAccumulator:
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
         if self.sharded.has_arrivals:
-            for index in gone:  # the user may have set them, after unshard()
+            for index in gone:  # after unshard(), users may have set gradients here
                 self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
@@ -237,12 +235,18 @@ class GradientAccumulator:
         self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
+    def end_window(self) -> None:
+        """Begin a new window with the next gradients."""
+        self.window.close()
+        self._release_if_settled()
+
     def _release_if_settled(self) -> None:
-        if not self.is_pending and not self.num_in_flight:
+        # In an open window zero_grad must be noticed, even if all gradients are in .grad.
+        if not self.is_pending and not self.num_in_flight and not self.window.is_open:
             release_pending(self)
 
     def settle(self) -> None:
-        """Put into ``.grad`` everything that was published, also what is copied to the host."""
+        """Put everything that was published into ``.grad``, after copies to the host are over."""
         self.sharded.settle()
         self._release_if_settled()
 
@@ -252,7 +256,7 @@ class GradientAccumulator:
         hold_pending(self)
 
     def abandon(self, *, is_void: bool) -> None:
-        """Forget what arrived and what is in flight; if void, drop ``.grad`` and all else."""
+        """Drop gradients that arrived or are in flight; if ``is_void``, drop all others too."""
         if self.sharded.has_arrivals:
             for param in self.unit_params.params:
                 param.unsharded.grad = None
@@ -266,9 +270,10 @@ class GradientAccumulator:
     # --- arrived gradients ------------------------------------------------------------
 
     def begin_backward(self, settings: ReduceSettings) -> None:
-        """Let ``receive`` put large gradients where they are sent from, lest all exist twice.
+        """Let ``receive`` put large gradients into the memory that is sent, if that is possible.
 
-        Not where they are sent in another dtype than they are accumulated in.
+        Otherwise all gradients would exist twice. It is not possible if gradients are sent in
+        another dtype than they are accumulated in.
         """
         if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
@@ -276,21 +281,22 @@ class GradientAccumulator:
         if not layout.packed_early:
             return
         plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-        # A factor of the user is not known yet: it is read when a reduction starts.
+        # The user's factor is read when a reduction starts, so it is not known here.
         divisor = plan.divided_by if settings.divide_factor is None else 1
         if plan.wire_dtype == plan.accumulate_dtype:
             self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Move a gradient that has just arrived to ``U``, or where it is sent from, if it is large.
+        """Move a large gradient that has just arrived to ``U``, or into the memory that is sent.
 
-        A further part of it may follow. Where hooks see what has arrived, ``U`` waits for them.
+        A further part of it may follow. If hooks are to see what has arrived, it is not added to
+        ``U`` before they have run.
         """
         if self._unreduced is None or not _on_arrived(settings):
             self._unreduced = self.sharded.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
-        """Take the gradients that have arrived; those for ``U`` may lack sums over other axes."""
+        """Take the gradients that have arrived. With ``may_lack_sums``, DTensors may lack sums."""
         params = self.unit_params.params
         if not self.sharded.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
@@ -316,7 +322,8 @@ class GradientAccumulator:
     def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
         """Return a gradient as the plain tensor to be reduced.
 
-        If it ``may_lack_sum``, that is this rank's part where all in ``U`` lack the same sum.
+        With ``may_lack_sum`` that is this rank's part of a sum that is taken later, provided that
+        all that ``U`` has of the parameter lacks the same sum.
         """
         param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -326,7 +333,8 @@ class GradientAccumulator:
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            self._add_up(unreduced.layout, unreduced.flat, index)  # this gradient does not lack it
+            # This gradient lacks no sum, so what is in U must not lack it either.
+            self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
@@ -339,7 +347,7 @@ class GradientAccumulator:
     def accumulate(self, settings: ReduceSettings) -> None:
         """Add the arrived gradients to ``U``, once hooks have seen them."""
         hooks = _on_arrived(settings)
-        arrived = self._take(may_lack_sums=not hooks)  # user hooks must see sums
+        arrived = self._take(may_lack_sums=not hooks)  # hooks see gradients that lack no sums
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return
@@ -382,7 +390,7 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        # User hooks must see gradients summed over the other axes.
+        # Hooks see gradients that lack no sums over other axes.
         may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
         arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
@@ -390,8 +398,6 @@ class GradientAccumulator:
             return None
         self.window.divide(divide_factor, self.unit_params.label)
         self._open_window()
-        if over_replicas:
-            self.window.close()
         mesh_info = self.unit_params.spec.mesh_info
         publishes = over_replicas or mesh_info.replicate_group is None
         plan = self._plan(
@@ -427,9 +433,9 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # Divide while packing only in a large unit (a small one is packed by one kernel, which
-        # cannot divide) and without hooks, which must see undivided values. Settings and groups
-        # decide this, so all ranks agree.
+        # Gradients are divided while they are packed in a large unit only: a small one is packed by
+        # one kernel, which cannot divide. With hooks they are not, as hooks see undivided values.
+        # Settings and groups decide this, so all ranks agree.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -443,14 +449,14 @@ class GradientAccumulator:
     def _pack(
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
     ) -> tuple[Rows, frozenset[int]]:
-        """Return ``U`` and the arrived gradients in memory to send from, and which there are."""
+        """Return the sum of ``U`` and the arrived gradients as rows to send, and what is in it."""
         on_arrived = _on_arrived(settings)
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
         if self._unreduced is not None:
             _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
                 self._add_up(layout, flat, index)
-            if plan.divided_by != 1:  # as ranks without an accumulator divide while packing
+            if plan.divided_by != 1:  # ranks without U divide while they pack
                 flat.mul_(1 / plan.divided_by)
             rows = [flat]
         else:
@@ -470,9 +476,9 @@ class GradientAccumulator:
         return rows, used
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
-        """Return uninitialised memory to send from; in one block if hooks are to see it."""
+        """Return uninitialised rows to send, ``as_one`` block if hooks are to see them."""
         comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
-        free = self.sharded.free_memory(layout, wire)  # nothing else of the unit is in flight
+        free = self.sharded.free_memory(layout, wire)
         if free is not None:
             return [free]
         return comm.send_rows(
@@ -482,10 +488,10 @@ class GradientAccumulator:
     def finish_reduce(self, in_flight: ReductionInFlight) -> InFlight | None:
         """Publish a result in ``.grad``, once hooks have seen it; or add it to ``Q``.
 
-        Return the copy of the gradients to the host, if they live there. The caller waits for it.
+        If gradients live in host memory, return the copy to it, which the caller waits for.
         """
         self.num_in_flight -= 1
-        # In host memory, settle() releases.
+        # With gradients in host memory, settle() releases.
         if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)
@@ -495,8 +501,8 @@ class GradientAccumulator:
             self._release_if_settled()
             return None
         if not in_flight.publishes:
-            # Keep the partial even if no rank of this shard group had a gradient: another replica
-            # may have one, and all ranks must know that a partial exists.
+            # The partial is kept even if no rank of this shard group had a gradient. Another
+            # replica may have one, and all ranks must agree on whether there are partials.
             self._partial = result
             return None
         # Hooks run even if no rank has a gradient, because they may communicate.
@@ -504,7 +510,7 @@ class GradientAccumulator:
         return self.sharded.publish(result) if result.used else None
 
     def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
-        """Return a result without what was cleared on the way; None if that was everything."""
+        """Return a result without gradients that were cleared meanwhile; None if all were."""
         try:
             reduced = in_flight.reduction.finish()
         except RuntimeError as error:
@@ -512,7 +518,8 @@ class GradientAccumulator:
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self.sharded.average is not None:
-            in_flight.layout.mark_unused(result.flat, result.used)  # the hook wrote to all ranges
+            # The communication hook has written to all ranges.
+            in_flight.layout.mark_unused(result.flat, result.used)
         if not self._dropped:
             return result
         dropped, self._dropped = self._dropped, frozenset()
@@ -533,7 +540,7 @@ def _grads_of(unit_params: UnitParams) -> PublishedGrads:
 
 
 def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool) -> None:
-    """Raise unless all ranks reduce a unit alike: a wrong divisor shows in no collective."""
+    """Raise unless all ranks reduce a unit alike. Different divisors would go unnoticed."""
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how = f", divided by {factor}"

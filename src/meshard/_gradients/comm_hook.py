@@ -15,7 +15,7 @@ from meshard._params.sharded_param import UnitParam
 
 @dataclass(eq=False)
 class GradBucket:
-    """What a hook is given: the methods of torch's class, of which Python makes no instances."""
+    """What a hook gets. It has the methods of torch's class, which Python cannot instantiate."""
 
     _buffer: torch.Tensor
     _layout: GradientLayout
@@ -34,8 +34,8 @@ class GradBucket:
     def buffer(self) -> torch.Tensor:
         """Return the gradients of this rank, ``[n]``, the sum of the window; 0 where unused.
 
-        A hook takes their mean over ranks. Where another divide factor ``c`` is set, they are
-        multiplied by ``ranks / c`` already.
+        A hook takes their mean over ranks. If a divide factor ``c`` is set, the gradients are
+        already multiplied by ``ranks / c``.
         """
         return self._buffer
 
@@ -45,7 +45,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
-        # As in DDP, of a parameter that is not contiguous they are in the order of its memory.
+        # As in DDP, the part of a parameter that is not contiguous is in the order of its memory.
         pairs = zip(self._layout.ranges, self.parameters(), strict=True)
         return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
 
@@ -73,9 +73,9 @@ class CommHook:
     ) -> None:
         """Run the hook on one bucket, and wait for its future.
 
-        At once: hooks such as PowerSGD's go on in threads of gloo, where their next collective
-        would meet those of this thread in another order on each rank. On a device the wait orders
-        streams, and the host goes on.
+        It waits at once, because hooks such as PowerSGD's continue in threads of gloo. The order of
+        their next collective and those of this thread would differ between ranks. On a device the
+        wait orders streams, and the host goes on.
         """
         is_last = not any(param.sharded.requires_grad for param in later)
         with unrecorded():

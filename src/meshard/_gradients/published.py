@@ -1,9 +1,10 @@
 """What ``.grad`` of sharded parameters shows: on the device, or in host memory.
 
-A reduction yields one flat tensor per unit in the accumulate dtype. Gradients of that dtype are
-views of it, so that the next reduction is added by one kernel. Gradients of narrower dtypes (those
-of the parameters, unless ``grad_dtype`` says otherwise) are copies; the wide sums are kept beside
-them, because microbatches that are added up in a narrow dtype round each other away.
+A reduction yields one flat tensor per unit in the accumulate dtype. A ``.grad`` of that dtype is a
+view of it, so that one kernel adds the next reduction. The dtype of ``.grad`` is that of the
+parameter, unless ``grad_dtype`` says otherwise. If it is narrower, ``.grad`` is a copy, and the
+flat tensor is kept beside it, because small gradients would be rounded away if microbatches were
+added up in the narrow dtype.
 
 Autograd never sees a sharded parameter, so hooks that users register on one
 (``register_hook``, ``register_post_accumulate_grad_hook``) run from here.
@@ -29,24 +30,26 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, wit
 
 
 class Mark:
-    """What each ``.grad`` that was set together refers to, to be told from one that users set.
+    """An object that each ``.grad`` set here refers to. Those that users set do not.
 
-    It is neither pickled nor copied with them.
+    All ``.grad`` that were set together refer to the same one. It is not pickled or copied with
+    them.
     """
 
     def __init__(self) -> None:
-        self.addresses: dict[int, int] = {}  # of each .grad, by index: users may replace its memory
+        # By index of a parameter: the address of its .grad, as users may replace the memory.
+        self.addresses: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
         return bool, (True,)
 
     def put_on(self, index: int, gradient: torch.Tensor) -> None:
-        """Make a ``.grad`` refer to this object, with the memory that it has now."""
+        """Make a ``.grad`` refer to this object, and record the address of its memory."""
         gradient._meshard_published = self  # type: ignore[attr-defined]  # ours, on torch's object
         self.addresses[index] = plain_of(gradient).data_ptr()
 
     def is_on(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether ``gradient`` is the object that was set, and still in the same memory."""
+        """Whether ``gradient`` is what was set here, still in the same memory."""
         return (
             gradient is not None
             and getattr(gradient, "_meshard_published", None) is self
@@ -55,9 +58,9 @@ class Mark:
 
 
 class Published(Mark):
-    """The flat sums behind the ``.grad`` of a unit: these are views of them, or narrower copies.
+    """The flat sums of which the ``.grad`` of a unit are views, or narrower copies.
 
-    Each of those ``.grad`` refers to this object, so the sums live as long as the last one.
+    Each of these ``.grad`` refers to this object, so the sums live as long as any of them.
     """
 
     def __init__(self, grads: FlatGradients) -> None:
@@ -66,7 +69,7 @@ class Published(Mark):
 
 
 def forget_mark(gradient: torch.Tensor) -> None:
-    """Let ``gradient`` refer to no mark."""
+    """Remove the reference of ``gradient`` to a mark."""
     vars(gradient).pop("_meshard_published", None)
 
 
@@ -89,8 +92,7 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in a narrower dtype, to ``wide``."""
-    # Edits are found by comparing values: torch's foreach kernels do not raise the version counter
-    # of DTensors.
+    # Values are compared, because torch's foreach kernels do not raise the version of DTensors.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
@@ -106,7 +108,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """Return a context that autograd does not record, in which ordinary tensors are made.
 
-    Nothing where that is so already: ``torch.no_grad()`` costs a dozen calls.
+    If that is so already the context does nothing, because ``torch.no_grad()`` costs a dozen calls.
     """
     if torch.is_grad_enabled():
         return torch.no_grad()
@@ -118,13 +120,13 @@ def _nothing() -> None:
 
 
 class PublishedGrads:
-    """The ``.grad`` of the parameters of one unit: what it shows, and what waits to be shown.
+    """The ``.grad`` of the parameters of one unit: what they show, and what waits to be shown.
 
-    The defaults are those of shards on the device. The last methods are for gradients that have
-    memory which is the same in every step: there they can be accumulated, and sent from.
+    The defaults are those of shards on the device. The last methods are for gradients that have the
+    same memory in every step, in which they can be accumulated, and from which they can be sent.
     """
 
-    # A communication hook: averages a buffer over the replicas, in place of the all-reduce.
+    # A communication hook, which averages a buffer over the replicas instead of the all-reduce.
     average: Callable[[GradientLayout, torch.Tensor], None] | None = None
 
     def __init__(self, unit_params: UnitParams) -> None:
@@ -137,7 +139,7 @@ class PublishedGrads:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether ``.grad`` of unsharded parameters has arrived in a backward, or is None."""
+        """Whether each ``.grad`` of an unsharded parameter is None or has arrived in a backward."""
         return True
 
     @property
@@ -148,7 +150,7 @@ class PublishedGrads:
     def publish(self, new: FlatGradients) -> RecordedWork | None:
         """Add reduced gradients to ``.grad``. ``new`` may be kept, and written to later.
 
-        Return the copy to host memory, if there is one. The caller waits for it.
+        Returns the copy to host memory, if there is one, which the caller waits for.
         """
         raise NotImplementedError
 
@@ -164,26 +166,26 @@ class PublishedGrads:
             param.sharded.grad = None
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory ``[1, numel]`` of ``.grad``, if there is any and no gradient is in it."""
+        """Return the memory ``[1, numel]`` of ``.grad``, if it is kept and no gradient is in it."""
         return None
 
     def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
         """Let ``receive`` put gradients into free memory, divided by ``divisor``."""
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        """Take a large gradient that has arrived, or a part of it, and add it to ``unreduced``.
+        """Add a large gradient that has arrived, or a part of it, to ``unreduced``; return that.
 
-        Return ``unreduced`` with it. If that is None, put the gradient into free memory instead.
+        If ``unreduced`` is None, put the gradient into free memory instead.
         """
         return unreduced
 
     def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
-        """Put what was received into free memory into ``gradients``, which hold its last parts."""
+        """Replace last parts in ``gradients`` by the whole ones that were received into memory."""
 
     def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
         """Return the parameters whose gradients are in ``rows`` already, divided by ``divisor``.
 
-        Those that were received into other memory than ``rows`` are not divided any more.
+        Gradients that were received into other memory are multiplied back, as if never divided.
         """
         return frozenset()
 
@@ -229,13 +231,13 @@ class ShardedGrads(PublishedGrads):
         for index, local in self._locals(new):
             old = self._grad(index)
             if old is not None and not self._is_ours(index):
-                local.add_(old)  # the user's own gradient is taken over by value
+                local.add_(old)  # the user has set it: its values are added
         published = self._published
         if published is not None:
             self._take_edits(published)
             gone = frozenset(index for index in published.used if not self._is_ours(index))
             if gone:
-                # In a copy: the user may still hold a tensor that is not in .grad any more.
+                # Changed in a copy: the user may still hold a former .grad, which is a view of it.
                 published = published._replace(flat=published.flat.clone()).without(gone)
         if published is not None:
             new, published = in_one_layout(new, published)
@@ -356,7 +358,7 @@ class ShardedGrads(PublishedGrads):
             sharded = self._unit_params.params[index].sharded
             hooks = gradient_hooks_of(sharded) if index in hooked else None
             if hooks:
-                # A copy: a hook may keep it.
+                # A copy, because a hook may keep it.
                 grad: torch.Tensor = wrap_like(
                     sharded, local.to(gradient_dtype(sharded), copy=True)
                 )
@@ -381,10 +383,10 @@ class ShardedGrads(PublishedGrads):
         return True
 
     def extend(self, new: FlatGradients) -> torch.Tensor | None:
-        """Return the sums if adding ``new.flat`` to them is the same as ``publish(new)``.
+        """Return the flat sums if adding ``new.flat`` to them does the same as ``publish(new)``.
 
-        That holds where every ``.grad`` is a view of them and no hook is registered. The caller
-        adds; ``.grad`` of parameters that had none are set already.
+        It does if every ``.grad`` is a view of them and no hook is registered. The caller adds;
+        ``.grad`` of parameters that had none are set here.
         """
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
@@ -399,8 +401,9 @@ class ShardedGrads(PublishedGrads):
 class HostGrads(PublishedGrads):
     """The ``.grad`` of the sharded parameters of one unit, in host memory.
 
-    A reduced gradient is copied to a host buffer while backward goes on. ``.grad`` shows the buffer
-    at once where that reads no values; they are there after ``settle``, which waits for the copies.
+    A reduced gradient is copied to a host buffer while backward goes on. ``.grad`` is made a view
+    of the buffer at once, if that reads no values. Its values are valid after ``settle``, which
+    waits for the copies.
     """
 
     def __init__(self, unit_params: UnitParams) -> None:
@@ -422,13 +425,13 @@ class HostGrads(PublishedGrads):
         """
         comm = self._unit_params.comm
         if self._arriving is not None:
-            # Otherwise the sum of both would be added to .grad, which rounds in another order.
+            # Added one by one. Adding up both first would round in another order.
             self.settle()
         sums = self._in_host_memory.extend(new)
         if sums is not None:
             return self._host_copies.store(sums, new.flat, comm, add=True)
-        # New memory each time: the user may still hold the last gradient. torch caches pinned
-        # memory, so this costs no call of the driver in later steps.
+        # New memory each time, because the user may still hold the last gradient. torch caches
+        # pinned memory, so later steps need no call of the driver.
         host = self._unit_params.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm)
         arriving = new._replace(flat=host)
@@ -441,7 +444,7 @@ class HostGrads(PublishedGrads):
         self._host_copies.wait()
         if self._arriving is not None:
             arrived, self._arriving = self._arriving, None
-            with unrecorded():  # an evaluation settles too, maybe under inference_mode
+            with unrecorded():  # an evaluation calls this too, perhaps under inference_mode
                 self._in_host_memory.publish(arrived)
 
     def drop_arriving(self, indices: frozenset[int]) -> None:

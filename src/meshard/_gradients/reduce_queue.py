@@ -1,9 +1,9 @@
 """Reductions in flight.
 
-On a device all stages of a reduction are queued at once, and only the wait for the result is put
-off. Where a wait blocks the host, each reduction advances by one stage when a later one starts, so
-that the compute between the two hides it. The order depends on the order of starts only and is the
-same on all ranks.
+On a device all stages of a reduction are queued at once, and only the wait for the result comes
+later. Where a wait blocks the host, each reduction advances by one stage when a later one starts,
+so that the compute between two starts hides the communication. The order depends only on the order
+of starts, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshard._gradients.settings import ReduceSettings, check_divide_factor
 class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
-    on_reduced: Callable[[], None] | None  # called once published; None: the window goes on
+    on_reduced: Callable[[], None] | None  # called once it is published; None: not the last one
 
 
 class ReduceQueue:
@@ -30,10 +30,10 @@ class ReduceQueue:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._queue: deque[_Queued] = deque()
-        # By the id of the factor that the user set: that object, kept alive so that its id stays
+        # By id of a factor that the user set: the factor, which is kept alive so that the id stays
         # unique, and its value in this backward.
         self._factors: dict[int, tuple[object, float]] = {}
-        self._may_free = False  # memory of large reductions may be freed before the next start
+        self._may_free = False  # whether ``progress`` may find memory to free
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
@@ -73,16 +73,16 @@ class ReduceQueue:
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
         """
         if not over_replicas and gradients.is_replicated:
-            # There is one shard and nothing to send: adding up in the bucket takes no memory.
+            # One shard group of one rank: nothing is sent, and adding up takes no memory.
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # it may produce the partial that the new one adds
+            self.finish_of(gradients)  # its result may be the partial to which this one is added
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
-            # The earlier reductions ran during this unit's backward, so the wait is short, and this
+            # Earlier reductions ran during the backward of this unit, so the wait is short. This
             # reduction can use the memory that they free.
             self._advance()
         with unrecorded():
@@ -93,14 +93,14 @@ class ReduceQueue:
             return
         log_event("reduce", gradients.unit_params.label)
         self._queue.append(_Queued(gradients, in_flight, on_reduced))
-        # Only large units: for small ones polling at every gradient costs more than it frees.
+        # For small units, polling at every gradient costs more than the memory is worth.
         self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
 
     def progress(self) -> None:
-        """Free memory that was sent, because the next gradients need it. Never blocks."""
+        """Free send buffers that all ranks have received, for the next gradients. Never blocks."""
         if self._may_free and all(each.in_flight.reduction.free_if_sent() for each in self._queue):
             self._may_free = False
 
@@ -118,8 +118,8 @@ class ReduceQueue:
             leaving = gradients.finish_reduce(in_flight)
         del in_flight  # its memory is free before an optimizer steps the unit
         log_event("reduced", gradients.unit_params.label)
-        # At most one copy to the host is outstanding, as each keeps memory of the device until it
-        # is waited for.
+        # At most one copy to the host is outstanding, because each keeps memory of the device until
+        # it is waited for.
         self._leaving.wait()
         self._leaving = leaving or DONE
         if on_reduced is not None:
@@ -142,7 +142,7 @@ class ReduceQueue:
         self._leaving = DONE
 
     def abandon(self) -> None:
-        """Give up all reductions. Starts nothing: ranks may differ."""
+        """Give up all reductions, without starting a collective: ranks may differ."""
         while self._queue:
             self._queue.popleft().in_flight.reduction.abandon()
         self._leaving.abandon()

@@ -1,9 +1,9 @@
 """The ``.grad`` of replicated parameters, as views of buckets.
 
-Autograd adds to the ``.grad`` of such a parameter by itself, and what it adds is not reduced yet.
-So while a backward runs, every ``.grad`` is hidden: it is None until autograd sets a new gradient,
-which is packed into the bucket, a large one at once. At the end of the backward each ``.grad`` is a
-view of the bucket again.
+Autograd itself adds to the ``.grad`` of such a parameter, and what it adds is not reduced yet. So
+while a backward runs, every ``.grad`` is hidden: it is None until autograd sets a new gradient. New
+gradients are packed into the bucket, large ones as they arrive. At the end of the backward each
+``.grad`` is a view of the bucket again.
 
 ======= =============================================== ===========================================
 state   when                                            ``.grad``
@@ -51,8 +51,8 @@ class _Received:
 
     layout: GradientLayout
     bucket: torch.Tensor
-    divisor: int  # by which they are divided
-    params: set[int] = field(default_factory=set)  # whose gradients are there
+    divisor: int  # what they are divided by in the bucket
+    params: set[int] = field(default_factory=set)  # those whose gradients are in the bucket
 
     def part_of(self, index: int) -> torch.Tensor:
         return self.layout.part_of(self.bucket, index)
@@ -65,19 +65,20 @@ class ReplicatedGrads(PublishedGrads):
         super().__init__(unit_params)
         self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
-        self.replaced = ReplacedCount()  # shared by all buckets of the module
+        self.replaced = ReplacedCount()  # one for all buckets of the module
         self._mark = Mark()  # of the .grad that were set last
         self._published: FlatGradients | None = None
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
         # The range of each large parameter in the bucket, in the parameter's shape.
         self._parts: dict[int, torch.Tensor] = {}
-        self._received: _Received | None = None  # None: the bucket is not free
+        self._received: _Received | None = None  # None: gradients are not put there as they arrive
         self.is_hidden = False  # the state is hidden or settled
         self._is_settled = False  # the state is settled
         self._foreign: dict[int, torch.Tensor] = {}  # foreign gradients, while hidden
-        self._restored: frozenset[int] = frozenset()  # foreign ones that the last show() put back
-        # Foreign ones that replaced a published ``.grad``.
+        # Parameters whose foreign gradient the last show() has put back, and those where a foreign
+        # gradient has replaced a published one.
+        self._restored: frozenset[int] = frozenset()
         self._replaced_ours: frozenset[int] = frozenset()
 
     # --- the bucket -------------------------------------------------------------------
@@ -104,8 +105,8 @@ class ReplicatedGrads(PublishedGrads):
         self._parts = {}
 
     def take_last_edits(self) -> None:
-        """Apply and count what users did to ``.grad``: another bucket takes over."""
-        self.hide()  # finds what users replaced, as at the beginning of a backward
+        """Apply and count the user's edits of ``.grad``, before other buckets take over."""
+        self.hide()  # finds what users have replaced
         self._record_taken(frozenset(self._foreign))
         self.show()
 
@@ -113,16 +114,16 @@ class ReplicatedGrads(PublishedGrads):
 
     @property
     def has_arrivals(self) -> bool:
-        return self.is_hidden  # outside of a backward, .grad are those that were published
+        return self.is_hidden  # outside of a backward, each .grad is a published one
 
     @property
     def awaits_reduction(self) -> bool:
         return self.is_hidden and not self._is_settled
 
     def hide(self, arrived: int | None = None) -> None:
-        """Set every ``.grad`` to None: a backward begins.
+        """Set every ``.grad`` to None, because a backward begins.
 
-        Parameter ``arrived`` got its gradient before the backward of the module.
+        The gradient of parameter ``arrived`` has come already, and stays.
         """
         if self.is_hidden:
             return
@@ -171,7 +172,7 @@ class ReplicatedGrads(PublishedGrads):
         self.is_hidden = False
         self._received = None
         if self._is_settled:
-            self._is_settled = False  # settle() has set .grad, which may have been cleared since
+            self._is_settled = False  # settle() has set .grad, which users may have cleared since
             return
         foreign, self._foreign = self._foreign, {}
         self._restored = frozenset(foreign)
@@ -245,7 +246,7 @@ class ReplicatedGrads(PublishedGrads):
         if self._published is not None:
             old, new = in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
-                old, new = new, old  # parameters were cast to a wider dtype since
+                old, new = new, old  # the parameters were cast to a wider dtype in between
             old.flat.add_(new.flat)  # unused ranges hold -0.0, which changes no sum
             total = old._replace(used=old.used | new.used)
         for index in taken:
@@ -257,7 +258,7 @@ class ReplicatedGrads(PublishedGrads):
             self.show()
 
     def _record_taken(self, foreign: frozenset[int]) -> None:
-        """Count gradients of users that were added to ours, and warn once: that costs a copy."""
+        """Count foreign gradients that were added to ours, which costs a copy; warn once."""
         replaced = foreign & self._replaced_ours
         self._replaced_ours -= replaced
         if not replaced:
@@ -289,13 +290,13 @@ class ReplicatedGrads(PublishedGrads):
 
     @property
     def are_shown(self) -> bool:
-        return False  # some may wait for ``settle``
+        return False  # gradients may be waiting for ``settle``
 
     def settle(self) -> None:
         """Put everything that was added into ``.grad``, in the middle of a backward too."""
         if self.is_hidden and not self._is_settled:
             self.show()
-            self.is_hidden = self._is_settled = True  # autograd has no more gradients for these
+            self.is_hidden = self._is_settled = True  # this backward brings no more gradients here
 
     def clear(self) -> None:
         super().clear()
@@ -309,7 +310,7 @@ class ReplicatedGrads(PublishedGrads):
             return False
         if self._mark.is_on(index, gradient):
             return True
-        # The same memory under another name: grad.detach(), or a view.
+        # Another tensor of the same memory, such as grad.detach() or a view.
         view = self._params[index].shaped(own)
         return (
             self.are_views

@@ -46,5 +46,5 @@ class ReduceSettings:
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
     max_input_buffers: int = 3  # units whose unsharded gradients may be in flight, the new one too
-    scatter_group: dist.ProcessGroup | None = None  # None: the one that gathers
+    scatter_group: dist.ProcessGroup | None = None  # None: the group that gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)

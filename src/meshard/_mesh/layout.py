@@ -1,9 +1,10 @@
 """Layout of parameters in a flat shard.
 
 A parameter of shape ``[prefix..., rows, suffix...]`` is sharded along its shard dim into
-``shard_count`` chunks of ``chunk_rows = ceil(rows / shard_count)`` rows, like ``torch.chunk``:
-late ranks may own fewer rows, or none. In a flat shard every rank has a **range** of the size of a
-full chunk for it; the part of the range that the rank does not own is padding and never read.
+``shard_count`` chunks of ``chunk_rows = ceil(rows / shard_count)`` rows, like ``torch.chunk``: the
+last ranks may own fewer rows, or none. In the flat shard of every rank the parameter has a
+**range** of the size of a full chunk. If the rank owns less, the rest of the range is padding,
+which is never read.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ParamLayout:
 
     @property
     def is_regular(self) -> bool:
-        """Whether the ranges of all ranks, end to end, are the parameter: no padding, dim 0."""
+        """Whether the ranges of all ranks, one after the other, are the parameter itself."""
         return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
 
     @property
@@ -94,7 +95,7 @@ def matching_parts(
     """
     parts = []
     chunk, full = layout.chunk_rows, layout.full_chunks
-    # A view of what is written to: unsharded parameters are contiguous.
+    # A view if ``unsharded`` is written to, because unsharded parameters are contiguous.
     rows = unsharded.reshape(layout.prefix, layout.rows, layout.suffix)
     if full and layout.range_numel:
         ours = ranges[:full].view(full, layout.prefix, chunk, layout.suffix)
@@ -120,8 +121,8 @@ class ParamRange:
 class Segment:
     """The part of a flat shard that has one dtype. Sizes are those on one rank.
 
-    Ranges of regular parameters come first, so that one kernel splits or concatenates
-    ``[:, :regular_numel]`` of a buffer of all ranks' shards.
+    Ranges of regular parameters come first. So one kernel can split, or write by concatenation, the
+    part ``[:, :regular_numel]`` of a buffer that has the shards of all ranks as rows.
     """
 
     dtype: torch.dtype
@@ -166,9 +167,9 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
-        Inside a segment, regular parameters precede the others, and larger ranges smaller ones, so
-        that ranges of one size are adjacent. Equal ones, and all in a single shard, keep the order
-        in which they were given.
+        Inside a segment, regular parameters precede the others, and among these larger ranges
+        precede smaller ones, so that ranges of one size are adjacent. Ranges of one size keep the
+        order in which they were given, and so do all ranges if there is only one shard.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -196,7 +197,7 @@ class FlatLayout:
 
     @property
     def is_one_dtype(self) -> bool:
-        """Whether all parameters have one dtype, in which a buffer is; otherwise it is bytes."""
+        """Whether there is one dtype, which buffers then have. Otherwise buffers are of bytes."""
         return len(self.segments) == 1
 
     @property
@@ -222,7 +223,7 @@ class FlatLayout:
         if self.is_one_dtype:
             return [buffer]
         return [
-            # torch refuses to view an empty range in a wider dtype, because of its strides.
+            # new_empty, because torch refuses to view an empty range in a wider dtype.
             buffer.narrow(-1, segment.byte_offset, segment.num_bytes).view(segment.dtype)
             if segment.num_bytes
             else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)

@@ -19,9 +19,9 @@ from meshard._torch.private import concatenate_meshes, flatten_mesh, timeout_of
 class FullMesh:
     """A mesh of which only some axes are data-parallel."""
 
-    mesh: DeviceMesh  # all axes, as users have placed parameters on it
-    flattened: DeviceMesh  # the same with the shard axes flattened into one
-    # The axis of ``mesh`` that each axis of ``flattened`` is; None for the shard axis.
+    mesh: DeviceMesh  # all axes; the mesh over which users have placed parameters
+    flattened: DeviceMesh  # the same mesh with its shard axes flattened into one
+    # For each axis of ``flattened``, which axis of ``mesh`` it is; None for the shard axis.
     origins: tuple[int | None, ...]
     data_axes: frozenset[int]  # the data-parallel axes of mesh
 
@@ -45,7 +45,7 @@ class MeshInfo:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshInfo:
-        """Return the axes of a 1D or 2D mesh; a ValueError for others."""
+        """Return the axes of a 1D or 2D mesh. Raises a ValueError for others."""
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 f"fully_shard needs a 1D mesh (shard) or a 2D mesh (replicate, shard), got {mesh}; "
@@ -66,7 +66,7 @@ class MeshInfo:
     def replicating_all(self) -> MeshInfo:
         """Return the same mesh with all axes replicating and none sharding.
 
-        **Collective:** the ranks of a mesh of several axes, the first time that it is seen.
+        **Collective:** the ranks of the mesh, if it has several axes; at the first call for it.
         """
         full = self.full
         if full is not None:
@@ -131,12 +131,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def pg_of_one() -> dist.ProcessGroup:
-    """Return a group of this rank alone. It has no backend, and needs none."""
+    """Return a group of this rank alone. It needs no backend, and has none."""
     return dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # torch's stub lacks this signature
 
 
 _GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
-# By the shard group that they belong to. A mesh cannot keep them: it is pickled with DTensors.
+# By the shard group that they were made for. A mesh could not keep them, because it is pickled with
+# DTensors.
 _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -187,8 +188,8 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
         joined = concatenate_meshes(parts)
     except (AssertionError, RuntimeError, TypeError):  # a TypeError if axes have no names
         joined = None
-    # torch does not require that the parts come from one mesh, and confuses ranks if they come from
-    # two that number them differently.
+    # torch accepts parts of different meshes. If these number ranks differently, the result has
+    # wrong ranks, which ``_holds`` finds.
     if joined is None or not _holds(joined, parts):
         raise ValueError(
             f"the meshes {parts} cannot be joined; make one mesh with named axes "
@@ -198,7 +199,7 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
 
 
 def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
-    """Whether the axes of ``joined`` have the ranks of ``parts``, seen from this rank."""
+    """Whether, at the place of this rank, axes of ``joined`` have the ranks of ``parts``."""
     coordinate = joined.get_coordinate()
     if coordinate is None:
         return False
@@ -254,7 +255,7 @@ def mesh_info_of_named_axes(
 def _check_names(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the names of all axes; raise if chosen names are others, or in another order."""
+    """Return the names of all axes. Raises if chosen ones are unknown, or in another order."""
     known = mesh.mesh_dim_names
     if known is None:
         raise ValueError(

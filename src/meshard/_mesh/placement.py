@@ -1,10 +1,10 @@
 """Placement of parameters that are DTensors of another parallelism.
 
-Tensor parallelism shards a parameter first; its local tensor is then sharded again over the shard
-axis. Unsharded, the parameter has the placements that it was given; sharded, it is a DTensor over
-the data-parallel axes and the others together. DTensor reads placements from the left: the first
-axis shards first. Where an axis further right shards the same tensor dim, the placement on the
-shard axis is therefore a strided one.
+Tensor parallelism shards a parameter first; the local tensor is then sharded again over the shard
+axis. Unsharded, the parameter has the placements that its user gave it. Sharded, it is a DTensor
+over the data-parallel axes and the others together. In a DTensor, axes of the mesh shard from left
+to right, but here the data-parallel axes are on the left and shard last. So if an axis further
+right shards the same tensor dim, the placement on the shard axis is a strided one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class GlobalPlacement:
 
 @dataclass(frozen=True, slots=True)
 class MissingSum:
-    """The sum over mesh axes that a gradient still lacks, which may be taken of many at once."""
+    """The sum over mesh axes that a gradient lacks. It may be taken once for several gradients."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]  # partial on these axes, and Replicate on the others
+    placements: tuple[Placement, ...]  # Partial on the axes to sum over, Replicate on others
 
     def add_up(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's ``local``, of any shape. **Collective:** those axes."""
+        """Return the sum of every rank's ``local``, of any shape. **Collective:** its axes."""
         partial = DTensor.from_local(local, self.mesh, self.placements, run_check=False)
         return partial.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
 
@@ -51,15 +51,15 @@ class DTensorPlacement:
 
     in_use: GlobalPlacement  # of the unsharded parameter, as users placed it
     mesh: DeviceMesh  # of the sharded parameter
-    # For each axis of ``mesh`` its position among the data-parallel axes; None: it is none of them.
+    # For each axis of ``mesh``, its position among the data-parallel axes; None for other axes.
     data_positions: tuple[int | None, ...]
-    # For each axis of ``mesh`` the placement that users chose; Replicate on data-parallel axes.
+    # For each axis of ``mesh``, the placement that users chose; Replicate on data-parallel axes.
     others: tuple[Placement, ...]
-    # The data-parallel axes of in_use.mesh: along them a gradient may be a partial sum.
+    # The axes of ``in_use.mesh`` that are data-parallel: a gradient may be a partial sum there.
     data_axes: frozenset[int]
 
     def while_sharded(self, data_placements: Sequence[Placement]) -> GlobalPlacement:
-        """Return the sharded parameter's placements, with these on the data-parallel axes."""
+        """Return the placements of the sharded parameter, given those on data-parallel axes."""
         placements = list(self.others)
         for axis, position in enumerate(self.data_positions):
             if position is not None:
@@ -91,7 +91,7 @@ class DTensorPlacement:
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
         """Return the placements that a gradient is reduced with.
 
-        None: it cannot be, because ``arrived`` shards it along a data-parallel axis.
+        None: it cannot be reduced, because ``arrived`` shards it along a data-parallel axis.
         """
         if any(not isinstance(arrived[axis], (Replicate, Partial)) for axis in self.data_axes):
             return None
@@ -110,7 +110,7 @@ class DTensorPlacement:
             return None
         missing = []
         for came, wanted in zip(arrived, target, strict=True):
-            # Not isinstance: its subclasses, for masks and norms, are not reduced by a plain sum.
+            # Not isinstance: subclasses of Partial, for masks and norms, need more than a sum.
             is_sum = type(came) is Partial and came.reduce_op in ("sum", "avg")
             if came != wanted and not (is_sum and wanted == Replicate()):
                 return None
@@ -122,7 +122,7 @@ def _check_composable(placed: GlobalPlacement, mesh_info: MeshInfo) -> None:
     """Raise a ValueError if a DTensor parameter cannot be sharded again."""
     mesh, full = placed.mesh, mesh_info.full
     for axis, placement in enumerate(placed.placements):
-        # Not isinstance: subclasses of Shard place elements in another way.
+        # Not isinstance: subclasses of Shard place elements in other ways.
         if type(placement) not in (Shard, Replicate):
             raise ValueError(
                 f"it has placement {placement} on axis {axis} of {mesh}; only Shard and Replicate "

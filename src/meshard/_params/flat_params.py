@@ -1,8 +1,8 @@
 """Parameters of a unit in one flat shard.
 
 The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
-and ``load_state_dict(assign=True)`` replace local tensors, or parameters in the modules; the next
-use detects that by identity and moves the values into a flat buffer again.
+and ``load_state_dict(assign=True)`` replace local tensors, or parameters in the modules. The next
+use notices tensors that are not the known ones, and moves their values into a flat buffer again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FlatParams(ShardedUnitParams):
 
     def __init__(
         self,
-        params: list[ShardedParam],  # their sharded and unsharded tensors are made here
+        params: list[ShardedParam],  # without tensors: those are made here
         shards: Sequence[torch.Tensor],  # this rank's shard of each, on any device; copied
         requires_grad: Sequence[bool],
         *,
@@ -57,7 +57,7 @@ class FlatParams(ShardedUnitParams):
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
-        if self.is_partly_meta:  # shards with values have memory of their own until all have some
+        if self.is_partly_meta:  # shards with values have memory of their own until all have
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
                 for own, shard in zip(self.locals, shards, strict=True)
@@ -76,7 +76,7 @@ class FlatParams(ShardedUnitParams):
             )
         else:
             self._make_pool()
-        # Set after the checks above: if they raised, the next use checks and raises again.
+        # Set last: if the checks above raise, the next use finds the old values, and checks again.
         self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
         self._read_dtypes()
 
@@ -87,13 +87,13 @@ class FlatParams(ShardedUnitParams):
         ]
         on_wire = self.layout.in_dtypes(dtypes)
         self.plan = GatherPlan(self.layout, on_wire)
-        # A module first run under inference_mode must be able to train later.
+        # A module that first runs under inference_mode may train later.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
             self.plan.bind(self.unsharded.views, self.unsharded.allocate)
             for index, param in enumerate(self.params):
-                # `.data`, not `.detach()`: only the former starts a new version counter.
+                # `.data` and not `.detach()`, because it has a version counter of its own.
                 view = self.unsharded.views[index].data
                 plain = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
                 param.make_unsharded(plain, self._gradient_hook(index))
@@ -137,7 +137,7 @@ class FlatParams(ShardedUnitParams):
         return super().take_replacements() or self._count_methods() != self._num_methods
 
     def _count_methods(self) -> int:
-        """Return on how many local tensors users have set ``fsdp_pre_all_gather``."""
+        """Return how many local tensors have ``fsdp_pre_all_gather``, set by users."""
         if not any(self.flat_shard.attributes):
             return 0
         return sum(map(has_own_methods, self.locals))
@@ -151,7 +151,7 @@ class FlatParams(ShardedUnitParams):
 
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
         if self.host_copies is not None:
-            self.host_copies.wait()  # the old buffer may still be read
+            self.host_copies.wait()  # copies may still read the old buffer
         lost = [any(map(has_own_methods, pair)) for pair in zip(self.locals, locals_, strict=True)]
         layouts = [param.layout for param in self.params]
         self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
@@ -177,7 +177,7 @@ class FlatParams(ShardedUnitParams):
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         old, self._location = self.flat_shard, location or self.spec.location
         self.is_offloaded = location is not None
-        if old.buffer.is_meta:  # some shards may have values, in memory of their own
+        if old.buffer.is_meta:  # some shards may have values nevertheless, in their own memory
             sources = [own for own in self.locals if not own.is_meta]
             targets = [self._location.empty_like(own) for own in sources]
             moved = iter(targets)

@@ -1,10 +1,11 @@
 """Parameters that every rank keeps unsharded.
 
-To the engine such a parameter is one shard. Its gradient lies in a bucket in the order in which the
-parameter lies in memory, so that a ``channels_last`` parameter has a ``channels_last`` gradient.
+For the engine such a parameter is one shard, the only one. In the bucket, elements of its gradient
+are in the order of the parameter's memory, so that a ``channels_last`` parameter has a
+``channels_last`` gradient.
 
-Nothing is gathered and nothing is freed. Only where the module computes in another dtype than it
-keeps, a copy in that dtype takes the place of the parameter during forward and backward.
+Nothing is gathered or freed, except that a module may compute in another dtype than that of its
+parameters. Then a copy in that dtype takes the place of a parameter in forward and backward.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class ReplicatedParam(UnitParam):
         """Return None: the gradient is an ordinary tensor."""
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return ``[numel]`` of a bucket in the shape of the parameter: the same memory.
+        """Return the range ``[numel]`` of a bucket in the shape of the parameter: the same memory.
 
-        To autograd it is no view, on which users could not call ``detach_()``.
+        It is detached, because users cannot call ``detach_()`` on what autograd knows as a view.
         """
         param = self.sharded
         return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
@@ -99,9 +100,9 @@ _NO_TENSOR = torch.empty(0)
 def _arrived(
     param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
 ) -> None:
-    """Call ``hook`` when autograd has added to ``.grad``, and hooks of users have seen it."""
+    """Call ``hook``, after autograd has added to ``.grad`` and hooks of users have run."""
     is_taken = param.unsharded.grad is None and gradients[0] is not None
-    if is_taken and param.unsharded.requires_grad:  # else it was frozen since the forward
+    if is_taken and param.unsharded.requires_grad:  # if not, it was frozen after the forward
         raise RuntimeError(
             f"a hook took the gradient of parameter {param.fqn!r} of a replicated module before it "
             "was reduced, so ranks would drift apart. To step in backward call "
@@ -125,7 +126,7 @@ class ReplicatedParams(UnitParams):
 
     def __init__(
         self,
-        params: list[ReplicatedParam],  # in the order in which their gradients lie in the bucket
+        params: list[ReplicatedParam],  # in the order of the bucket
         *,
         spec: GroupSpec,
         param_dtype: torch.dtype | None,  # in which modules compute; None: that of each parameter
@@ -135,8 +136,9 @@ class ReplicatedParams(UnitParams):
         self.spec = spec
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
-        # The hooks are on autograd's nodes and not on the parameters, so that hooks of users run
-        # before them, and see `.grad`. The nodes are kept here: a parameter does not keep its own.
+        # Our hooks are on the AccumulateGrad nodes and not on the parameters, so that hooks of
+        # users run before them and see `.grad`. The nodes are kept here, because parameters do not
+        # keep theirs alive.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
         self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # (cast copy, parameter)
         self._copies: UnshardedMemoryPool | None = None
@@ -162,7 +164,7 @@ class ReplicatedParams(UnitParams):
     def _hook(self, param: ReplicatedParam, hook: GradientHook) -> None:
         tensor = param.unsharded
         flag = tensor.requires_grad
-        tensor.requires_grad_(True)  # otherwise it has no node
+        tensor.requires_grad_(True)  # a tensor without it has no node
         with torch.enable_grad():
             view = tensor.view_as(tensor)
         assert view.grad_fn is not None
@@ -173,7 +175,7 @@ class ReplicatedParams(UnitParams):
     def _make_copies(self, layout: FlatLayout, indices: list[int]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._copies = UnshardedMemoryPool(layout, self.spec.device)
-            self._copies.allocate()  # as_strided needs memory
+            self._copies.allocate()  # because as_strided needs memory
             for index in indices:
                 param = self.params[index]
                 view = param.shaped(self._copies.views[index])
@@ -218,7 +220,7 @@ class ReplicatedParams(UnitParams):
 
     def version_unless_replaced(self) -> int | None:
         for param, dtype in zip(self.params, self._dtypes, strict=True):
-            # A cast gives the parameter a new AccumulateGrad node; our hook is on the old one.
+            # After a cast the parameter has another AccumulateGrad node, without our hook.
             if param.sharded.dtype is not dtype or not param.is_installed():
                 return None
         return self.version

@@ -1,8 +1,8 @@
 """One parameter of a unit, sharded and unsharded.
 
-Tensors outlive their role: an optimizer may hold parameters that ``fully_shard`` has replaced, and
-would never train them. A tag on each tensor tells its role. The optimizer hooks check it, and so
-does the collection of parameters, for ties that a call would cut.
+Tensors outlive their role: an optimizer that holds parameters which ``fully_shard`` has replaced
+would train nothing. So each tensor has a tag with its role. The optimizer hooks check it.
+``fully_shard`` checks it too, for tied parameters of which an earlier call has taken one.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class TensorTag(enum.Enum):
 
     ORIGINAL = enum.auto()  # what fully_shard replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
-    REPLACED_LATER = enum.auto()  # it was the sharded parameter, or should have become it
+    REPLACED_LATER = enum.auto()  # was the sharded parameter, or was assigned and then copied
     LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or already warned about
     UNSHARDED = enum.auto()  # the unsharded parameter, which lives inside forward and backward
 
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and its dotted name from the unit's module."""
-    # The tag is written by name: torch.save writes attributes too, and whoever loads the tensor may
-    # not have meshard.
+    # The name of the tag and not the enum, because torch.save pickles attributes, and the tensor
+    # may be loaded without meshard.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
@@ -48,14 +48,14 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
 
 
 GradientHook = Callable[[torch.Tensor], None]
-ParamDict = dict[str, "nn.Parameter | None"]  # what a module keeps its parameters in
+ParamDict = dict[str, "nn.Parameter | None"]  # the ``_parameters`` of a module
 
 
 class UnitParam(abc.ABC):
     """A parameter of a unit, with every ``(module, attribute)`` that holds it."""
 
-    sharded: nn.Parameter  # what modules hold outside of the unit's own forward and backward
-    unsharded: nn.Parameter  # what they hold inside of these
+    sharded: nn.Parameter  # what modules hold outside of the unit's forward and backward
+    unsharded: nn.Parameter  # what they hold inside
     needs_conversion: bool  # its gradient must go through ``plain_gradient``
 
     def __init__(
@@ -68,9 +68,9 @@ class UnitParam(abc.ABC):
     ) -> None:
         self.fqn = fqn  # dotted name from the unit's module
         self.layout = layout
-        self.keeps_dtype = keeps_dtype  # it computes in its own dtype, and not in param_dtype
+        self.keeps_dtype = keeps_dtype  # modules compute in its own dtype, not in param_dtype
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        # The dicts in which the owners keep their parameters: each step reads them often.
+        # The ``_parameters`` of the owners, for speed: each step reads them often.
         self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
@@ -87,17 +87,17 @@ class UnitParam(abc.ABC):
 
     @abc.abstractmethod
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum that is all ``plain_gradient`` would communicate; None: there is none."""
+        """Return the sum that ``plain_gradient`` would take; None: none, or more than a sum."""
 
     @abc.abstractmethod
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
-        """Return ``local`` as a gradient that has not been reduced across the replicas."""
+        """Return ``local`` as a DTensor: a gradient that is not reduced across the replicas yet."""
 
     @abc.abstractmethod
     def for_copy(self, memo: dict[int, Any]) -> UnitParam:
         """Return a parameter without owners, with a deep copy of the sharded parameter.
 
-        In ``memo`` that copy stands for the unsharded parameter too: copied modules start sharded.
+        ``memo`` maps the unsharded parameter to that copy too, so that copied modules are sharded.
         """
 
     # --- owners ----------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class UnitParam(abc.ABC):
         self.owner_dicts.append((module._parameters, name))
 
     def find_owner_dicts(self) -> None:
-        """Read the owners' dicts of parameters again, after an owner has got another one."""
+        """Read the ``_parameters`` of owners again, after one has got another dict."""
         self.owner_dicts = [(module._parameters, name) for module, name in self.owners]
 
     @property
@@ -149,8 +149,9 @@ class UnitParam(abc.ABC):
 class ShardedParam(UnitParam):
     """A parameter that is a DTensor shard while sharded.
 
-    Unsharded it is an ordinary tensor; or a DTensor over the axes of another parallelism, with its
-    placement there in ``dtensor_placement``, of which ``layout`` cuts the local tensor.
+    Unsharded it is an ordinary tensor, or a DTensor over the axes of another parallelism. In the
+    second case ``dtensor_placement`` tells how, and ``layout`` cuts the local tensor of that
+    DTensor.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class ShardedParam(UnitParam):
         tag_tensor(self.unsharded, TensorTag.UNSHARDED, self.fqn)
         if self.unsharded.is_floating_point():
             flag = self.unsharded.requires_grad
-            self.unsharded.requires_grad_(True)  # torch accepts a hook on such tensors only
+            self.unsharded.requires_grad_(True)  # torch refuses a hook on other tensors
             self.unsharded.register_post_accumulate_grad_hook(hook)
             self.unsharded.requires_grad_(flag)
 
@@ -214,7 +215,7 @@ class ShardedParam(UnitParam):
         return make_dtensor(local, placed.mesh, placed.placements, placed.shape)
 
     def as_used(self, unsharded: nn.Parameter) -> nn.Parameter:
-        """Return the unsharded parameter as modules see it: a DTensor, if it was placed as one."""
+        """Return the unsharded parameter as modules use it: a DTensor if the user made it one."""
         if self.dtensor_placement is None:
             return unsharded
         used = self.dtensor_placement.in_use
@@ -245,7 +246,7 @@ class ShardedParam(UnitParam):
             )
         if target != gradient.placements:
             gradient = gradient.redistribute(placements=target)
-        # to_local() waits for a redistribution; the local tensor itself may be in flight.
+        # Not ``local_of``: to_local() waits for the redistribution.
         return gradient.to_local()
 
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
@@ -258,8 +259,8 @@ class ShardedParam(UnitParam):
         return placement.missing_sum(gradient.placements)
 
 
-# A step calls these several times for all parameters of a unit. For speed, each is one loop without
-# calls inside.
+# A step calls the functions below several times for all parameters of a unit. For speed, each is
+# one loop without calls inside.
 
 
 def take_flags(params: Sequence[UnitParam]) -> int:
@@ -287,8 +288,8 @@ def install_sharded(params: Sequence[UnitParam]) -> None:
 def install_unsharded(params: Sequence[UnitParam]) -> None:
     """Make every owner that holds the sharded parameter hold the unsharded one.
 
-    A replacement by the user between forward and backward stays: backward does not need it, and the
-    next forward adopts it.
+    A parameter that the user has replaced between forward and backward stays as it is: backward
+    does not read the module, and the next forward adopts it.
     """
     for param in params:
         for parameters, name in param.owner_dicts:

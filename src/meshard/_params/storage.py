@@ -1,7 +1,7 @@
 """Memory of sharded and unsharded parameters.
 
-One buffer per unit, laid out by a ``FlatLayout``. The local tensor of every sharded parameter is a
-view of it, so an all-gather sends the buffer as it is.
+Each unit has one buffer, laid out by a ``FlatLayout``. The local tensors of its sharded parameters
+are views of the buffer, so an all-gather sends the buffer as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ META = MemoryLocation(torch.device("meta"))
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor whose storage begins with it.
+    """Return a tensor of the same memory whose storage begins with it.
 
     ``torch.save`` and ``copy.deepcopy`` of a DTensor fail where the local tensor has a storage
     offset, and would store the whole flat buffer with every parameter.
@@ -65,12 +65,12 @@ class FlatShard:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
-        # Python attributes of each view; empty unless users set some.
+        # The Python attributes of each view, which users may set.
         self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each parameter's shard in; padding becomes zero, so that it never holds a NaN."""
+        """Copy each parameter's shard in. Padding becomes zero, so that it holds no NaN."""
         if self.buffer.is_meta:
             return
         self.buffer.zero_()
@@ -84,11 +84,11 @@ _ALIGNMENT = 64  # bytes: a cache line
 class UnshardedMemoryPool:
     """One allocation per dtype for all unsharded parameters of a unit.
 
-    The tensors live until the parameters are rebuilt. Freeing the memory resizes their storage to
-    zero, so that every view that autograd has saved is valid again once the storage is filled.
-    Writes go through views that do not share a version counter with the parameters: to autograd,
-    filling them again is no in-place change of a saved tensor. ``layout`` has the dtypes of the
-    unsharded parameters.
+    The tensors live until the parameters are rebuilt. Their memory is freed by resizing the storage
+    to zero. Views that autograd has saved stay views of that storage, and are valid again once it
+    is filled. It is filled through views with other version counters than the parameters have, so
+    that autograd does not see a saved tensor change. ``layout`` has the dtypes of the unsharded
+    parameters.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
@@ -109,11 +109,11 @@ class UnshardedMemoryPool:
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
-            self._has_memory = True  # after all are resized: an interrupt may come in between
+            self._has_memory = True  # set last, because an interrupt may come before
 
     def free(self) -> None:
         if self._has_memory:
-            self._has_memory = False  # before any is resized, for the same reason
+            self._has_memory = False  # set first, because an interrupt may come after
             for storage, _ in self._storages:
                 # Resize, do not replace: autograd may have saved views of this storage.
                 storage.resize_(0)

@@ -5,7 +5,8 @@ gather, and ``fsdp_post_all_gather`` turns what was gathered into the unsharded 
 subclasses have the two methods; users may also set them on the local tensor of any parameter.
 
 The first gather creates the unsharded parameter from what ``fsdp_post_all_gather`` returns; later
-ones fill it again. In between, the memory that the method named is freed by resizing its storage.
+gathers fill it again. The method also returns the tensors that hold its memory, whose storage is
+resized to zero in between.
 
 Shards of tensor subclasses have memory of their own, in a sibling unit. Where users set the methods
 on local tensors, the shards stay in the flat buffer of ``FlatParams``, and the ordinary parameters
@@ -50,7 +51,7 @@ def has_own_methods(tensor: torch.Tensor) -> bool:
 
 
 def has_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has both methods; ValueError if one only, or with other arguments."""
+    """Return whether a tensor has both methods. Raises if it has one, or other arguments."""
     has_pre, has_post = hasattr(tensor, PRE), hasattr(tensor, POST)
     if not has_pre and not has_post:
         return False
@@ -101,7 +102,7 @@ def _described(value: object) -> str:
 
 
 class _OrdinaryGather:
-    """The two methods for an ordinary parameter of a unit that is gathered by them."""
+    """The two methods for an ordinary parameter beside others that have methods of their own."""
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor, dtype: torch.dtype) -> None:
         self._layout = param.layout
@@ -140,7 +141,7 @@ class CustomParam:
         hook: GradientHook,
     ) -> None:
         self.num_inputs = 0  # how many tensors are gathered
-        self.may_free_outputs = False  # nothing refers to them once the parameter is filled
+        self.may_free_outputs = False  # whether the filled parameter does not use their memory
         self._param = param
         self._shard = shard
         self._mesh = mesh
@@ -151,7 +152,7 @@ class CustomParam:
         if mp_policy.param_dtype_override_fn is not None:
             own = self._param_dtype if param.keeps_dtype else mp_policy.param_dtype
             self._mp_policy = replace(mp_policy, param_dtype=own, param_dtype_override_fn=None)
-        # The methods are looked up at each call, because users may replace them.
+        # The object with the methods. They are looked up in each call, as users may replace them.
         self._methods: Any = shard
         if not has_gather_methods(param.fqn, shard):
             self._methods = _OrdinaryGather(param, shard, self._param_dtype)
@@ -197,7 +198,7 @@ class CustomParam:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
         unsharded = self._param.unsharded
-        # To autograd, filling a parameter again is no in-place change of what it has saved.
+        # So autograd does not take the filling for an in-place change of a saved tensor.
         with keeping_version(unsharded, plain_of(unsharded)):
             post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded)
         if unsharded.shape != self._param.sharded.shape:
@@ -217,8 +218,8 @@ class CustomParam:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # Cut off the padding, which is the last rows. FSDP2 requires of subclasses that they
-            # support as_strided, and does not require narrow.
+            # Cuts off the last rows, which are padding. FSDP2 requires that subclasses support
+            # as_strided; it does not require narrow.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if hasattr(self._methods, RELEASE):
             self.may_free_outputs = getattr(self._methods, RELEASE)()
@@ -306,8 +307,8 @@ class PackedGather:
         self._bytes = [
             torch.empty((count, size), dtype=torch.uint8, device=device) for size in self._sizes
         ]
-        # `.data` has a version counter of its own: autograd does not take the next filling for an
-        # in-place change of what it saved.
+        # `.data` has a version counter of its own, so that autograd does not see the next filling
+        # as an in-place change of a saved tensor.
         self.outputs = [
             flat.view(-1).view(form.dtype).view(count * form.rows, *form.row_shape).data
             for flat, form in zip(self._bytes, forms, strict=True)
@@ -333,7 +334,7 @@ class PackedGather:
 
     def allocate(self) -> None:
         for flat in self._bytes:
-            if flat.untyped_storage().nbytes() != flat.numel():  # resize_ always copies
+            if flat.untyped_storage().nbytes() != flat.numel():  # resize_ would copy
                 flat.untyped_storage().resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:
@@ -378,14 +379,14 @@ class SubclassParams(ShardedUnitParams):
             for index, (param, local) in enumerate(zip(self.params, self.locals, strict=True))
         ]
         self._gather: PackedGather | None = None  # made by the first gather
-        self._own_forms: list[Form] = []  # what this rank sends, perhaps in fewer rows than others
+        self._own_forms: list[Form] = []  # of what this rank has to send
         self._read_dtypes()
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
 
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        # What is made here may become part of an unsharded parameter, and be saved by autograd.
+        # Not inference tensors: they may become part of a parameter, which autograd saves.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
             inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
             source = self._plan([Form.of(each) for each in inputs]).pack(inputs)

@@ -32,7 +32,7 @@ from meshard._torch.dtensor import (
 )
 from meshard._torch.private import version_of, without_torch_function
 
-GradientHookMaker = Callable[[int], GradientHook]  # for the parameter with this index
+GradientHookMaker = Callable[[int], GradientHook]  # given the index of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class UnitParams(abc.ABC):
     params: Sequence[UnitParam]  # in the order of the module
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors; known once its root is sharded
-    # Shared by all units of a root, and set at the first use of one of them. Until then this is a
-    # placeholder: what optimizers call on it (hold tensors, free memory) does nothing.
+    # Shared by all units of a root, and set when one of them is first used. Until then it is a
+    # placeholder, of which optimizers call methods (hold tensors, free memory) that do nothing.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie, or would lie, in one buffer
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
@@ -92,11 +92,11 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def version_unless_replaced(self) -> int | None:
-        """Return ``version``, or None if ``take_replacements`` may have something to do."""
+        """Return ``version``; None if users may have replaced something."""
 
     @abc.abstractmethod
     def take_replacements(self) -> bool:
-        """Adopt what users have put in the place of ours; return whether to ``rebuild``."""
+        """Adopt tensors by which users have replaced ours. Return whether to call ``rebuild``."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
@@ -119,7 +119,7 @@ class UnitParams(abc.ABC):
 
 
 def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two plain tensors are the same memory, seen alike."""
+    """Whether two plain tensors are the same memory in the same shape, dtype and strides."""
     return (
         is_plain(one)
         and is_plain(other)
@@ -142,7 +142,7 @@ class ShardedUnitParams(UnitParams):
         return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
-        # This runs before each gather, so it is one loop without calls inside.
+        # Called before each gather. For speed it is one loop without calls of ours.
         version = 0
         with without_torch_function():
             for param, own in zip(self.params, self.locals, strict=True):
@@ -161,7 +161,7 @@ class ShardedUnitParams(UnitParams):
         for param, own in zip(self.params, self.locals, strict=True):
             replacements = param.replacements()
             if replacements:
-                # Owners of a tied parameter may hold different replacements: take the first.
+                # Owners of a tied parameter may hold different replacements. The first one counts.
                 new = self._as_shard(param, replacements[0], own)
                 keep_gradient_dtype(param.sharded, new)
                 for old in (param.sharded, *replacements):
@@ -170,7 +170,7 @@ class ShardedUnitParams(UnitParams):
                 param.sharded = new
                 replaced = True
             elif (local := local_of(param.sharded)) is not own:
-                if _is_alias(local, own):  # module.float() of what is float32 already
+                if _is_alias(local, own):  # as after module.float() of a float32 parameter
                     set_local(param.sharded, own)
                     tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
                 else:
@@ -227,7 +227,7 @@ class ShardedUnitParams(UnitParams):
         return copied
 
     def _check_not_meta(self, device: torch.device) -> None:
-        # If some parameters have values, to_empty on the root would drop these.
+        # If only some are on meta, to_empty on the root would drop the values of the others.
         which = "the module that holds it" if self.is_partly_meta else "the root module"
         for param in self.params:
             if local_of(param.sharded).is_meta:

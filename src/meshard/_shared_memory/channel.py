@@ -1,11 +1,11 @@
 """Messages between the ranks of one host.
 
-Every rank has a segment that the others map. It *publishes* a message: writes the data to its
-segment, then the number of the message. The others wait for that number, read the data in place,
-and *acknowledge* the message. Then the memory may be reused. All ranks of a group number their
-collectives alike, so a number identifies a collective. With each goes the *name* of what the rank
-does there, which the others compare with theirs. Every word is written by one rank only, so there
-are no locks.
+Every rank has a segment that the others map. To *publish* a message, it writes the data to its
+segment and then the number of the message. The others wait for that number, read the data in place,
+and *acknowledge* the message, after which the memory may be reused. All ranks of a group number
+their collectives alike, so a number identifies a collective. Each message has a *name*, which says
+what the sender does; receivers compare it with the name of what they do. Every word is written by
+one rank only, so there are no locks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from meshard._torch.private import timeout_of
 # Messages that may be in flight at once: the start of a segment has five words for each.
 _MESSAGES = 4096
 _TOKEN_WORD = 5 * _MESSAGES
-_TEXTS = 8 * (_TOKEN_WORD + 1)  # then the names, each once and with a zero at its end
+_TEXTS = 8 * (_TOKEN_WORD + 1)  # where the names begin, each followed by a zero byte
 _START = aligned(_TEXTS + 2**20)
 
 # Operation, unit, and name of the root.
 Name = tuple[str, str, str]
 
-_EAGER = 200  # polls before the thread sleeps: most messages are there, or come soon
-_NAPS = (5e-5, 5e-4)  # seconds: at first, and when it takes long
+_EAGER = 200  # polls before the thread sleeps, because most messages come soon
+_NAPS = (5e-5, 5e-4)  # seconds of a sleep: at first, and later
 _NAPS_PER_CHECK = 200
 _STEPS_TO_REMEMBER = 4
 _LARGE = 2**16  # bytes
-_SHORT = 2e-3  # seconds; bounded, because the other rank may be waiting for this one
+_SHORT = 2e-3  # seconds to wait for memory; not for ever, as the other rank may wait for this one
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +55,12 @@ class _Allocation:
 
     begin: int
     num_bytes: int
-    message: int = -1  # the last one that was published from it
-    watch: weakref.ref[Any] | None = None  # held for its callback; read by nobody
+    message: int = -1  # the last message that was published from it
+    watch: weakref.ref[Any] | None = None  # kept alive for its callback
 
 
 class _Process:
-    """Another process, by a descriptor that stays valid when its number is reused."""
+    """Another process, known by a descriptor: its number may be reused once it has ended."""
 
     def __init__(self, number: int) -> None:
         descriptor = os.pidfd_open(number)
@@ -92,14 +92,14 @@ class Channel:
         self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
         self._num_text_bytes = 0  # of this rank
         self._name_words: dict[Name, int] = {}
-        self._spoken: dict[int, str] = {}  # what they stand for
+        self._spoken: dict[int, str] = {}  # by such a word, the name as text
         # Seconds after which a wait gives up.
         self._patience = timeout_of(group, torch.device("cpu")).total_seconds()
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
         self._released_at = 0  # ``_next`` at the last release_cached_memory()
-        self._is_bare = False  # everything was released then
-        self._reach = 0  # end of the highest range used in this phase of the step
+        self._is_bare = False  # whether that release was tight
+        self._reach = 0  # the end of the highest range used in this phase of the step
         self._phase = StepPhase.FORWARD
         self._reached: dict[StepPhase, deque[int]] = {
             phase: deque(maxlen=_STEPS_TO_REMEMBER)
@@ -107,15 +107,15 @@ class Channel:
         }
         self._free = FirstFit(_START)
         self._allocations: dict[int, _Allocation] = {}  # of living tensors, by address
-        # Weak-reference callbacks append here at any moment; only _reclaim takes from it.
+        # Weak-reference callbacks append to it at any moment. Only _reclaim takes from it.
         self._freed: deque[_Allocation] = deque()
-        # The tensor is freed, but not all ranks have read the message.
+        # Allocations whose tensor is freed, but whose message not all ranks have read.
         self._unacknowledged: list[_Allocation] = []
 
     # --- memory ----------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``[numel]``, uninitialised, that can be published without a copy."""
+        """Return an uninitialised ``[numel]`` that can be published without a copy."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         self._reclaim()
@@ -142,7 +142,7 @@ class Channel:
         return tensor
 
     def allocate_rows(self, numel: int, dtype: torch.dtype) -> Rows:
-        """Return a block ``[1, numel]`` per rank, for ``publish_rows``; this rank's is ordinary."""
+        """Return a block ``[1, numel]`` per rank, for ``publish_rows``. This rank's is private."""
         count = len(self.others)
         rows = list(self.allocate(count * numel, dtype).view(count, 1, numel))
         rows.insert(self.rank, torch.empty(1, numel, dtype=dtype, device="cpu"))
@@ -158,9 +158,9 @@ class Channel:
     def release_cached_memory(self, phase: StepPhase, *, is_tight: bool = False) -> None:
         """Return the memory of free ranges to the OS, as ``phase`` begins.
 
-        Memory below the highest address that recent steps used stays, because the next step needs
-        it again: for a backward, which has the peak, that of recent backwards; for another phase,
-        that of all phases. With ``is_tight``, nothing stays.
+        Memory up to the highest address that recent steps used is kept, because the next step needs
+        it again. For a backward, which has the peak of a step, recent backwards count; for other
+        phases, all phases do. With ``is_tight``, nothing is kept.
         """
         is_new = self._released_at != self._next
         if is_new:
@@ -198,8 +198,8 @@ class Channel:
     def publish(self, tensor: torch.Tensor, name: Name, *, copy: bool = False) -> int:
         """Publish ``tensor`` to all other ranks; return the number of the message.
 
-        Memory from ``allocate`` is read in place: it must not be written to again, and is reused
-        only after all have acknowledged. Other memory is copied, and so is any with ``copy``.
+        Memory from ``allocate`` is read in place. It must not be written to again, and is reused
+        only after all ranks have acknowledged. Other memory is copied; with ``copy`` all is.
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
@@ -219,7 +219,7 @@ class Channel:
         slot = message % _MESSAGES
         if message >= _MESSAGES:
             if self._acknowledged[self.rank][slot] <= message - _MESSAGES:
-                raise RuntimeError(  # to go on would be a deadlock
+                raise RuntimeError(  # waiting for it would be a deadlock
                     f"a collective has not been waited for, and {_MESSAGES} have been started "
                     "since: wait for the handles of unshard(async_op=True), or set "
                     "MESHARD_SHARED_MEMORY=0."
@@ -232,11 +232,11 @@ class Channel:
         self._size[self.rank][slot] = len(parts) * numel * dtype.itemsize
         word = self._name_words.get(name)
         self._name[self.rank][slot] = self._make_word(name) if word is None else word
-        self._published[self.rank][slot] = message + 1  # last: it makes the rest visible
+        self._published[self.rank][slot] = message + 1  # last, as others read the rest after it
         return message
 
     def _make_word(self, name: Name) -> int:
-        """Write the text of ``name`` for the other ranks; return where it is, and its checksum."""
+        """Write the text of ``name`` for other ranks. Return a word with its place and checksum."""
         op, unit, root = name
         begin, texts = self._num_text_bytes, self._texts[self.rank]
         spoken = f"{op} of unit {unit!r} ({root})"
@@ -248,10 +248,10 @@ class Channel:
         return word
 
     def _check_names(self, message: int, other: int) -> None:
-        """Raise unless rank ``other`` does in ``message`` what this rank does."""
+        """Raise unless rank ``other`` has given ``message`` the name that this rank has."""
         ranks, slot = sorted((self.rank, other)), message % _MESSAGES
         if len({self._name[rank][slot] % 2**32 for rank in ranks}) == 1:
-            return  # the same name, whose text is at another place
+            return  # the checksums are the same, though the texts are at other places
         lines = [f"  rank {rank} of the group: {self._text_of(rank, slot)}" for rank in ranks]
         raise RuntimeError(
             f"the ranks have issued different collectives (message {message} of the group):\n"
@@ -289,7 +289,7 @@ class Channel:
                 f"{count * num_bytes}; the unit must have parameters of the same shapes and "
                 "dtypes, and the same policies, on all ranks."
             )
-        # A rank does not publish its own row.
+        # The rows of ``other`` lack its own.
         row = self.rank - (self.rank > other) if is_row else 0
         begin = self._position[other][slot] + row * num_bytes
         return self._segments[other].view(begin, numel, dtype)
@@ -304,7 +304,7 @@ class Channel:
         return rows
 
     def acknowledge(self, message: int) -> None:
-        """Declare that this rank reads ``message`` no more; allowed before it is published."""
+        """Tell that this rank reads ``message`` no more. It need not be published yet."""
         self._acknowledged[self.rank][message % _MESSAGES] = message + 1
 
     # --- waiting ---------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Channel:
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                # In this order: it may have done so and then ended.
+                # In this order, as the rank may have written the word and then ended.
                 if self._processes[other].has_ended and own[slot] <= message:
                     raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
                 seconds = time.monotonic() - start
@@ -357,7 +357,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     """
     own, token, cpu = None, secrets.randbits(62), torch.device("cpu")
     if not WHY_UNSUPPORTED and is_wanted:
-        with contextlib.suppress(OSError):  # forbidden, or too many open files
+        with contextlib.suppress(OSError):  # it is forbidden, or too many files are open
             own = Segment.create(_START)
             own.words(8 * _TOKEN_WORD, 1)[0] = token
     introduction = [os.getpid(), -1 if own is None else own.descriptor, token]
@@ -373,7 +373,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     if len(segments) == group.size():
         with contextlib.suppress(OSError):
             channel = Channel(segments, processes, group)
-    # All or none: a rank that alone reached the others would wait for them for ever.
+    # All ranks or none: one that opened a channel alone would wait for the others for ever.
     is_open = exchange_numbers([int(channel is not None)], group, cpu)
     return channel if all(own for (own,) in is_open) else None
 

@@ -2,9 +2,9 @@
 
 A gather copies the shards of the other ranks from their memory into unsharded parameters, and a
 reduce-scatter adds the rows of the other ranks from where they were packed. Nothing goes through a
-socket, and no second thread takes time from compute. The numbers are those of ``WorkCommunicator``,
-bit for bit, which does the rest: groups across hosts, and all-reduces of more than two ranks, which
-gloo adds in an order of its own.
+socket, and no second thread takes time from compute. Results are, bit for bit, those of
+``WorkCommunicator``. That one serves groups across hosts, and all-reduces of more than two ranks,
+because gloo adds those in an order of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VARIABLE = "MESHARD_SHARED_MEMORY"
 class _Receiving:
     """A collective in which this rank reads one message of every other rank.
 
-    ``read`` must not refer to this object, which acknowledges the message when it is dropped.
+    ``read`` must not refer to this object: it acknowledges the message when it is freed, at once.
     """
 
     def __init__(self, channel: Channel, message: int, read: Callable[[], object]) -> None:
@@ -58,11 +58,11 @@ class _Receiving:
             self._read = None
             self._channel.acknowledge(self._message)
 
-    abandon = release  # without a wait: only this rank writes to its memory
+    abandon = release  # it need not wait, because no other rank writes to this rank's memory
 
     def __del__(self) -> None:
-        # Dropped unfinished, for example with the model: the other ranks need not wait for this
-        # one. A forked process has a copy of this object but is not the rank.
+        # If it was dropped unfinished, as with the model, the other ranks need not wait for this
+        # one. A forked process has a copy of this object, and must not acknowledge for the rank.
         if self._channel.process == os.getpid():
             self.release()
 
@@ -76,21 +76,21 @@ class _Views(_Receiving):
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
-    # Not dist.get_backend: "undefined" for a group that was made without the name of a backend.
+    # Not dist.get_backend, which is "undefined" for a group that was made without naming one.
     return group.size() > 1 and backend_name(group, torch.device("cpu")) == "gloo"
 
 
 class SharedMemoryCommunicator(WorkCommunicator):
     """Collectives between ranks that reach one another's memory; by sockets where they do not.
 
-    Each group finds out at its first collective. ``MESHARD_SHARED_MEMORY=0`` on one rank, when the
-    communicator is made, keeps its groups to sockets.
+    The ranks of a group find out at its first collective. If one of them had
+    ``MESHARD_SHARED_MEMORY=0`` when its communicator was made, the group uses sockets.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_wanted = os.environ.get(_VARIABLE, "1") != "0"
-        # None where ranks do not reach one another's memory. Variants of a communicator share them.
+        # By group; None if its ranks do not reach one another's memory. Variants share the dict.
         self._channels: dict[dist.ProcessGroup, Channel | None] = {}
 
     def _channel(self, group: dist.ProcessGroup) -> Channel | None:
@@ -107,9 +107,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
         """Return the channel of ``group`` for memory of a collective that is still to come.
 
-        None if the user's collectives run instead. Where collectives are checked, none is opened
-        here: ranks that differ would open channels of different models with one another, and the
-        check comes only with the collective.
+        None if the user's collectives run instead. If collectives are checked, no channel is opened
+        here, because the check comes later, with the collective: ranks that differ would open one
+        channel for collectives of different models.
         """
         if self._custom is not None:
             return None
@@ -199,7 +199,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
         channel = self._channel(group) if group.size() == 2 else None
         if channel is None:
             return super()._start_all_reduce(buffer, group, label)
-        # A copy: the sum must not overwrite what the other rank reads.
+        # A copy is published, because the sum would overwrite what the other rank reads.
         name = self._name("all_reduce", label, group)
         message, other = channel.publish(buffer, name, copy=True), 1 - channel.rank
 

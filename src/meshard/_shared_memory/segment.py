@@ -1,9 +1,9 @@
 """Anonymous shared memory of one process.
 
 A segment is an anonymous file in memory, which other processes open through the process id and the
-descriptor of its owner. It has no name, so a process that dies leaves nothing behind. Only touched
-pages take memory, and the size of ``/dev/shm`` does not limit it. Only the owner of the process may
-open it, and nobody can shrink it under those who read it.
+descriptor of its owner. It has no name, so a process that dies leaves nothing behind. Only pages
+that were touched take memory, and the size of ``/dev/shm`` is no limit. Only processes of the same
+user can open it. It is sealed against shrinking, which would crash processes that read it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if sys.platform == "linux":
 ALIGNMENT = 64  # bytes: a cache line
 _STEP = 2**24  # bytes by which a file grows at least; only what is touched is memory
 
-# Why ranks cannot share memory on this machine; empty if they can. The data of a message must be
-# visible before its number. x86-64 shows the stores of a processor to others in their order; other
-# processors need fences, which Python does not have, so there all ranks send through gloo.
+# Why ranks cannot share memory on this machine; empty if they can. Other processes must see the
+# data of a message before its number. On x86-64 they see the stores of a processor in order. Other
+# processors need fences, which Python lacks, so there all ranks send through gloo.
 WHY_UNSUPPORTED = ""
 if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
     WHY_UNSUPPORTED = "this system has no memfd_create or no pidfd_open (Linux has them)"
@@ -45,9 +45,9 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 class Segment:
-    """An anonymous file in memory that several processes map. Closes its ``descriptor``.
+    """An anonymous file in memory that several processes map.
 
-    ``num_bytes``: it is new and gets this size.
+    It closes ``descriptor`` when it is freed. ``num_bytes``: the file is new and gets this size.
     """
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
@@ -66,7 +66,7 @@ class Segment:
 
     @classmethod
     def open(cls, process: int, descriptor: int) -> Segment:
-        """Map a segment of another process. OSError: it is not on this host, or is forbidden."""
+        """Map a segment of another process. Raises an OSError if that is not on this host."""
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
@@ -75,7 +75,7 @@ class Segment:
             self._reach(num_bytes, grow_to=max(num_bytes, 2 * len(self._map)))
 
     def _reach(self, end: int, *, grow_to: int = 0) -> None:
-        """Map what was added since; views of the old map keep that alive."""
+        """Map the file up to ``end``. Views of the old map keep the old map alive."""
         if end <= len(self._map):
             return
         try:
@@ -83,7 +83,7 @@ class Segment:
                 os.ftruncate(self.descriptor, grow_to)
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         except OSError as error:
-            # Sockets would do, but the other ranks wait for this message where it cannot be.
+            # No fallback to sockets: the other ranks wait for this message in shared memory.
             raise RuntimeError(
                 f"shared memory of {end} bytes between ranks could not be "
                 f"{'allocated' if grow_to else 'mapped'} ({error.strerror}): raise the limit of "
@@ -102,7 +102,7 @@ class Segment:
         return self.memory(offset, offset + 8 * count).cast("q")
 
     def memory(self, begin: int, end: int) -> memoryview:
-        """Return a range as it is now; it stays mapped when the segment grows."""
+        """Return a range of the present map, which stays mapped when the segment grows."""
         return memoryview(self._map)[begin:end]
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -30,8 +30,8 @@ def make_dtensor(
     key = (id(mesh), placements, shape, local.dtype)
     spec = _specs.get(key)
     if spec is None:
-        # from_local moves tensors to the device of the mesh, but a shard may live on the host; meta
-        # tensors it does not move.
+        # A shard may live on the host, and from_local would move it to the device of the mesh. It
+        # does not move meta tensors.
         meta = DTensor.from_local(
             torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
             mesh,
@@ -44,11 +44,12 @@ def make_dtensor(
     return _made_over(local, spec)
 
 
-# The specs of DTensors that are alive. A spec keeps its mesh alive, so no other mesh can get its id
-# meanwhile. Equal meshes do not share a spec, because their process groups may differ.
+# The specs of DTensors that are alive. The keys have the id of a mesh, because equal meshes may
+# have different process groups. A spec keeps its mesh alive, so no other mesh gets that id
+# meanwhile.
 _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-# A spec that dies later would hash its key, and a _StridedShard cannot be hashed while the
-# interpreter takes its modules apart.
+# Emptied at exit: a spec that is freed later would hash its key, and a _StridedShard cannot be
+# hashed while the interpreter clears its modules.
 atexit.register(_specs.clear)
 
 
@@ -59,7 +60,7 @@ def as_parameter(made: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return cast("nn.Parameter", made)
 
 
-# The local tensor object itself, without a copy and without autograd; a call of it runs in C.
+# Returns the local tensor object itself, without a copy and without autograd. It runs in C.
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
@@ -95,14 +96,14 @@ def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     The DTensor stays the same object, with its hooks, gradient and version.
     """
     if local.device != tensor.device:
-        # Sets the device that the DTensor reports.
+        # This sets the device that the DTensor reports.
         tensor.data = _made_over(local, tensor._spec)  # type: ignore[attr-defined]  # private
     set_local(tensor, local)
 
 
 def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
-    # Made over a tensor without a storage offset: see wrap_like. Otherwise over ``local`` itself,
-    # because a tensor subclass may not implement new_empty.
+    # The DTensor must be made over a tensor without a storage offset: see wrap_like. If ``local``
+    # has none it is taken itself, because tensor subclasses may not implement new_empty.
     over = local.new_empty(0) if local.storage_offset() else local
     made = DTensor(over, spec, requires_grad=False)
     made._local_tensor = local
@@ -112,13 +113,14 @@ def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     """Return ``local`` as a DTensor with the mesh, placements and shape of ``tensor``.
 
-    The wrapper takes the storage offset of the tensor it is made over, and torch can neither pickle
-    nor copy one with an offset. So it is made over the local tensor of ``tensor``, which has none.
+    A DTensor has the storage offset of the tensor that it is made over, and torch can neither
+    pickle nor copy one with an offset. So it is made over the local tensor of ``tensor``, which has
+    none, and gets ``local`` afterwards.
     """
-    if local.dtype != local_of(tensor).dtype:  # the wrapper has the dtype that it is made over
+    if local.dtype != local_of(tensor).dtype:  # it also has the dtype of what it is made over
         return place_like(tensor, local)
     spec = tensor._spec  # type: ignore[attr-defined]  # private
-    # Not DTensor(): __init__ does nothing, behind three wrappers that cost as much as the rest.
+    # Not DTensor(), whose __init__ does nothing but has three wrappers that double the time.
     made = DTensor.__new__(DTensor, local_of(tensor), spec, requires_grad=False)
     made._local_tensor = local
     return made
@@ -131,7 +133,7 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     memo[id(spec.mesh)] = spec.mesh
     if gradient_dtype(tensor) is tensor.dtype:
         return copy.deepcopy(tensor, memo)
-    # torch drops grad_dtype, and then refuses the gradient of another dtype.
+    # deepcopy of torch drops grad_dtype, and then refuses the gradient because of its dtype.
     gradient, tensor.grad = tensor.grad, None
     try:
         copied = copy.deepcopy(tensor, memo)
@@ -174,18 +176,18 @@ class ScalarReads(threading.local):
     """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read what all ranks have.
 
     torch reads this rank's part of a sum or of a norm
-    (https://github.com/pytorch/pytorch/issues/166638), so that each rank would step by another
-    number. A read is **collective** while every rank runs the same step of an optimizer, and not
-    for a rank that prints a number. torch calls no hook after a step that has raised, so a read
-    looks whether the step that was begun is still on the stack.
+    (https://github.com/pytorch/pytorch/issues/166638), so that an optimizer would step by another
+    number on each rank. So reads are **collective** while all ranks run the same step of an
+    optimizer. Outside of it they are not, because one rank alone may print a number. torch calls no
+    hook after a step that has raised, so a read checks that the step is still on the stack.
     """
 
-    # How many nested steps were running when the outermost one of meshard began; 0: none has.
+    # How many nested steps were running when ``begin_step`` was called; 0: it was not.
     _depth = 0
     _num_inside = 0
 
     def begin_step(self) -> None:
-        """Make reads collective until the present step of an optimizer ends, in whatever way."""
+        """Make reads collective until the present step of an optimizer returns or raises."""
         _register_read()
         self._depth = self._depth or num_running_steps()
 

@@ -50,12 +50,12 @@ def unpatch_zero_grad() -> None:
 
 
 def hold_pending(holder: object) -> None:
-    """Note that ``holder`` has pending gradients, or may have."""
+    """Record that ``holder`` has, or may have, pending gradients."""
     _holders.add(holder)
 
 
 def release_pending(holder: object) -> None:
-    """Note that ``holder`` has no pending gradients any more."""
+    """Record that ``holder`` has no pending gradients any more."""
     _holders.discard(holder)
 
 
@@ -67,8 +67,8 @@ def params_in(optimizer: Optimizer) -> list[torch.Tensor]:
 def patch_new_optimizers() -> None:
     """Replace the ``zero_grad`` of each class of optimizers that has one of its own.
 
-    Such a method need not clear at every call: that of accelerate does nothing within a window.
-    Called at the beginning of each backward, after which gradients may be pending.
+    Such a method may not clear at every call: that of accelerate does nothing within a window. This
+    is called at the beginning of each backward, after which gradients may be pending.
     """
     if not _replaced:
         return  # unpatch_zero_grad was called
@@ -87,7 +87,7 @@ def _replace(
     @skip_dynamo
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = own.__get__(self)  # a function, or a partialmethod
+        call = own.__get__(self)  # binds a function as well as a partialmethod
         if not _holders or _clear is None or _finish_copies is None:
             return call(*args, **kwargs)
         params = list(params_of(self))
@@ -107,7 +107,7 @@ def _replace(
 
 
 class _Witness:
-    """A parameter whose ``.grad`` tells whether a ``zero_grad`` of unknown code has cleared it."""
+    """A parameter whose ``.grad`` shows whether a ``zero_grad`` that may do nothing has cleared."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._param = min(params, key=_local_numel, default=None)
@@ -120,7 +120,7 @@ class _Witness:
         self._versions = _versions(self._grad)
 
     def was_cleared(self) -> bool:
-        """Return whether it was, and take the gradient away that was lent for this."""
+        """Return whether it was. Removes the gradient that it was lent, if it had none."""
         if self._param is None:
             return False
         is_same = self._param.grad is self._grad
@@ -134,7 +134,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _versions(tensor: Any) -> tuple[int, int]:
-    return tensor._version, _local(tensor)._version  # an operation on a DTensor counts up its own
+    return tensor._version, _local(tensor)._version  # operations on a DTensor raise the first
 
 
 def _local_numel(tensor: torch.Tensor) -> int:

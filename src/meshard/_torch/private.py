@@ -1,7 +1,8 @@
 """Private names of torch, and names that differ between its supported versions.
 
-``import meshard`` needs no private name. Where one is gone there is a slower way, or its first use
-raises an AttributeError that names it. ``tests/torch/test_missing_names.py`` takes each away.
+``import meshard`` works without any private name. If one is gone, either a slower way is taken, or
+its first use raises an AttributeError that names it. ``tests/torch/test_missing_names.py`` removes
+each name and checks that.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     """Make ``torch.compile`` run ``function``, and what it calls, uncompiled.
 
     Dynamo inspects every frame that Python is about to run, also those of hooks around a compiled
-    module. The mark on the code makes it skip this frame and all below; the attribute ends a graph
-    where a trace would call the function. Calls cost nothing, where the public
-    ``torch.compiler.disable`` adds a wrapper of 0.9 us.
+    module. The mark on the code object makes it skip the frame and all below. The attribute makes
+    it end a graph where a trace would call the function. Unlike the public
+    ``torch.compiler.disable``, which adds a wrapper of 0.9 us, this costs nothing per call.
     """
     if not _CAN_MARK_CODE:
         disabled: Function = torch.compiler.disable(function, recursive=recursive)
@@ -89,7 +90,7 @@ skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
 def before_compiling(function: Callable[[Any], None]) -> None:
     """Call ``function`` from now on before ``torch.compile`` looks at the tensors of a frame.
 
-    To be repeated: ``torch._dynamo.reset()`` forgets it.
+    It must be called again after ``torch._dynamo.reset()``, which forgets it.
     """
     handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
     if handler is not None and function not in handler.start_callbacks:
@@ -121,8 +122,8 @@ def running_node() -> int:
 def accumulates_any(params: Iterable[torch.Tensor]) -> bool:
     """Whether the present graph task adds to the ``.grad`` of any leaf in ``params``.
 
-    True if that cannot be excluded: a run of ``torch.autograd.grad``, or one with ``inputs``, is
-    recognised by a node that it reaches and leaves out.
+    True also if that cannot be excluded. A run of ``torch.autograd.grad``, or a backward with
+    ``inputs``, is recognised by a node that is in its graph and that it does not execute.
     """
     with torch.enable_grad():
         for param in params:
@@ -139,7 +140,7 @@ def _runs(node: Any) -> bool:
 
 
 def _leaves_out_any(start: Any) -> bool:
-    """Whether the present graph task does not execute some node behind ``start``."""
+    """Whether the present graph task leaves out some node that ``start`` leads to."""
     seen, stack = {start}, [start]
     while stack:
         for node, _ in stack.pop().next_functions:
@@ -156,24 +157,24 @@ _run_backward = _find("torch.autograd.graph._engine_run_backward")
 
 
 class BackwardCall:
-    """The call that runs a backward, in whichever thread the user has made it.
+    """The call of the user, in any thread, that runs the present backward.
 
-    Made inside the backward. If that raises, autograd's thread of a device may drop its callbacks
-    only after the call has returned; the stack of the thread that called tells at once.
+    It is made inside the backward. If the backward raises, autograd's thread of a device may drop
+    callbacks only after the call has returned. The stack of the thread that called tells earlier.
     """
 
     def __init__(self) -> None:
         found = _innermost_backward(sys._getframe())
         self._frames = {} if found is None else {threading.get_ident(): found}
         if found is None:
-            # A thread of autograd works for a call in another thread. Which one is not known, so
-            # the calls of all threads are taken.
+            # This is a thread of autograd, which works for a call in some other thread. It is not
+            # known which, so the backward calls of all other threads are taken.
             for thread, frame in _other_threads().items():
                 if (found := _innermost_backward(frame)) is not None:
                     self._frames[thread] = found
 
     def has_returned(self) -> bool:
-        """Whether it has returned, or raised. False where it was made by something unknown."""
+        """Whether it has returned or raised. False if no call was found."""
         own, others = threading.get_ident(), _other_threads()
         return bool(self._frames) and not any(
             _is_on_stack(frame, sys._getframe() if thread == own else others.get(thread))
@@ -184,7 +185,7 @@ class BackwardCall:
 def _other_threads() -> dict[int, FrameType]:
     """Return the innermost frames of the other threads.
 
-    A frame that has itself in a variable would be a cycle, so the own one is left out.
+    Without the frame of this thread, which would be in a cycle with its own variables.
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
@@ -273,12 +274,12 @@ _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambd
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
 _suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-# Transforms inside of which no backward runs: if there is one, it is that of the loss, later.
+# Transforms inside of which no backward runs. What they return may get a backward later.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
 _suspend_modes = _or_error("torch.utils._python_dispatch._disable_current_modes")
-_SELECTIVE = tuple(  # those modes of selective checkpoints, forward and recomputing, that torch has
+_SELECTIVE = tuple(  # the modes of selective checkpoints (forward, recomputation) that torch has
     mode
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if (mode := _find(f"torch.utils.checkpoint.{name}")) is not None
@@ -288,7 +289,7 @@ _SELECTIVE = tuple(  # those modes of selective checkpoints, forward and recompu
 def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """Return what ``tensor`` is outside of all ``torch.vmap`` and ``torch.func.jvp``.
 
-    There autograd sees its hooks.
+    Autograd calls the hooks of that tensor.
     """
     while _is_wrapped(tensor):
         tensor = _inside_of(tensor)
@@ -301,11 +302,11 @@ def is_in_transform() -> bool:
 
 
 def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Call ``function`` outside of what must not see operations of the engine.
+    """Call ``function`` outside of modes that must not see operations of the engine.
 
     That is ``torch.vmap`` and ``torch.func.jvp``, outside of which tensors have memory, and
     selective checkpoints, which count operations and expect the same ones when they recompute.
-    Inside another transform it is only called.
+    Inside any other transform nothing is suspended.
     """
     if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
         with _suspend_modes():
@@ -318,7 +319,7 @@ def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) ->
 
 
 def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the forward derivatives of ``tensors``, of those that have one."""
+    """Return the forward derivatives of those ``tensors`` that have one."""
     if getattr(forward_ad, "_current_level", 0) < 0:
         return []
     duals = map(forward_ad.unpack_dual, tensors)
@@ -339,9 +340,9 @@ def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
 
 
-# A context without the look-up of ``__torch_function__`` at each attribute of a DTensor, which
-# takes twice as long as the attribute itself (DTensor's does nothing). For loops over many tensors
-# that call no code of users.
+# A context in which torch does not look up ``__torch_function__`` for each attribute of a DTensor.
+# The look-up takes twice as long as reading the attribute, and DTensor's does nothing. For loops
+# over many tensors that call no code of users.
 without_torch_function: Callable[[], AbstractContextManager[None]] = (
     _find("torch._C.DisableTorchFunctionSubclass") or contextlib.nullcontext
 )
@@ -349,19 +350,20 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = (
 foreach_copy_ = _or_error("torch._foreach_copy_")
 # ``tensor.mul_(factor)`` for each, in a fifth of the time that single calls take.
 foreach_mul_ = _or_error("torch._foreach_mul_")
-# ``[num_chunks, -1]`` of each tensor, all side by side. Sizes of dim 0 are multiples of num_chunks.
+# Views each tensor as ``[num_chunks, -1]`` and concatenates these along dim 1. The size of dim 0
+# must be a multiple of num_chunks.
 chunk_cat = _or_error("torch._chunk_cat")
 # Multiplies plain tensors by ``inv_scale``, and sets ``found_inf`` to 1 if one was not finite.
 unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
 
 # --- optimizers ----------------------------------------------------------------------------
 
-# Runs around every optimizer's step, from the first of its hooks to the last.
+# The code of torch's wrapper around every optimizer's step, which also calls the hooks.
 _step_code = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def num_running_steps() -> int:
-    """Return how many steps of optimizers, one inside another, this thread is running."""
+    """Return how many steps of optimizers this thread is running, one inside the other."""
     frames = traceback.walk_stack(sys._getframe())
     return sum(_is_frame_of(frame, _step_code) for frame, _ in frames)
 
@@ -385,12 +387,12 @@ tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 
 # --- torch's fully_shard -------------------------------------------------------------------
 
-# Not _find: the package has a function of the name of this module.
+# Not _find: in the package, the name of this module stands for a function.
 _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
 
 
-# torch's own function, also after ``patch_torch``. Pipeline stages call its ``state(module)``.
+# torch's own function, also if ``patch_torch`` was called. Pipelines call its ``state(module)``.
 _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
 # The key in a module's ``__dict__`` under which ``state_of`` looks.
@@ -410,17 +412,17 @@ def register_as_sharded(module: nn.Module, state: object) -> None:
 # --- meshes and placements -----------------------------------------------------------------
 
 
-# A mesh with the axes, and the process groups, of all parts (a list) of one mesh. A public
-# DeviceMesh over the same ranks would make new process groups.
+# Given a list of parts of one mesh, returns the mesh with the axes and process groups of all parts.
+# A public DeviceMesh over the same ranks would make new process groups.
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._concatenate"
 )
-# A mesh with all axes of a mesh as one; torch remembers it and its process group.
+# Returns a mesh whose only axis is all axes of a mesh. torch keeps it, and its process group.
 flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._flatten"
 )
-# ``(dim, split_factor=)``: a shard of a dim that was sharded so many times before. torch's own
-# fully_shard puts it on parameters, and checkpoints know it.
+# ``strided_shard(dim, split_factor=n)``: shards a dim that axes further right cut n-fold before.
+# torch's own fully_shard uses it for parameters, and torch's checkpoints know it.
 strided_shard: Callable[..., Placement] = _or_error(
     "torch.distributed.tensor.placement_types._StridedShard"
 )

@@ -15,7 +15,7 @@ _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
 _HELPERS = (
     contextlib.__file__,
-)  # its frames lie between a context manager of ours and the user's ``with``
+)  # frames between a context manager of ours and the ``with`` of the user
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

@@ -166,7 +166,7 @@ def _verify(parsed: Any) -> int:
         try:
             num_bytes = checkpointer.manifest(step).num_bytes
         except CheckpointError:
-            num_bytes = 0  # verify says what is wrong
+            num_bytes = 0  # the command ``verify`` tells what is wrong
         with _progress(f"step {step}", num_bytes) as progress:
             damages = checkpointer.verify(step, progress=progress)
         for damage in damages:
@@ -191,7 +191,7 @@ def _export(parsed: Any) -> int:
     checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
     found = checkpointer.manifest(parsed.step)
     prefix = f"{parsed.part}."
-    others = names_in(found.parts.get(parsed.part, {}).get("tree"))  # extra state, say
+    others = names_in(found.parts.get(parsed.part, {}).get("tree"))  # as extra state
     entries = {
         name.removeprefix(prefix): entry
         for name, entry in found.tensors.items()
@@ -207,7 +207,7 @@ def _export(parsed: Any) -> int:
             reader.expect(each.blob.span for name in names for each in entries[name].chunks)
             tensors = {name: _read(reader, entries[name], progress) for name in names}
             _save_file(tensors, out / file, metadata={"format": "pt"})
-    if len(files) > 1:  # last: without it a reader sees that files are missing
+    if len(files) > 1:  # written last: a reader that finds no index knows that files are missing
         index = {
             "metadata": {"total_size": sum(map(_num_bytes, entries.values()))},
             "weight_map": {name: file for file, names in files.items() for name in names},

@@ -30,7 +30,7 @@ class SaveHandle:
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._error: BaseException | None = None
-        # No daemon: a normal end of the process waits for it.
+        # Not a daemon, so that a normal end of the process waits for it.
         self._thread = threading.Thread(target=self._run, args=(run,), name="meshard.checkpoint")
         self._thread.start()
 
@@ -39,7 +39,7 @@ class SaveHandle:
             run()
         except BaseException as error:
             self._error = error
-            # The process may end without a call that raises it.
+            # Printed too, because the process may end before a call raises it.
             print(f"meshard: a checkpoint was not saved: {error}", file=sys.stderr, flush=True)
 
     def done(self) -> bool:
@@ -101,11 +101,11 @@ class Checkpointer:
         self._storage: Storage = storage_at(folder)
         self._keep, self._keep_every = keep, keep_every
         self._process_group = process_group
-        self._saver: Saver | None = None  # made by the first save or load, which is collective
-        self._world: object = None  # the default group then
+        self._saver: Saver | None = None  # made by the first save or load: that is collective
+        self._world: object = None  # the default group when ``_saver`` was made
         self._staging = Staging()
         self._running: SaveHandle | None = None
-        self._removal: threading.Thread | None = None  # of old checkpoints
+        self._removal: threading.Thread | None = None  # removes old checkpoints
 
     # --- save ------------------------------------------------------------------------------
 
@@ -150,21 +150,21 @@ class Checkpointer:
         agreed = saver.agree(job)
         try:
             job.sources = self._staging.copy(job.sources)
-        except Exception as error:  # no host memory; the other ranks must know
+        except Exception as error:  # such as a lack of host memory; other ranks must know
             job.problem = f"rank {saver.ranks.rank}: {error}"
         self._running = SaveHandle(lambda: saver.write(job, agreed, lambda: self._tidy(step)))
         return self._running
 
     def _tidy(self, step: int) -> None:
-        """Begin to remove old checkpoints, once the new one is committed. The first rank does."""
+        """Begin to remove old checkpoints. The first rank calls it after each commit."""
         try:
             newest = self.latest_step()
             doomed = self._withdraw(step)
-        except Exception as error:  # the checkpoint is committed all the same
+        except Exception as error:  # not raised, because the checkpoint is committed
             self._warn_of(error)
             return
         if doomed:
-            # It takes the file system long to free what is large, and nobody needs to wait for it.
+            # In a thread, because a file system takes long to free large files.
             self._removal = threading.Thread(target=self._remove, args=(doomed,))
             self._removal.start()
         if newest is not None and newest > step:
@@ -197,7 +197,7 @@ class Checkpointer:
 
     def _collective(self) -> Saver:
         world = dist.group.WORLD if dist.is_initialized() else None
-        if self._saver is None or self._world is not world:  # a group was made since the last call
+        if self._saver is None or self._world is not world:  # the group is another one now
             self._saver = Saver(self._storage, Ranks.of(self._process_group))
             self._world = world
         return self._saver
@@ -205,7 +205,7 @@ class Checkpointer:
     def _job(
         self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
     ) -> Job:
-        """Return what this rank is to write, or a job that says why not: other ranks must know."""
+        """Return what this rank is to write. If that fails, the job tells the other ranks why."""
         try:
             parts.check_names(extra)
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -226,9 +226,10 @@ class Checkpointer:
         return sorted(superfluous)
 
     def _withdraw(self, just_saved: int | None) -> list[StepFolder]:
-        """Make checkpoints that are not to be kept none, and return their folders.
+        """Remove the manifests of checkpoints that are not to be kept; return their folders.
 
-        Their manifests go. So what is left of a removal that is killed does not count.
+        A folder without a manifest is no checkpoint. So if the removal is killed, what is left of a
+        folder does not count as one.
         """
         found = manifest.finished(self._storage)
         newest = {each.step: each for each in found}

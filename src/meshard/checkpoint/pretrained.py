@@ -57,7 +57,7 @@ from meshard.checkpoint.weights_layout import (
 )
 from meshard.checkpoint.weights_meta import computed_buffers, leave_meta_device
 
-_ASIDE = ".beside.saving"  # a folder for small files, until they are renamed
+_ASIDE = ".beside.saving"  # where small files are until they are renamed
 _BATCH_BYTES = 64 * 2**20  # unsharded bytes that a writer holds at a time
 
 # --- save_pretrained -------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _agreed(agreement: Agreement, what: str) -> Iterator[None]:
 
 
 def _without_ties(weights: list[Weight]) -> list[Weight]:
-    """Return one weight for each tensor: the first."""
+    """Return the first weight of each tensor; tied parameters have several."""
     first: dict[int, Weight] = {}
     for weight in weights:
         first.setdefault(id(weight.tensor), weight)
@@ -163,8 +163,8 @@ class _Save:
     ) -> None:
         self._folder, self._files, self._ranks = folder, files, ranks
         self._agreement = agreement
-        self._unfinished: list[Path] = []  # what this rank has written and not renamed
-        self._aside: Path | None = None  # a folder of what the first rank renames too
+        self._unfinished: list[Path] = []  # what this rank has written and not renamed yet
+        self._aside: Path | None = None  # the folder of small files, which the first rank renames
 
     def __enter__(self) -> None:
         with self._agree():
@@ -221,7 +221,7 @@ class _Save:
     def _gather_each(
         self, pairs: list[tuple[int, list[Weight]]], dtype: torch.dtype | None
     ) -> list[Unsharded]:
-        """Send each batch to its writer, and return how to make what this rank got, in order."""
+        """Send each batch to its writer; return functions that make what this rank got."""
         mine: list[Unsharded] = []
         for writer, batch in pairs:
             packed: list[Packed] = []
@@ -234,7 +234,7 @@ class _Save:
         return mine
 
     def commit(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Rename all files, the one by which readers begin last. **Collective.**"""
+        """Rename all files, last the one that readers open first. **Collective.**"""
         is_first = own_rank() == self._ranks[0]
         beside: list[Path] = []
         with self._agree():
@@ -255,7 +255,7 @@ class _Save:
                 )
 
     def _write_beside(self, module: nn.Module, dtype: torch.dtype | None) -> list[Path]:
-        """Write the configurations, and the index if there is one, and return where."""
+        """Write the configurations and the index, if there are any, to a folder; return that."""
         aside = self._folder / _ASIDE
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
@@ -271,13 +271,13 @@ class _Save:
         folder, names = self._folder, {file.name for file in self._files}
         numbered = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)]
         former = [path for path in (folder / INDEX, *numbered) if path.exists()]
-        if names != {SINGLE} or beside or former:  # a single file alone replaces another at once
-            # First what readers prefer. Some read every file that they find.
+        if names != {SINGLE} or beside or former:  # otherwise one file replaces another, at once
+            # Removes former files, first those that readers prefer. Some read any file they find.
             for path in (folder / SINGLE, *former):
                 path.unlink(missing_ok=True)
         pairs = [(folder / file.unfinished, folder / file.name) for file in self._files]
         others = [(path, folder / path.name) for path in beside]
-        # Last is that by which readers begin: the single file, or the index.
+        # Last comes the file that readers open first: the single one, or the index.
         ordered = [*others, *pairs] if names == {SINGLE} else [*pairs, *others]
         for unfinished, finished in ordered[:-1]:
             os.replace(unfinished, finished)
@@ -285,12 +285,12 @@ class _Save:
         os.replace(*ordered[-1])
         sync_folder(folder)
         for path in folder.iterdir():
-            if UNFINISHED.fullmatch(path.name):  # of a save that was killed
+            if UNFINISHED.fullmatch(path.name):  # left by a save that was killed
                 path.unlink()
 
 
 def _present(output: IO[bytes] | None) -> IO[bytes]:
-    assert output is not None  # only writers get tensors
+    assert output is not None  # only ranks that write get tensors
     return output
 
 

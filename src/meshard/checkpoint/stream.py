@@ -107,7 +107,7 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     def __init__(
         self, module: nn.Module, rank0_only: bool, dtype: torch.dtype | None, max_bytes: int
     ) -> None:
-        self._is_over = True  # until everything is checked: see __del__
+        self._is_over = True  # so that __del__ does nothing if a check below raises
         weights = weights_of(module, _CALLER)
         check_have_values(weights, _CALLER)
         meshes = meshes_of(module, weights)
@@ -115,14 +115,14 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         ranks = ranks_of_meshes(meshes)
         if rank0_only:
             self._agreement.check_copies(weights, len(ranks))
-        first = ranks[0] if meshes else 0  # a plain module may be on all ranks of the job
+        first = ranks[0] if meshes else 0  # without a mesh, all ranks may hold the module
         self._target = first if rank0_only else None
         self._dtype = dtype
         self._num_weights = len(weights)
         self._num_done = 0
         self._batches = deque(batches(weights, max_bytes, dtype))
         self._ready: deque[tuple[str, Unsharded]] = deque()
-        # Without a gather there is nothing to agree about.
+        # Ranks agree before a gather. If there are none, they need not.
         self._must_agree = not self._agreement.is_alone and any(w.sharded_axes for w in weights)
         self._is_over = False
 
@@ -161,7 +161,8 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         self._close(Intent.STOP if kind is None else Intent.FAIL)
 
     def __del__(self) -> None:
-        # A for loop drops its iterator when it is left. The group may be gone by then.
+        # A ``for`` loop that is left drops its iterator. The process group may be destroyed by
+        # then.
         if not self._is_over and not sys.is_finalizing() and dist.is_initialized():
             self.close()
 
@@ -175,7 +176,7 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
 
     def _gather_next(self) -> None:
         """Agree with the other ranks, and gather the next batch."""
-        self._is_over = True  # unless all goes well
+        self._is_over = True  # stays so if anything below raises
         batch = self._batches[0]
         packed, error = self._pack(batch)
         if self._must_agree:
@@ -189,7 +190,7 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         found: dict[str, Unsharded] = {}
         if self._target in (None, own_rank()):
             found.update(copies(batch, self._dtype))
-        while packed:  # each buffer is freed once it is sent
+        while packed:  # so that each buffer is freed once it is sent
             found.update(packed.pop(0).gather(self._target, batch[0].fqn))
         self._ready.extend((each.fqn, found[each.fqn]) for each in batch if each.fqn in found)
         self._num_done += len(batch)
@@ -198,13 +199,13 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     def _pack(self, batch: list[Weight]) -> tuple[list[Packed], Exception | None]:
         try:
             return pack(batch, self._dtype), None
-        except Exception as error:  # out of memory, say: the other ranks must know
+        except Exception as error:  # such as too little memory; the other ranks must learn of it
             return [], error
 
     def _end_because_of(self, verdict: Verdict, weight: Weight) -> None:
         has_stopped = verdict.intent is Intent.STOP
         if has_stopped and self._target is not None and self._target != own_rank():
-            return  # nothing is missing here, where nothing is yielded
+            return  # this rank only sends, so nothing is missing here
         what = "stopped iterating over" if has_stopped else "failed inside"
         raise RuntimeError(
             f"rank {verdict.rank} {what} {_CALLER} before {weight.fqn!r}, so this rank has got "

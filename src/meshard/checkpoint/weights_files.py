@@ -107,7 +107,7 @@ class FilePlan:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that data is aligned
+        text += b" " * (-len(text) % 8)  # aligns the data
         return struct.pack("<Q", len(text)) + text
 
 
@@ -187,7 +187,7 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, opened: Any, box: Box) -> torch.Tensor:
-        """Return a block, given what ``opened(path)`` yields. It may be memory of the file."""
+        """Return a block, given what ``opened(path)`` yields. It may share memory with the file."""
         block: torch.Tensor
         if not box.sizes:
             block = opened.get_tensor(self.name)
@@ -197,13 +197,13 @@ class StoredTensor:
 
 
 def opened(path: Path) -> Any:
-    """Open a safetensors file as a context manager; a ValueError if it is none, or truncated."""
+    """Open a safetensors file as a context manager. Raises a ValueError if it is damaged."""
     assert safe_open is not None  # see require_safetensors
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file {path} on rank {own_rank()}.") from None
-    except Exception as error:  # of a class of its own
+    except Exception as error:  # safetensors raises a class of its own
         raise ValueError(
             f"{path} is no whole safetensors file ({error}); it may have been truncated, or be a "
             "pointer of Git LFS. Download or write it again."
@@ -241,7 +241,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files, and where an index says that each tensor is."""
+    """Return the files; and in which of them an index says that each tensor is."""
     if path.is_dir():
         if (path / SINGLE).is_file():
             return [path / SINGLE], {}

@@ -35,10 +35,10 @@ _ALIGNMENT = 16  # bytes: of every box in a buffer, for any dtype
 
 
 class Intent(enum.IntEnum):
-    """What a rank is about to do. The largest of all ranks decides."""
+    """What a rank is about to do. The largest intent of all ranks decides."""
 
     GO_ON = 0
-    STOP = 1  # on purpose
+    STOP = 1  # the user has closed the stream
     FAIL = 2
 
 
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     """What the ranks have agreed on."""
 
     intent: Intent
-    rank: int  # the first one that said so
+    rank: int  # the first rank with that intent
 
 
 class Agreement:
@@ -70,7 +70,8 @@ class Agreement:
 
     def reach(self, intent: Intent) -> Verdict:
         """Return what the ranks do. **Collective:** all ranks of the meshes."""
-        # One number for both: of those with the largest intent, the lowest rank.
+        # One number for both. Its maximum belongs to the lowest rank among those with the largest
+        # intent.
         value = torch.tensor(intent * 2**32 + 2**31 - own_rank(), device=self._device)
         for group in self._groups:
             agree_on_max(value, group, self._label)
@@ -90,10 +91,11 @@ class Agreement:
         return (largest == -smallest).tolist()
 
     def check_copies(self, weights: list[Weight], num_ranks: int) -> None:
-        """Raise if a weight over a part of the ranks is another one on other ranks.
+        """Raise if a weight whose mesh has only some ranks is another one on other ranks.
 
-        Beside tensor parallelism such weights are copies. Experts on meshes of their own are not,
-        and one of several would be taken for all. Some elements of each are compared.
+        With tensor parallelism, meshes side by side hold copies of such a weight. Experts on meshes
+        of their own hold different weights, of which one would be taken for all. Some elements of
+        each are compared.
         **Collective:** all ranks of the meshes, if there are such weights.
         """
         partial = [w for w in weights if w.mesh is not None and w.mesh.size() < num_ranks]
@@ -145,7 +147,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def sent_dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a weight arrives in: only floating-point numbers are cast."""
+    """Return the dtype in which a weight arrives. Only floating-point ones are cast."""
     return weight.dtype if dtype is None or not weight.dtype.is_floating_point else dtype
 
 
@@ -200,7 +202,7 @@ class Packed:
         end = 0
         for weight in weights:
             wanted = sent_dtype(weight, dtype)
-            # A cast to a wider dtype is made after the transport.
+            # A weight is cast before it is sent only to a narrower dtype.
             sent = wanted if wanted.itemsize < weight.dtype.itemsize else weight.dtype
             largest = max(weight.box_at(place).numel for place in self._places) * sent.itemsize
             self._slots.append(_Slot(end, largest, sent))
@@ -223,7 +225,7 @@ class Packed:
         del self._buffer
         others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
         if target is not None and (to is None or any(own[axis] != to[axis] for axis in others)):
-            return {}  # ranks with copies send
+            return {}  # a copy of what other ranks send
         for axis in reversed(self._axes):
             group = self._mesh.get_group(axis)
             if to is None:
@@ -240,7 +242,7 @@ class Packed:
         }
 
     def _places_of_rows(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the coordinates of the ranks that have sent, in the order of their rows."""
+        """Return the coordinates of the ranks that the rows came from, in order."""
         others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
         return [place for place in self._places if all(place[axis] == own[axis] for axis in others)]
 
@@ -269,7 +271,7 @@ class _Assembly:
         return unsharded
 
     def _is_in_order(self) -> bool:
-        """Whether the gathered bytes begin with those of the unsharded tensor, in its order."""
+        """Whether the gathered bytes begin with the elements of the unsharded tensor, in order."""
         if self.slot.num_bytes != self.gathered.shape[1]:
             return False  # other weights, or padding, lie between the boxes
         boxes = [self.weight.box_at(place) for place in self.places]
@@ -292,7 +294,7 @@ def _part(
 
 @torch.no_grad()
 def pack(batch: list[Weight], dtype: torch.dtype | None) -> list[Packed]:
-    """Copy this rank's boxes of a batch into buffers, which are all that a gather sends."""
+    """Copy this rank's boxes of a batch into buffers. A gather sends nothing else."""
     keyed: dict[tuple[DeviceMesh, tuple[int, ...]], list[Weight]] = {}
     for weight in batch:
         if weight.sharded_axes and weight.mesh is not None:
@@ -301,7 +303,7 @@ def pack(batch: list[Weight], dtype: torch.dtype | None) -> list[Packed]:
 
 
 def copies(batch: list[Weight], dtype: torch.dtype | None) -> dict[str, Unsharded]:
-    """Return for each weight that this rank holds whole how to copy it."""
+    """Return a function for each weight that this rank holds whole, which copies it."""
 
     def copy_of(weight: Weight) -> Unsharded:
         return lambda: weight.local.detach().to(sent_dtype(weight, dtype), copy=True)

@@ -126,15 +126,15 @@ class Weight:
 def _axes_in_order(tensor: DTensor) -> list[int]:
     """Return the axes that cut ``tensor``, in the order in which they do.
 
-    The first axis cuts first, but for a strided placement: that one cuts after the axes to its
-    right that have ``split_factor`` ranks together.
+    Axes cut from left to right, except those with a strided placement. Such an axis cuts after the
+    axes to its right that have ``split_factor`` ranks together.
     """
     order: list[int] = []
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement = tensor.placements[axis]
         if placement == Replicate():
             continue
-        factor = getattr(placement, "split_factor", 1)  # only the strided one has it
+        factor = getattr(placement, "split_factor", 1)  # only strided placements have the attribute
         same_dim = [other for other in order if _dim(tensor, other) == _dim(tensor, axis)]
         cuts = itertools.accumulate(map(tensor.device_mesh.size, same_dim), lambda a, b: a * b)
         before = next((n for n, product in enumerate(cuts, 1) if product == factor), 0)
@@ -151,7 +151,7 @@ def _dim(tensor: DTensor, axis: int) -> int:
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return this rank's position on each axis."""
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # a module holds DTensors of its own meshes only
+    assert coordinate is not None  # modules hold DTensors only on meshes that have this rank
     return tuple(coordinate)
 
 
@@ -170,7 +170,7 @@ def own_rank() -> int:
 
 
 def weights_of(module: nn.Module, caller: str) -> list[Weight]:
-    """Return what ``module.state_dict()`` has, in its order, as it is at rest; or raise."""
+    """Return what ``module.state_dict()`` has, in its order, sharded; or raise."""
     for unit in units_in(module):
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.check_not_summoned(f"read by {caller}")
@@ -189,7 +189,7 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
 def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters by the ids of the unsharded ones.
 
-    Modules hold the latter while the user's ``unshard()`` lasts, or after a forward.
+    Modules hold the unsharded ones after ``unshard()``, and after a forward that left them so.
     """
     return {
         id(param.unsharded): param.sharded
@@ -230,7 +230,7 @@ def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
     """Return the block of any tensor that this rank holds; None: the rank is not in its mesh.
 
     Raises:
-        NotImplementedError: It is no block: a sum that has not been taken, or uneven otherwise.
+        NotImplementedError: It is no block: a partial sum, or a placement of another kind.
     """
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return None
@@ -240,7 +240,7 @@ def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
 
 
 def check_are_held(module: nn.Module, weights: Iterable[Weight]) -> None:
-    """Raise if ``state_dict()`` has made a weight, so that writing to it would change nothing."""
+    """Raise if a hook of ``state_dict()`` has made a weight: writing to it changes nothing."""
     held = [*module.parameters(), *module.buffers()]
     held += [param.sharded for unit in units_in(module) for param in sharded_params(unit.group)]
     ids = {id(tensor) for tensor in held}

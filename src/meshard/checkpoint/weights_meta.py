@@ -1,7 +1,8 @@
 """Models on the meta device, before weights are loaded: memory, and buffers that no file has.
 
 Files hold parameters and persistent buffers. A non-persistent buffer, such as the frequencies of
-rotary embeddings, is computed by a constructor. On the meta device that was in vain.
+rotary embeddings, is computed by a constructor. If that ran on the meta device, the buffer has no
+values, and no file has any.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def meta_parameters() -> Iterator[None]:
     >>> norm.weight.device.type, norm.running_var.tolist()
     ('meta', [1.0, 1.0])
     """
-    move: Any = _on_meta  # torch's type leaves out that a hook may return another parameter
+    move: Any = _on_meta  # Any, because torch's type of such a hook lacks its result
     hook = register_module_parameter_registration_hook(move)
     try:
         yield
@@ -43,7 +44,7 @@ def meta_parameters() -> Iterator[None]:
 
 
 def _on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or param.is_meta:  # None keeps it: a tie stays one parameter
+    if param is None or param.is_meta:  # to return None keeps the parameter, and so a tie
         return None
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
@@ -54,8 +55,8 @@ def _on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Par
 def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return values for the non-persistent buffers that are on the meta device, by name.
 
-    They are those of models of Hugging Face's kind, whose constructor takes their ``config``: one
-    is built beside, without parameters. A ValueError names those for which there is none.
+    Models of Hugging Face have a constructor that takes their ``config``. A second model is built
+    by it, without parameters, and has the buffers. A ValueError names those that it lacks.
     """
     lacking = _lacking_buffers(module)
     found: dict[str, torch.Tensor] = {}
@@ -65,7 +66,7 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
             continue
         try:
             beside = _built_beside(inner)
-        except Exception as error:  # whatever a constructor raises
+        except Exception as error:  # a constructor may raise anything
             causes.append(f"{own_class(inner).__name__}(config) raised {error!r}")
             continue
         for name, buffer in beside.named_buffers(remove_duplicate=False):
@@ -85,7 +86,7 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _lacking_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    # By identity: a hook may have changed names.
+    # By identity, because hooks of state_dict may change names.
     persistent = {id(value) for value in module.state_dict(keep_vars=True).values()}
     return {
         fqn: buffer
@@ -124,7 +125,8 @@ def leave_meta_device(
 ) -> None:
     """Give memory to what is on the meta device, and to non-persistent buffers their values.
 
-    Shards stay the same parameters. Other parameters become new ones, once for all their names.
+    Sharded parameters stay the same objects. Each other parameter is replaced by one new one, under
+    all of its names.
     """
     for unit in units_in(module):
         if sharded_params(unit.group):
@@ -139,7 +141,7 @@ def leave_meta_device(
                 if tensor not in given:
                     given[tensor] = _with_memory(tensor, device, buffers.get(joined(fqn, name)))
                 held[name] = given[tensor]
-        # Plain attributes may be second names of a buffer.
+        # A plain attribute may be a second name of a buffer.
         for name, value in list(vars(inner).items()):
             if isinstance(value, torch.Tensor) and value in given:
                 setattr(inner, name, given[value])

@@ -1,11 +1,11 @@
 """Optimizers on flat shards.
 
 An ordinary optimizer on sharded parameters dispatches every operation of every parameter through
-DTensor, which takes longer than the arithmetic where shards are small. Pointwise optimizers do the
-same to an element whatever lies around it, so they step slices of a unit's flat shard as one tensor
-each. The optimizer that users hold has the ordinary ``param_groups`` and ``state``. An inner one of
-the same class steps the slices and has their state; that of single parameters is made when a user
-reads ``state``.
+DTensor, which takes longer than the arithmetic if shards are small. A pointwise optimizer treats
+each element by itself, so it can step a slice of a unit's flat shard, with many parameters in it,
+as one tensor. The optimizer that users hold has the ordinary ``param_groups`` and ``state``. An
+inner one of the same class steps the slices and has their state. The state of single parameters is
+made when a user reads ``state``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-# Bytes of parameters that are stepped at once: torch's foreach kernels make one or two tensors as
-# large as what they are given and come back to it several times, so it should stay in a cache.
+# Bytes of parameters that are stepped at once. torch's foreach kernels make one or two temporary
+# tensors of that size and pass over all of it several times, so it should fit into a cache.
 _PORTION = 2**20
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -56,7 +56,7 @@ _steppers: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
 
 
 def objects_in(optim_groups: OptimGroups) -> list[object]:
-    """Return the parameters in order, and None after each group: one may move to the next group."""
+    """Return the parameters in order, with None after each group so that moves are noticed."""
     return [each for group in optim_groups for each in (*group["params"], None)]
 
 
@@ -66,7 +66,7 @@ def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def release_slices() -> None:
-    """Make every optimizer let go of the memory of flat shards, which is about to move."""
+    """Make every optimizer drop its references to flat shards, which are about to move."""
     for stepper in tuple(_steppers):
         stepper.release()
 
@@ -75,30 +75,31 @@ class FlatStepper:
     """An inner optimizer that steps parameters as slices where it can, one by one where not.
 
     Parameters in no unit, tensor subclasses, and all parameters of an optimizer that is not
-    pointwise are *loose*: stepped one by one, with the state that users see. Members of slices have
-    theirs in the slice, until it is *exposed*: then users' is what counts, and the next step finds
-    slices anew. ``group`` is the unit whose step may be pending.
+    pointwise are *loose*: stepped one by one, with the state that users see. The state of other
+    parameters is in their slice, until it is *exposed*, that is, written to what users see. Then
+    that counts, and the next step finds slices anew. ``group`` is the unit whose step may be
+    pending.
     """
 
     def __init__(self, make: MakeOptimizer, group: ParamGroup | None = None) -> None:
-        self._make = make  # from param groups that have all hyperparameters
+        self._make = make  # called with param groups that have all hyperparameters
         self._is_pointwise = make in POINTWISE
         self._group = (lambda: None) if group is None else weakref.ref(group)
-        # Ids of parameters that once had no gradient while others of their slice had one. Each is
-        # a slice of its own from then on.
+        # Ids of parameters that had no gradient in a step in which others of their slice had one.
+        # Since that step each is a slice of its own.
         self._apart: set[int] = set()
         self._inner: Optimizer | None = None
-        self._numbers: list[int] = []  # for each group of the inner optimizer, the index of ours
+        self._numbers: list[int] = []  # for each group of the inner optimizer, that of the user's
         self.slices: list[FlatSlice] = []
         self._loose: list[torch.Tensor] = []
-        self._state: States = {}  # that of the optimizer that users hold
+        self._state: States = {}  # the state of the optimizer that users hold
         self._exposed: dict[tuple[int, int], torch.Tensor] = {}  # see ExposedMemory
-        self._planned: list[object] = []  # when these objects change, a new plan is made
+        self._planned: list[object] = []  # the objects of the present plan: see _objects_in
         _steppers.add(self)
 
     @property
     def is_flat(self) -> bool:
-        """Whether all that was taken is in slices."""
+        """Whether no parameter is loose."""
         return not self._loose
 
     def take(self, optim_groups: OptimGroups, state: States) -> None:
@@ -134,13 +135,13 @@ class FlatStepper:
             (self._step_loose if self._loose else self._step)(inner)
         finally:
             for flat_slice in self.slices:
-                flat_slice.flat.grad = None  # or it would keep the memory after zero_grad
+                flat_slice.flat.grad = None  # it would keep memory that zero_grad is to free
         for param in self._loose:
             if param in inner.state:
                 self._state[param] = inner.state[param]
 
     def expose(self) -> None:
-        """Write the state of slices to that which users see; the next step takes it from there."""
+        """Write the state of slices to the state that users see, which the next step reads."""
         group = self._group()
         if group is not None:
             group.finish_pending_step()
@@ -155,12 +156,12 @@ class FlatStepper:
         self._inner, self.slices = None, []
 
     def release(self) -> None:
-        """Expose, and let go of the memory of slices and of their state."""
+        """Expose the state, and drop references to the memory of slices and of their state."""
         self.expose()
         self._exposed, self._planned = {}, []
 
     def _step_loose(self, inner: Optimizer) -> None:
-        """Step tensors that may be DTensors, by an optimizer that may do anything with them."""
+        """Step when there are loose parameters: DTensors, or an optimizer of any kind."""
         given = [dict(group) for group in inner.param_groups]
         with scalar_reads.inside_step():
             self._step(inner)
@@ -177,7 +178,7 @@ class FlatStepper:
     # --- what is stepped as one -------------------------------------------------------------
 
     def _objects_in(self, optim_groups: OptimGroups) -> list[object]:
-        """Return what the inner optimizer is made for: parameters, and the memory of slices."""
+        """Return what a plan depends on: the parameters, and the local tensors of slices."""
         locals_ = [local_of(param) for each in self.slices for param in each.params]
         return [*objects_in(optim_groups), *locals_]
 
@@ -194,10 +195,10 @@ class FlatStepper:
                 inner.state[flat_slice.flat] = own
         self._exposed = {}
         self._planned = self._objects_in(optim_groups)
-        self._inner = inner  # set last: if interrupted, the exposed state counts
+        self._inner = inner  # set last: after an interrupt the exposed state counts
 
     def _find_slices(self, optim_groups: OptimGroups) -> None:
-        # By id: the index of the param group.
+        # By id of a parameter, the index of its param group.
         numbers = {id(each): i for i, group in enumerate(optim_groups) for each in group["params"]}
         params = [param for group in optim_groups for param in group["params"]]
         self.slices = []
@@ -245,14 +246,14 @@ class FlatStepper:
                 "module.parameters()."
             )
         step: Any = type(inner).step
-        # Without the hooks of optimizers, which the user's own step runs; of torch's optimizers
-        # also without the decorators for a differentiable step.
+        # The step without torch's wrappers: the hooks of optimizers run in the user's own step, and
+        # the steps of torch's optimizers also have decorators for differentiable steps.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
         return inner
 
     def _hold_states(self, optim_groups: OptimGroups) -> None:
-        """Keep the states that users see until they are copied, on the stream of the step."""
+        """Keep the states that users see alive until the stream of the step has copied them."""
         owner = self._group()
         if owner is not None:
             params = [param for group in optim_groups for param in group["params"]]
@@ -266,7 +267,7 @@ class FlatStepper:
         room = _PORTION
         for param in params:
             num_bytes = plain_of(param).nbytes
-            # An optimizer that is not pointwise may need all of its group.
+            # An optimizer that is not pointwise may need its whole group at once.
             if portion and num_bytes > room and self._is_pointwise:
                 yield portion
                 portion, room = [], _PORTION
@@ -337,7 +338,7 @@ def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
     if param_groups is None:
         return [param for param in module.parameters() if param.requires_grad]
     what = "an iterable of parameters or of dicts of optimizer arguments"
-    # Tuples, as from module.named_parameters(), where torch takes them.
+    # Tuples come from module.named_parameters(), which newer torch accepts.
     return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)
 
 
@@ -371,7 +372,7 @@ class StateOnRead(Optimizer):
         given = dict(state)
         self.state = given.pop("state")
         for each in self._state.values():
-            if isinstance(each.get("step"), (int, float)):  # as torch before 1.12 has saved it
+            if isinstance(each.get("step"), (int, float)):  # saved by a torch before 1.12
                 each["step"] = torch.tensor(float(each["step"]))
         super().__setstate__(given)
 
@@ -394,7 +395,7 @@ class FlatOptimizer(StateOnRead):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_class" in state:  # this is a copy
+        if "_class" in state:  # a copy or an unpickled one; not load_state_dict
             self._stepper = FlatStepper(state["_class"])
             self._flat_steppers = [self._stepper]
         super().__setstate__(state)

@@ -2,7 +2,8 @@
 
 The shards of a unit lie in one buffer, and so do their gradients. A slice is a range of that buffer
 whose parameters have the same hyperparameters and the same history, so that one kernel sequence
-steps it. Its optimizer state is flat too: one tensor per key, of which users see views.
+steps all of them. The optimizer state of a slice is flat too: one tensor per key, of which users
+see views.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class FlatSlice:
         self.number = number
         self.params = [member.param for member in members]
         self._members = members
-        # Members of which this rank owns something; if none, all in between is padding.
+        # Positions of the members of which this rank owns elements; none if it owns padding only.
         self._owned = [position for position, member in enumerate(members) if member.numel]
         offsets = [members[position].offset for position in self._owned] or [0]
         self._start = offsets[0]
@@ -56,9 +57,9 @@ class FlatSlice:
         self.flat.grad_dtype = None  # None: gradients of any dtype are accepted
 
     def take_gradient(self) -> list[torch.Tensor]:
-        """Set ``flat.grad`` from those of the members, or to None if one has none.
+        """Set ``flat.grad`` from the gradients of the members, or to None if one has no gradient.
 
-        Return the members that have none while others have one.
+        Return the members without a gradient, if others have one.
         """
         with without_torch_function():
             gradients = list(map(attrgetter("grad"), self.params))
@@ -76,7 +77,7 @@ class FlatSlice:
         own: State = {}
         for key, value in given[0].items():
             if not isinstance(value, torch.Tensor):
-                continue  # state that is not a tensor is the user's
+                continue  # users put it there: optimizers of torch keep tensors
             if value.dim() == 0:
                 own[key] = value.clone()
             else:
@@ -100,14 +101,15 @@ class FlatSlice:
         view = with_own_storage(self._range_of(value, member)).view(local_of(member.param).shape)
         known = state.get(key)
         if isinstance(known, DTensor) and known.dtype == view.dtype:
-            set_local(known, view)  # what a user has read before stays up to date
+            set_local(known, view)  # updates the tensor that a user may have read before
         else:
             state[key] = wrap_like(member.param, view)
 
     def _joined(self, tensors: Sequence[torch.Tensor], exposed: ExposedMemory) -> torch.Tensor:
-        """Return ``tensors``, one for each member, as one that lies as the members do.
+        """Return ``tensors``, one for each member, as one tensor with the layout of the slice.
 
-        It is a view of their memory if they lie so already, or else a copy with zeros as padding.
+        If they have that layout in memory already, it is a view. Otherwise it is a copy, with zeros
+        as padding.
         """
         view = self._view_of(tensors, exposed)
         if view is not None:
@@ -121,7 +123,7 @@ class FlatSlice:
     def _view_of(
         self, tensors: Sequence[torch.Tensor], exposed: ExposedMemory
     ) -> torch.Tensor | None:
-        """Return the range in which ``tensors`` lie as the members do; None if they do not."""
+        """Return the memory of ``tensors`` as one tensor; None if it has another layout."""
         if not self._owned:
             return torch.empty_like(self.flat)
         owned = [tensors[position] for position in self._owned]
@@ -133,8 +135,9 @@ class FlatSlice:
             or not all(map(torch.Tensor.is_contiguous, owned))
         ):
             return None
-        # What lies at these addresses is one storage if that of the first reaches so far. Each
-        # view of a state has a storage of its own, which ends with it.
+        # The addresses fit. They are one tensor if one storage reaches over all of them. A view of
+        # a state has a storage that ends with the view, so the tensor that was exposed is looked
+        # up.
         whole = exposed.get((start, numel), first)
         storage = whole.untyped_storage()
         begin = start - storage.data_ptr()
@@ -147,7 +150,7 @@ class FlatSlice:
 
 
 def history_of(state: State) -> dict[str, object]:
-    """Return what must be equal for two parameters to be stepped as one: counts of steps."""
+    """Return what must be equal for two parameters to be stepped as one: keys and step counts."""
     return {
         key: value.item() if value.dim() == 0 else ...
         for key, value in state.items()

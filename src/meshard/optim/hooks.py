@@ -1,10 +1,10 @@
 """Hooks between optimizers and units.
 
-An optimizer must not step while gradients are accumulated that are not in ``.grad``; its
-``zero_grad`` must clear those too; and unsharded copies are stale once it has stepped. The user
-wires nothing. torch's foreach kernels on DTensors raise no version counter, so the versions of the
-shards alone do not show that a copy is stale. And an optimizer that reads a norm as a number must
-get that of the whole parameter.
+The hooks run for every optimizer; the user registers nothing. They do four things. An optimizer
+must not step while gradients are accumulated that are not in ``.grad``. Its ``zero_grad`` must
+clear those too. Once it has stepped, unsharded copies are stale, which versions of shards do not
+show: torch's foreach kernels on DTensors raise none. And an optimizer that reads a norm as a number
+must get the norm of the whole parameter.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import warn_user
 
-# By optimizer: a cache key (registration token, ids of its parameters by param group), and weak
-# references to the ParamGroups of its parameters.
+# A cache: by optimizer, weak references to the ParamGroups of its parameters, and what they are
+# valid for (the registration token, and the ids of parameters by param group).
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-# Those of overlap_optimizer, as they were made, until they are detached: whether they step in
-# backward, or in their ``step``.
+# The optimizers of overlap_optimizer that are not detached, in the order in which they were made;
+# and whether they step in backward (True) or in their ``step`` (False).
 overlapped_optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
 
 
@@ -101,7 +101,8 @@ def finish_copies(params: Sequence[torch.Tensor]) -> None:
 def clear_pending(params: Sequence[torch.Tensor]) -> None:
     """Drop the pending gradients of ``params``, whose ``.grad`` is about to be cleared.
 
-    Those unsharded by ``unshard()`` stand for their shards, whose ``.grad`` is set to None here.
+    A parameter that ``unshard()`` has unsharded stands for its shard, whose ``.grad`` is cleared
+    here.
     """
     sharded = sharded_params_of(params)
     owners = owners_of(sharded)
@@ -119,7 +120,7 @@ def warn_about_strays(
     """Warn once about parameters with gradients that no unit reduces, beside some that one does.
 
     Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
-    ``names`` by id, as far as they are known.
+    ``names`` has names of parameters by id, as far as they are known.
     """
     if all(owner.spec.mesh_info.mesh.size() == 1 for owner in owners):
         return
@@ -131,7 +132,7 @@ def warn_about_strays(
         and not has_been_sharded(param)
         and tag_of(param)[0] is None
         and not accumulation_hooks_of(param)  # which may reduce it
-        and param.grad.any()  # not in a step on zero gradients, by which torch makes the state
+        and param.grad.any()  # torch itself steps on zero gradients, to make the state
     ]
     if not strays:
         return
@@ -154,7 +155,7 @@ def warn_about_strays(
 def _names_in_models(params: Sequence[torch.Tensor]) -> dict[int, str]:
     """Return the dotted names of ``params`` in the outermost modules that hold them, by id.
 
-    No unit knows of the modules around it. So this searches all objects, for a warning only.
+    Units do not know the modules around them, so this searches all objects, for one warning.
     """
     wanted, found = set(map(id, params)), dict[int, str]()
     for each in gc.get_objects():
@@ -177,7 +178,7 @@ _NEVER_TRAINED = {
 
 
 def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
-    """Return the groups that have parameters of ``optimizer``, looked up again if these change."""
+    """Return the groups that have parameters of ``optimizer``, from the cache if it is valid."""
     ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
     shape = latest_registration(), ids
     known = _stepped_by.get(optimizer)
@@ -210,10 +211,11 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
 
 
 def _before_compiling(_: Any) -> None:
-    """Make gradients such that ``torch.compile`` can make fake ones of them.
+    """Give gradients a form that ``torch.compile`` accepts.
 
-    It remakes a DTensor from its local tensor, and refuses one whose own storage offset is another.
-    Ours have none, and are views of the unit's flat gradient: see ``wrap_like``.
+    It remakes a DTensor from the local tensor, and raises if the two have different storage
+    offsets. Our gradients have none as DTensors, but their local tensors do, as views of the unit's
+    flat gradient: see ``wrap_like``.
     """
     for owner in all_owners():
         for param in owner.params:
@@ -226,7 +228,7 @@ def _before_compiling(_: Any) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
-    scalar_reads.end_step()  # left over if the previous step raised
+    scalar_reads.end_step()  # in case the previous step has raised
     owners = _owners_in(optimizer)
     before_compiling(_before_compiling)
     if not owners:
@@ -234,7 +236,7 @@ def _before_step(
     for owner in owners:
         owner.check_may_step()
     for owner in owners:
-        owner.forget_version()  # it may be interrupted, and then _after_step is not called
+        owner.forget_version()  # here too: an interrupted step does not call _after_step
         # A unit that was resharded after its forward leaves all memory to the optimizer.
         owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
@@ -252,7 +254,7 @@ def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:
-    """Return ``closure`` for a step: what it runs is not part of that."""
+    """Return ``closure`` for use in a step: reads of scalars in it are as outside of the step."""
 
     def closure_and_check() -> Any:
         with scalar_reads.suspended():

@@ -77,8 +77,8 @@ class OverlappedOptimizer(StateOnRead):
         units: Iterable[Unit],
         *,
         change: ChangeGradients | None,
-        max_norm: float | None,  # of all gradients together: nothing is stepped in backward
-        waits_in_step: bool,  # else the next gathers wait
+        max_norm: float | None,  # of all gradients; if given, nothing is stepped in backward
+        waits_in_step: bool,  # whether ``step`` waits for all steps; if not, the next gathers do
     ) -> None:
         worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
         self._make_stepper = functools.partial(UnitStepper, make=make, worker=worker, change=change)
@@ -86,7 +86,7 @@ class OverlappedOptimizer(StateOnRead):
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
-        self._planned: list[object] = []  # the param groups that the steppers are for
+        self._planned: list[object] = []  # ``objects_in`` of the groups that the steppers are for
         self._stepped: set[UnitStepper] = set()  # in the present window
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
@@ -208,7 +208,7 @@ class OverlappedOptimizer(StateOnRead):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a ``torch.amp.GradScaler`` reads first: the moment to refuse it."""
+        """Refuse a ``torch.amp.GradScaler``, which reads this attribute first."""
         if overlapped_optimizers.get(self):
             raise RuntimeError(
                 "torch.amp.GradScaler cannot be used with overlap_optimizer, which has stepped in "
@@ -226,7 +226,7 @@ class OverlappedOptimizer(StateOnRead):
                 f"finite. {_NOT_SCALED}"
             )
         if self._steppers.get(unit) in self._stepped:
-            self._stepped.clear()  # another window has begun
+            self._stepped.clear()  # this is its second time, so another window has begun
         if not self._stepped:
             self._fresh_steppers()
         stepper = self._steppers.get(unit)
@@ -240,14 +240,14 @@ class OverlappedOptimizer(StateOnRead):
             return
         taken = stepper.taken
         stepper.step()
-        if self not in overlapped_optimizers:  # an ordinary optimizer leaves .grad to zero_grad()
+        if self not in overlapped_optimizers:  # detached: as ordinary ones, it leaves .grad
             for param, grad in taken:
                 param.grad = grad
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that the groups have now."""
-        # If steps are not taken in backward (clip="deferred", or after detach()), replicate may
-        # rebuild its buckets, and ``unit.group`` is a new object.
+        # Steppers are also outdated if replicate has rebuilt its buckets, which makes new groups.
+        # It may do so if steps are not taken in backward (clip="deferred", or after detach()).
         if not are_same(objects_in(self.param_groups), self._planned) or any(
             stepper._group() is not unit.group for unit, stepper in self._steppers.items()
         ):
@@ -283,10 +283,10 @@ class OverlappedOptimizer(StateOnRead):
 class UnitStepper:
     """The step of those parameters of one unit that an optimizer holds.
 
-    On a device it is queued on the optimizer stream, beside the backward of other units. Units in
-    host memory are stepped by a worker thread, as soon as their gradients have arrived there. While
-    a step is pending, the unit has it as its ``pending_step``: until the next gather waits for it.
-    A deferred step begins only then. The unit is held weakly.
+    On a device the step is queued on the optimizer stream, beside the backward of other units. A
+    unit in host memory is stepped by a worker thread, as soon as its gradients have arrived there.
+    Until the next gather has waited for the step, this object is the unit's ``pending_step``. A
+    deferred step begins only at that gather. The unit is held weakly.
     """
 
     def __init__(
@@ -302,15 +302,15 @@ class UnitStepper:
         self._members = members
         self._worker = worker
         self._change = change
-        self._work: Pending | None = None  # the end of the pending step; None: it is deferred
+        self._work: Pending | None = None  # the pending step; None: it is deferred, and not begun
         self.host_copies = group.unit_params.host_copies
         self.flat = FlatStepper(make, group)
         self.params = [param for params in members.values() for param in params]
-        # Sharded parameters are gathered before each use; those of replicate are read directly.
+        # Whether a gather comes before each use. Parameters of replicate are read directly.
         self._is_gathered = isinstance(self.params[0], DTensor)
         is_on_device = self.host_copies is None and not group.comm.waits_block_host
         self._has_stream = is_on_device and self._is_gathered
-        # Of each parameter to be stepped: itself and its gradient.
+        # The parameters to be stepped, each with its gradient.
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -325,11 +325,11 @@ class UnitStepper:
     ) -> bool:
         """Take gradients out of ``.grad``, and hyperparameters, for ``step`` or ``defer``.
 
-        ``groups`` are all of the optimizer; gradients are scaled by ``coefficient``. Return whether
-        any parameter has a gradient.
+        ``groups`` are all param groups of the optimizer. Gradients are multiplied by
+        ``coefficient``. Return whether any parameter has a gradient.
         """
         group = self.group
-        # The worker waits for copies from the device by itself; clipping reads the values here.
+        # The worker itself waits for copies from the device. But clipping reads values here.
         if self._change is not None or not group.gradients.sharded.are_shown:
             group.gradients.settle()
         with without_torch_function():
@@ -338,8 +338,8 @@ class UnitStepper:
         if not taken:
             return False
         if group.state is ParamState.GATHERING:
-            group.reshard()  # an unused prefetch has the old weights
-        group.finish_pending_step()  # that of another optimizer, or a deferred one
+            group.reshard()  # a prefetch that was not used: it gathers the old weights
+        group.finish_pending_step()  # of another optimizer, or deferred
         self.taken = taken
         grads = [grad for _, grad in taken]
         with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
@@ -421,19 +421,19 @@ class UnitStepper:
         try:
             work.wait()
         finally:
-            # On a device poll() is False: the next gather must still wait, on its own stream.
+            # On a device poll() returns False: the gather stream must still wait for the step.
             if work.poll():
                 self.group.pending_step = None
 
     def _begun(self) -> Pending:
         if self._work is None:
             device = self.params[0].device.type
-            # The next forward may run under other modes than step() did.
+            # This may run in a forward, which may be under other modes than step() was.
             with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
                 try:
                     self._work = self.run()
                 except BaseException:
-                    self.group.pending_step = None  # no retry: a part may have been stepped
+                    self.group.pending_step = None  # not again: some parameters may be stepped
                     raise
         return self._work
 
@@ -447,12 +447,12 @@ class WorkerStep:
     """A step that a worker thread takes, as a ``Pending``."""
 
     def __init__(self, future: Future[None]) -> None:
-        self.wait: Callable[[], None] = future.result  # raises what the optimizer has raised
+        self.wait: Callable[[], None] = future.result  # raises what the optimizer raised
         self.poll: Callable[[], bool] = future.done
 
 
 def _taken(group: dict[str, Any], params: list[torch.Tensor]) -> dict[str, Any]:
-    """Return a param group as it is now: a scheduler writes to tensors in it."""
+    """Return a copy of a param group with ``params``: schedulers write to tensors in it."""
     present = {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()

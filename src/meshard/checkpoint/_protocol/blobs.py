@@ -1,9 +1,9 @@
 """One tensor in a file, as ``torch.save`` writes it.
 
 A file of ``torch.distributed.checkpoint`` is a sequence of such *blobs*, so that ``dcp.load`` reads
-ours. A blob is a zip archive that holds the elements as they are in memory. We write what is around
-them as ``torch.save`` does, and the elements straight from memory; and we read the elements by
-their place in the file.
+ours. A blob is a zip archive that holds the elements as they are in memory. We take the bytes
+before and after the elements from ``torch.save``, and write the elements straight from memory. We
+read the elements by their place in the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _DATA = "archive/data/0"
 _CENTRAL_HEADER = 46  # bytes before the name of a file in the directory at the end of a zip
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL = 14, 16  # bytes from the beginning of either header
 
-# Tensors share their memory with Python by way of NumPy only, which may not be there.
+# Makes a memoryview of an address. torch can share memory with Python only through NumPy, which may
+# not be installed.
 _WRITABLE = 0x200  # PyBUF_WRITE
 _memory_at: Any = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
@@ -35,7 +36,7 @@ class Frame(NamedTuple):
 
     head: bytes
     tail: bytes
-    crc_in_head: int  # where the checksum of the elements stands
+    crc_in_head: int  # where in ``head`` the checksum of the elements stands
     crc_in_tail: int
 
     def around(self, crc32: int) -> tuple[bytes, bytes]:
@@ -72,7 +73,7 @@ class Stored(NamedTuple):
     """Where the elements of a tensor begin in its blob, and whether they are in order there."""
 
     begin: int
-    is_in_order: bool  # contiguous; else only ``torch.load`` knows where each element is
+    is_in_order: bool  # contiguous; if not, only ``torch.load`` knows where each element is
 
 
 def stored_in(blob: bytes) -> Stored:
@@ -98,7 +99,7 @@ def _is_in_order(tensor: torch.Tensor) -> bool:
 
 
 def stored_by_head(head: bytes) -> Stored | None:
-    """Return where the elements are in a blob with these first bytes; None: they do not say."""
+    """Return where the elements are, given the first bytes of a blob; None: they do not tell."""
     place, is_in_order = 0, False
     while head[place : place + 4] == b"PK\x03\x04" and place + 30 <= len(head):
         flags, _, _, _, _, size, _, name_size, extra_size = struct.unpack_from(
@@ -108,7 +109,7 @@ def stored_by_head(head: bytes) -> Stored | None:
         begin = place + 30 + name_size + extra_size
         if name.endswith(b"/data/0"):
             return Stored(begin, is_in_order)
-        if flags & 8 or begin + size > len(head):  # the size follows the data
+        if flags & 8 or begin + size > len(head):  # the size is unknown: it comes after the data
             return None
         if name.endswith(b"/data.pkl"):
             try:
@@ -123,7 +124,7 @@ class _Layout(pickle.Unpickler):
     """Reads from the pickle in a blob only whether the elements are in order."""
 
     def persistent_load(self, pid: Any) -> Any:
-        return None  # the memory
+        return None  # stands for the storage, which is not needed
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name == "_rebuild_tensor_v2":
@@ -138,7 +139,7 @@ class _Layout(pickle.Unpickler):
 def _is_plain_layout(
     storage: Any, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, view: Any = None
 ) -> bool:
-    """Stand for the function of torch that makes a tensor of these."""
+    """Stand for torch's function that makes a tensor of these arguments."""
     return (
         not offset and not view and torch.empty_strided(size, stride, device="meta").is_contiguous()
     )

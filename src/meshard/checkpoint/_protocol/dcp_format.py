@@ -42,9 +42,9 @@ from meshard.checkpoint._protocol.storage import Source, Storage
 
 METADATA = ".metadata"
 OBJECTS = "objects.distcp"
-_VERSION = "1.0.0"  # of that format
+_VERSION = "1.0.0"  # of torch's format
 _NO_CHECKSUM = -1
-_HEAD = 2048  # bytes at the beginning of a blob, in which its elements begin
+_HEAD = 2048  # bytes of a blob that are read to find where its elements begin
 
 
 def file_of(rank: int) -> str:
@@ -58,22 +58,22 @@ class Flat(NamedTuple):
     """What ``dcp.load`` looks for beside tensors."""
 
     data: bytes  # objects that are no tensors, as ``torch.save`` writes them
-    ranges: dict[str, tuple[int, int]]  # where each of them begins in that, and its size
+    ranges: dict[str, tuple[int, int]]  # where in ``data`` each object begins, and its size
     paths: dict[str, Any]  # the keys that lead to each object or tensor
 
 
 def flattened(manifest: Manifest) -> Flat:
     """Return the objects of models and optimizers, and the step.
 
-    Other parts are read by ``Checkpointer`` only, but for their tensors.
+    Of other parts, ``dcp.load`` reads the tensors only; ``Checkpointer`` reads all.
     """
     data, flat = io.BytesIO(), Flat(b"", {}, {name: (name,) for name in manifest.tensors})
-    known: dict[Any, tuple[int, int]] = {}  # equal numbers are written once
+    known: dict[Any, tuple[int, int]] = {}  # so that equal values are written once
     for name, tree in _nested(manifest).items():
         planner = DefaultSavePlanner()
         try:
             planner.set_up_planner({name: tree}, is_coordinator=True)
-        except ValueError:  # two keys have one name when they are joined, which torch cannot save
+        except ValueError:  # torch cannot save two keys that have the same name when joined
             continue
         flat.paths.update(planner.mappings)
         for full, value in planner.state_dict.items():
@@ -141,7 +141,7 @@ def metadata_of(manifest: Manifest, flat: Flat) -> bytes:
 
 
 class _Record:
-    """Stands for an object of torch's metadata: its fields, whatever torch wrote them."""
+    """Stands for an object of torch's metadata, with the fields that the writing torch gave it."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         self.args = args
@@ -158,7 +158,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads torch's metadata, with nothing but these classes."""
+    """Reads torch's metadata; any other class is refused."""
 
     _RECORDS = frozenset(
         {
@@ -214,7 +214,7 @@ def read_folder(storage: Storage, folder: str) -> Manifest:
                 continue
             try:
                 _put(nested, path, blobs.value_of(infos[name, None]))
-            except (pickle.UnpicklingError, TypeError):  # only its own classes can read it
+            except (pickle.UnpicklingError, TypeError):  # it needs classes that are not loaded here
                 unreadable.append(name)
     return _as_manifest(tensors, nested, unreadable)
 
@@ -250,7 +250,7 @@ def _put(nested: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
 
 
 def _as_trees(nested: Any) -> Any:
-    """Return nested dicts as encoded trees: those with the keys 0, 1, 2 were lists."""
+    """Return nested dicts as encoded trees. Dicts with the keys 0, 1, 2... become lists."""
     if not isinstance(nested, dict) or "$" in nested:
         return nested
     values = {key: _as_trees(each) for key, each in nested.items()}
@@ -276,7 +276,7 @@ def _as_manifest(
             if f"model.{key}" not in tensors
         }
         parts["model"] = {"kind": "module", "tree": others}
-    else:  # the state dict of the model was saved by itself, or beside the others
+    else:  # the state dict of the model was saved alone, or its names beside other parts
         own = [name for name, each in tensors.items() if name in parts]
         for name in own:
             tensors[f"model.{name}"] = tensors.pop(name)
@@ -288,7 +288,7 @@ def _as_manifest(
 
 def _dtype_of(properties: Any) -> torch.dtype:
     dtype: torch.dtype | None = getattr(properties, "dtype", None)
-    found: torch.dtype = properties.args[0] if dtype is None else dtype  # the first of five or six
+    found: torch.dtype = properties.args[0] if dtype is None else dtype  # its first field
     return found
 
 

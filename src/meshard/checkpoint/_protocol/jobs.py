@@ -27,8 +27,8 @@ from meshard.checkpoint._protocol.parts import (
 from meshard.checkpoint._protocol.plain import encode
 from meshard.checkpoint.weights_layout import held_box
 
-# Tensors are cut along their first dimension into chunks of about so many bytes. A chunk is what
-# has a checksum, and what is read whole to check it.
+# Tensors are cut along their first dimension into chunks of about so many bytes. Each chunk has a
+# checksum, and is read as a whole if that is compared.
 CHUNK_BYTES = 2**25
 
 
@@ -36,7 +36,7 @@ class Item(NamedTuple):
     """A chunk of a tensor that this rank holds."""
 
     name: str
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     placements: tuple[str, ...]
     offsets: tuple[int, ...]
@@ -54,12 +54,13 @@ class Job:
     step: int
     problem: str = ""  # why this rank refuses
     items: list[Item] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)  # of each item, on any device
+    sources: list[torch.Tensor] = field(default_factory=list)  # one for each item, on any device
     ties: dict[str, str] = field(default_factory=dict)
-    optimizers: dict[str, Any] = field(default_factory=dict)  # of which ranks may have parts
-    others: dict[str, Any] = field(default_factory=dict)  # the same on all ranks, or of each
-    part_of: dict[str, str] = field(default_factory=dict)  # ordinary tensors of ``others``
-    random: Any = None  # the states of this rank
+    optimizers: dict[str, Any] = field(default_factory=dict)  # ranks may have different parts
+    others: dict[str, Any] = field(default_factory=dict)  # may differ between ranks
+    # By name of an ordinary tensor in ``others``: the name of its part.
+    part_of: dict[str, str] = field(default_factory=dict)
+    random: Any = None  # the states of this rank's random number generators
     about: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +75,7 @@ def job_of(step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict
     """
     job = Job(step, about=_about(model), random=encode(parts.random_state(), lambda *_: None))
     tensors: dict[str, torch.Tensor] = {}
-    names: dict[int, str] = {}  # of parameters, by id; those of the model come last, and win
+    names: dict[int, str] = {}  # of parameters, by id. Names in the model are set last, and win.
     modules = {name: each for name, each in extra.items() if isinstance(each, nn.Module)}
     for name, module in {**modules, MODEL: model}.items():
         state = model_state(module)
@@ -98,7 +99,7 @@ def job_of(step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict
 
 
 def _add_other(job: Job, name: str, kind: str, state: Any) -> dict[str, torch.Tensor]:
-    """Add a part that is the same on all ranks, or is to be kept for each; return its tensors."""
+    """Add a part of ``others``, which is kept per rank if ranks differ; return its tensors."""
     tree, tensors = encode_part(name, state)
     job.others[name] = {"kind": kind, "tree": tree}
     job.part_of |= {key: name for key, each in tensors.items() if not isinstance(each, DTensor)}
@@ -109,7 +110,7 @@ def _add_other(job: Job, name: str, kind: str, state: Any) -> dict[str, torch.Te
 def _own_version() -> str:
     try:
         return metadata.version("meshard")
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # meshard runs from its sources
         return "unknown"
 
 
@@ -179,7 +180,7 @@ def _cut(local: torch.Tensor, *, is_empty: bool) -> Iterable[tuple[int, torch.Te
     if local.dim() == 0:
         yield 0, local
     elif not local.numel():
-        if is_empty:  # no rank has elements of it
+        if is_empty:  # the whole tensor is, not only this rank's part: it is one chunk
             yield 0, local
     else:
         rows = max(1, CHUNK_BYTES // (local.nbytes // local.size(0)))

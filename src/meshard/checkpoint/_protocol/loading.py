@@ -32,13 +32,13 @@ from meshard.checkpoint.weights_layout import Box, held_box
 
 
 class Read(NamedTuple):
-    """A box of a chunk that goes to a box of a tensor of this rank."""
+    """A part of a chunk that is read into a part of a tensor of this rank."""
 
     chunk: Chunk
     dtype: torch.dtype  # of the chunk
-    chunk_begin: tuple[int, ...]  # in the chunk
+    chunk_begin: tuple[int, ...]  # where the part begins in the chunk
     sizes: tuple[int, ...]
-    target: torch.Tensor  # the box
+    target: torch.Tensor  # a view of the part
 
 
 class Reader:
@@ -48,7 +48,7 @@ class Reader:
         self._storage, self._folder = storage, folder
         self.manifest = manifest
         self._sources: dict[str, Source] = {}
-        self._buffer = bytearray()  # kept: new memory for each blob takes longer than to read it
+        self._buffer = bytearray()  # reused, as new memory takes longer than reading
 
     def path_of(self, file: str) -> str:
         return f"{self._folder}/{file}".lstrip("/")
@@ -105,7 +105,7 @@ class Comparison:
 
     missing: list[str] = field(default_factory=list)  # here, and not in the checkpoint
     unexpected: list[str] = field(default_factory=list)  # there, and not here
-    wrong: list[str] = field(default_factory=list)  # other shapes or dtypes, as text
+    wrong: list[str] = field(default_factory=list)  # texts about other shapes or dtypes
 
 
 def compare(
@@ -143,7 +143,7 @@ def compare(
 def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether a cast may round values, but does not wrap them or drop a part of them."""
     if wanted.is_floating_point and wanted.itemsize == 1:
-        return False  # without its scales
+        return False  # its scales would be lost
     if wanted.is_complex or wanted.is_floating_point:
         return wanted.is_complex or not saved.is_complex
     if saved.is_complex or saved.is_floating_point or wanted == torch.bool:
@@ -211,7 +211,7 @@ def fill(reader: Reader, reads: Iterable[Read]) -> None:
         )
         if is_direct:
             source.read_into(bytes_of(target), begin)
-            increment_version(target)  # for what autograd, and units, keep of it
+            increment_version(target)  # so that autograd and units notice the change
             continue
         buffer = torch.empty(rows, dtype=dtype)
         source.read_into(bytes_of(buffer), begin)
@@ -230,7 +230,7 @@ def _needed(read: Read) -> tuple[str, int, int]:
 
 
 def _range_of(read: Read) -> tuple[int, tuple[int, ...]]:
-    """Return where the rows begin that a read needs, in bytes, and their shape."""
+    """Return where in the file the rows begin that a read needs, and their shape."""
     place = read.chunk.blob.begin + read.chunk.blob.data_begin
     if not read.sizes:
         return place, ()
@@ -263,9 +263,9 @@ class Damage(NamedTuple):
 
 
 def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage | None]]:
-    """Read a whole checkpoint; yield the bytes of each step of that, and what is wrong.
+    """Read a whole checkpoint. After each part, yield how many bytes it had, and what is wrong.
 
-    ``sizes`` has the files of the folder.
+    ``sizes`` has the sizes of the files in the folder.
     """
     for file, blobs in reader.manifest.files().items():
         num_bytes = sum(blob.size for blob in blobs)
@@ -282,7 +282,7 @@ def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage
             except (CheckpointError, EOFError):
                 end = blob.begin + blob.size
                 wrong = wrong or Damage(file, f"differs in bytes {blob.begin} to {end}")
-            except OSError as error:  # of the disk
+            except OSError as error:  # the disk fails
                 wrong = wrong or Damage(file, f"cannot be read: {error}")
             yield blob.size, None
         if wrong is not None:

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what is in it, where each byte of that is, and its checksum.
+"""The manifest of a checkpoint: what is in it, where the bytes are, and their checksums.
 
-A folder with a manifest is a checkpoint; a folder without one is not. The manifest is JSON text in
-one form only (no spaces), with a checksum over the rest of it, so that no changed byte
-goes unnoticed.
+A folder with a manifest is a checkpoint; a folder without one is not. The manifest is JSON text
+without spaces, with a checksum over the rest of the text, so that every changed byte is noticed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NAME = "manifest.json"
 FORMAT = "meshard.checkpoint"
 OF_TORCH = "torch.distributed.checkpoint"
 VERSION = 1  # of the format; a reader refuses a higher one
-MARKER = ".meshard"  # an empty file by which we know our folders: what else is there stays
+MARKER = ".meshard"  # an empty file that marks folders of ours; others are never removed
 _FOLDER = re.compile(r"step-(0|[1-9]\d*)(?:\.([1-9]\d*))?")
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -30,9 +29,9 @@ class CheckpointError(RuntimeError):
 
 
 class Blob(NamedTuple):
-    """A range of a file. The elements of a tensor are a range of that, in bytes from its begin.
+    """A range of a file, and in it, counted from its begin, the range of a tensor's elements.
 
-    The checksum is that of the elements, continued by what is before and by what is after them.
+    The checksum is over the elements, then the bytes before them, then the bytes after them.
     """
 
     file: str
@@ -59,7 +58,7 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     blob: Blob
-    is_in_order: bool = True  # False: of torch, with the strides of a transposed tensor, say
+    is_in_order: bool = True  # False: written by torch, for example transposed
 
 
 @dataclass(slots=True)
@@ -85,12 +84,12 @@ class Manifest:
 
     step: int | None
     tensors: dict[str, TensorEntry]
-    parts: dict[str, Any]  # the model's is absent; plain values with references to tensors
-    rank_parts: list[dict[str, Blob]]  # by rank: the parts of which each rank has its own
-    ties: dict[str, str] = field(default_factory=dict)  # names of tensors that have another name
-    objects: list[Blob] = field(default_factory=list)  # what only torch's ``dcp.load`` reads
+    parts: dict[str, Any]  # plain values with references to tensors; without the model's
+    rank_parts: list[dict[str, Blob]]  # by rank: its own versions of parts that differ
+    ties: dict[str, str] = field(default_factory=dict)  # by further name of a tensor: its name
+    objects: list[Blob] = field(default_factory=list)  # read by torch's ``dcp.load`` only
     about: dict[str, Any] = field(default_factory=dict)  # versions, ranks, mesh, date
-    unreadable: list[str] = field(default_factory=list)  # of torch: what only its classes can read
+    unreadable: list[str] = field(default_factory=list)  # of torch: needs classes of its own
     format_version: int = VERSION
 
     def blobs(self) -> list[Blob]:
@@ -112,7 +111,7 @@ class Manifest:
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether ``torch.distributed.checkpoint.save`` has written it: there are no checksums."""
+        """Whether ``torch.distributed.checkpoint.save`` has written it, without checksums."""
         return self.about.get("format") == OF_TORCH
 
 
@@ -138,7 +137,7 @@ def to_text(manifest: Manifest) -> bytes:
                 "shape": list(entry.shape),
                 "dtype": entry.dtype,
                 "placements": entry.placements,
-                # offsets, sizes, [file, begin, size, crc32, data_begin, data_size]
+                # A chunk: offsets, sizes, [file, begin, size, crc32, data_begin, data_size]
                 "chunks": [
                     [list(each.offsets), list(each.sizes), row(each.blob)] for each in entry.chunks
                 ],
@@ -273,12 +272,12 @@ def finished(storage: Storage) -> list[StepFolder]:
 
 
 def own_name(rank: int, name: str) -> str:
-    """Return the name of a tensor of which each rank has its own."""
+    """Return the name of rank ``rank``'s version of a tensor that differs between ranks."""
     return f"rank{rank}/{name}"
 
 
 def remove(storage: Storage, folder: StepFolder) -> None:
-    """Remove a folder, the manifest first: what is left of a removal that is killed is no step."""
+    """Remove a folder, its manifest first, so that what is left if it is killed is no step."""
     storage.remove_file(folder.manifest)
     storage.remove_folder(folder.name)
 

@@ -25,7 +25,7 @@ from meshard.checkpoint.weights_layout import shards_of
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 RESERVED = (MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify")
-# What wrappers put into names: torch.compile, activation checkpointing.
+# What torch.compile and activation checkpointing put into names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -71,10 +71,10 @@ class ModelState(NamedTuple):
 
     tensors: dict[str, torch.Tensor]  # by name; tied ones once
     ties: dict[str, str]  # the other names of tied ones
-    others: dict[str, Any]  # extra state, and what else is no tensor of the module
-    raw: dict[str, str]  # the name of each of these in the module's own state dict
-    names: dict[int, str]  # by the id of a parameter
-    unsharded: list[str]  # those of which the module holds a copy, by the user's unshard()
+    others: dict[str, Any]  # extra state, and all else that is no tensor of the module
+    raw: dict[str, str]  # by name in ``others``: the name in the module's own state dict
+    names: dict[int, str]  # by id of a parameter
+    unsharded: list[str]  # of parameters that the user's unshard() has unsharded
 
 
 def model_state(module: nn.Module) -> ModelState:
@@ -136,7 +136,7 @@ def names_of(group: dict[str, Any], names: dict[int, str], optimizer: Optimizer)
     return [names[id(param)] for param in group["params"]]
 
 
-_NAMES = ("params", "param_names")  # of a param group: which parameters it has
+_NAMES = ("params", "param_names")  # the keys of a param group that tell which parameters it has
 
 
 def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     for group, own in zip(optimizer.param_groups, order, strict=True):
         given = [saved[name] for name in own if name in saved]
         settings = [{k: v for k, v in each.items() if k not in _NAMES} for each in given]
-        # Tensors, as of a learning rate, are not read yet.
+        # Hyperparameters that are tensors are not compared: they are not read yet.
         known = [
             {k: v for k, v in each.items() if not isinstance(v, torch.Tensor)} for each in settings
         ]
@@ -171,10 +171,10 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
 
 
 def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int]) -> None:
-    """Give an optimizer its state; of the parameters ``keep``, in the dtypes of the checkpoint.
+    """Load the state of an optimizer. That of ``keep`` has the dtypes of the checkpoint.
 
-    ``load_state_dict`` of torch casts to the dtype of the parameter, which would round moments that
-    an optimizer keeps in float32 for parameters in bfloat16.
+    torch's ``load_state_dict`` casts the state to the dtype of the parameter. That would round
+    moments in float32 of parameters in bfloat16.
     """
     optimizer.load_state_dict(numbered)
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -185,7 +185,7 @@ def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int
 
 
 def _uncast(present: Any, saved: Any) -> Any:
-    """Return what was cast in the dtype of ``saved``, in lists and dicts too."""
+    """Return ``present`` with the tensors of ``saved`` wherever torch has cast them."""
     if isinstance(saved, torch.Tensor):
         return present if present.dtype == saved.dtype else saved.to(present.device)
     if type(saved) is dict:
@@ -198,9 +198,9 @@ def _uncast(present: Any, saved: Any) -> Any:
 def placed_like(
     tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return uninitialised memory, placed like ``tensor`` if that has the same shape.
+    """Return an uninitialised tensor, placed like ``tensor`` if that has the same shape.
 
-    Any other is an ordinary tensor on the CPU, as the count of steps of an optimizer is.
+    If not, it is an ordinary tensor on the CPU, like an optimizer's count of steps.
     """
     if tensor is None or shape != tuple(tensor.shape):
         return torch.empty(shape, dtype=dtype)
@@ -237,7 +237,7 @@ def check_names(extra: dict[str, Any]) -> None:
     for name in extra:
         if name in RESERVED:
             raise ValueError(f"{name!r} has a meaning in save() and load(); use another name.")
-        if not name.isidentifier():  # names of tensors in it may be those of another part
+        if not name.isidentifier():  # with a dot, names of its tensors may be those of others
             raise ValueError(f"{name!r} is no name for a keyword; use letters, digits and '_'.")
 
 
@@ -276,7 +276,7 @@ def derive_random_state(saved: list[int], rank: int) -> None:
     """Seed the generators of a rank from checksums of all states that were saved."""
     seed = int.from_bytes(hashlib.sha256(repr((saved, rank)).encode()).digest()[:4], "little")
     random.seed(seed)
-    torch.manual_seed(seed)  # devices too
+    torch.manual_seed(seed)  # also seeds devices
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed)

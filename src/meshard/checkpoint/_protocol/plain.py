@@ -1,7 +1,7 @@
 """Plain values as JSON text, and back: nothing that is loaded runs code.
 
-What JSON has no form for (tuples, bytes, infinities, keys that are no strings) becomes an object
-whose key ``"$"`` says what it is. Tensors become references by name; their data is elsewhere.
+What JSON cannot express (tuples, bytes, infinities, keys that are no strings) becomes an object
+whose key ``"$"`` tells what it is. Tensors become references by name; their data is elsewhere.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path =
     if isinstance(value, torch.Tensor):
         return tensor(path, value)
     if kind in (list, tuple, set, torch.Size):
-        # A set has another order in each process.
+        # Sorted, because the order of a set differs between processes.
         ordered = sorted(value, key=repr) if kind is set else value
         items = [encode(each, tensor, (*path, number)) for number, each in enumerate(ordered)]
         return items if kind is list else {_KIND: kind.__name__, "items": items}
@@ -92,7 +92,7 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return what ``encode`` was given; ``tensor`` returns what stands for a name.
+    """Return what ``encode`` was given. ``tensor`` returns the tensor of a given name.
 
     Raises:
         ValueError: ``encode`` does not return such a value.

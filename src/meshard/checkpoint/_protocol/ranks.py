@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.blocking import broadcast, gather_from_all, gather_to_first
+from meshard._comm.blocking import broadcast, gather_from_all, gather_to
 from meshard._comm.stalls import Waiting
 from meshard.checkpoint._protocol.blobs import copied_bytes
 
@@ -16,10 +16,10 @@ _LABEL = "(checkpoint)"
 
 
 class Ranks:
-    """The ranks that save and load together. All methods are collective, but for one rank alone."""
+    """The ranks that save and load together. All methods are collective if there are several."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """``group`` serves tensors on the CPU, and nothing else uses it; None: one rank alone."""
+        """``group`` is for CPU tensors, and used for nothing else. None: there is one rank."""
         self._group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
@@ -35,7 +35,7 @@ class Ranks:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         if len(ranks) == 1:
             return cls(None)
-        # A group of its own, because a save in the background communicates beside the training.
+        # A new group, because a save in the background communicates while training does.
         with Waiting("process group of a checkpoint", group or dist.group.WORLD):
             own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         return cls(own)
@@ -57,7 +57,7 @@ class Ranks:
         if self._group is None:
             return [value]
         own, sizes = self._with_sizes(value)
-        rows = gather_to_first(_padded(own, max(sizes)), self._group, _LABEL)
+        rows = gather_to(_padded(own, max(sizes)), self._group, _LABEL)
         if rows is None:
             return []
         return [_value_of(row, size) for row, size in zip(rows, sizes, strict=True)]

@@ -1,7 +1,7 @@
 """One load: from a manifest to a model, optimizers and what users pass along.
 
-Every part states which tensors of the checkpoint go where; then all of them are read; then each
-part takes the rest of its state.
+First every part tells which tensors of the checkpoint go where. Then all tensors are read. Then
+each part takes the rest of its state.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from meshard.checkpoint._protocol.ranks import Ranks
 class Loaded(NamedTuple):
     """What ``Checkpointer.load`` has found."""
 
-    step: int | None  # None: ``torch.distributed.checkpoint.save`` was given none
+    step: int | None  # None: saved by torch, without a step
     extra: dict[str, Any]  # the plain values that were saved, by name
-    missing: list[str]  # names of tensors and parts that were asked for, and are not there
-    unexpected: list[str]  # names that are there, and were not asked for
+    missing: list[str]  # names that were asked for and are not in the checkpoint
+    unexpected: list[str]  # names in the checkpoint that were not asked for
     random: str  # "restored", "derived" (from states of other ranks) or "absent"
-    # Of a folder of ``torch.distributed.checkpoint.save``: values that only their classes can read.
+    # Names of what ``torch.distributed.checkpoint.save`` has written and only other classes can
+    # read.
     unreadable: list[str]
 
 
@@ -59,8 +60,8 @@ class Restoring:
         self._options = options
         self._manifest: Manifest = reader.manifest
         self._targets: dict[str, torch.Tensor] = {}  # by the name in the checkpoint
-        self._here: set[str] = set()  # names of tensors that the parts here have
-        self._then: list[Callable[[], object]] = []  # once all tensors are read
+        self._here: set[str] = set()  # names of the tensors of this rank's parts
+        self._then: list[Callable[[], object]] = []  # called once all tensors are read
         self._extra: dict[str, Any] = {}
         self._missing: list[str] = []
         self._unexpected: list[str] = []
@@ -79,7 +80,7 @@ class Restoring:
             self._prepare(model, optimizer, extra)
         except Exception as error:  # the other ranks must know, whatever it is
             self._problems.append(f"{type(error).__name__}: {error}")
-        # What no rank has: stages of a pipeline have different parameters.
+        # Unexpected is what no rank expects: stages of a pipeline differ.
         others = self._ranks.all_gather(self._unexpected)
         self._unexpected = [name for name in self._unexpected if all(name in o for o in others)]
         if self._options.strict:
@@ -152,7 +153,7 @@ class Restoring:
                 self._extra[name] = self._decoded(part["tree"], lambda _: None)
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        own = own_name(self._ranks.rank, name)  # if each rank has saved its own
+        own = own_name(self._ranks.rank, name)  # the name if each rank has saved its own version
         has_own = name not in self._manifest.parts and self._part(name) is not None
         self._add_tensors({own if has_own and own in self._manifest.tensors else name: tensor}, {})
 
@@ -177,7 +178,7 @@ class Restoring:
         return state.names
 
     def _others_of(self, name: str, state: ModelState) -> dict[str, Any]:
-        """Return the extra state of a module, whose tensors are yet to be filled."""
+        """Return the extra state of a module. Its tensors are filled later."""
         part = self._part(name)
         saved = part["tree"] if part is not None and part.get("kind") == "module" else {}
         others = {}
@@ -185,7 +186,7 @@ class Restoring:
             full = join(name, key)
             if key in saved:
                 others[raw] = self._decoded(saved[key], lambda _: None)
-            elif full in self._manifest.tensors:  # torch has it as any other tensor
+            elif full in self._manifest.tensors:  # torch saves it as any other tensor
                 others[raw] = self._decoded(reference(full), lambda _: None)
             else:
                 self._missing.append(full)
@@ -200,11 +201,11 @@ class Restoring:
             others.setdefault(name, []).append(alias)
         targets = {}
         for name, tensor in tensors.items():
-            # What is tied here may have been saved under another of its names.
+            # A tied tensor may have been saved under another of its names.
             named = [name, *others.get(name, ())]
             self._here.update(named)
             stored = dict.fromkeys(each for each in map(self._stored, named) if each is not None)
-            # torch stores what is tied under each of its names.
+            # torch saves tied tensors under each name.
             if len(stored) > 1 and not self._manifest.is_of_torch:
                 self._problems.append(
                     f"{' and '.join(named)} are tied here, and were saved as {len(stored)} tensors"
@@ -231,7 +232,7 @@ class Restoring:
         own: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             own.update(zip(parts.names_of(group, names, optimizer), group["params"], strict=True))
-        # What the optimizer has is filled in place, where it fits: no second state is made.
+        # Present state is filled in place if it fits, so that there is no second one in memory.
         present = parts.encode_part(name, parts.optimizer_tree(optimizer, names)).tensors
         state = {}
         for fqn, each in encoded["state"].items():
@@ -285,7 +286,7 @@ class Restoring:
         return self._reader.tree_of(saved[self._ranks.rank][name])
 
     def _decoded(self, tree: Any, like: Callable[[str], torch.Tensor | None]) -> Any:
-        """Decode a tree; its tensors are to be filled, and placed like what ``like`` returns."""
+        """Decode a tree. Its tensors are placed like what ``like`` returns, and filled later."""
 
         def make(name: str) -> torch.Tensor:
             present = made = like(name)
@@ -302,7 +303,7 @@ class Restoring:
     # --- random states ---------------------------------------------------------------------
 
     def _read_random(self) -> Any:
-        """Return the state that this rank has saved; None: there are other ranks now."""
+        """Return the random state of this rank; None: there are more or fewer ranks now."""
         saved = self._manifest.rank_parts
         if len(saved) != self._ranks.size or RANDOM not in saved[self._ranks.rank]:
             return None
@@ -324,7 +325,7 @@ def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:
 
 
 class _Placement(NamedTuple):
-    """What tensors of an optimizer are placed like: themselves if there are any, or a parameter."""
+    """What loaded tensors of an optimizer are placed like: the present ones, or parameters."""
 
     present: dict[str, torch.Tensor]
     param: torch.Tensor

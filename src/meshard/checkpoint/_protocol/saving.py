@@ -1,19 +1,19 @@
 """How a checkpoint is written, and what commits it.
 
-1. Every rank states what it would write and what speaks against it; all go on, or none. This much
-   is done before ``async_save`` returns.
+1. Every rank tells what it would write, and whether something is wrong. All ranks go on, or none.
+   ``async_save`` returns after this step.
 2. The first rank removes what a killed save has left, and makes the folder of the step.
 3. Every rank writes one file: its chunks of tensors, then its own parts. The file is synced.
 4. The first rank gathers the checksums, writes torch's metadata, and publishes the manifest. **That
    is the commit.** A folder without a manifest is no checkpoint.
 5. Old steps are removed, the manifest of each first.
 
-Which rank writes what there is on several is planned in the first save. The plan is kept: as long
-as all ranks hold what they held, later saves exchange only the values of steps 1, 2 and 4.
+The first save plans which rank writes what several ranks hold. As long as all ranks hold the same
+as then, the plan is used again, and saves exchange only the values of steps 1, 2 and 4.
 
-An ordinary tensor that users pass along, or that is extra state of a module, may be another one on
-each rank. If so, the part that it is in is stored for each rank: its tree in the rank's file, its
-tensors under names of their own (``manifest.own_name``).
+An ordinary tensor that users pass along, or that is extra state of a module, may differ between
+ranks. If it does, the part that it belongs to is stored for each rank: the tree of the part in the
+file of the rank, and its tensors under names of their own (``manifest.own_name``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Sink, Storage
 
 _SMALL = 2**20  # bytes
-_MERGED = ("state", "param_groups")  # of the optimizers of all ranks
+_MERGED = ("state", "param_groups")  # what is merged of the optimizers of all ranks
 
 
 class _Written(NamedTuple):
@@ -56,19 +56,19 @@ class _Written(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Who writes what, of one save and those after it."""
+    """Which rank writes what, in one save and those after it."""
 
     items: list[Item]  # of this rank
-    different: list[str]  # parts of which each rank writes its own
-    to_write: list[int]  # of the items
-    written_by: list[list[Item]]  # by rank; on the first one only
+    different: list[str]  # parts that differ, so that each rank writes its own
+    to_write: list[int]  # positions in ``items``
+    written_by: list[list[Item]]  # by rank; only the first rank has it
 
 
 class Agreed(NamedTuple):
     """What the ranks have agreed to write."""
 
     plan: _Plan
-    is_merged: bool  # ranks hold the optimizer's state of different parameters
+    is_merged: bool  # ranks have the state of different parameters, which are merged
 
 
 class Saver:
@@ -105,7 +105,7 @@ class Saver:
             else:
                 late = _error_of(tidy)
         self._refuse_if(job, self.ranks.broadcast(problem))
-        if late is not None:  # not before the others know that the checkpoint is committed
+        if late is not None:  # last, once other ranks know of the commit
             raise late
 
     def _refuse_if(self, job: Job, problem: str) -> None:
@@ -177,10 +177,10 @@ class Saver:
                 for number, item in enumerate(items):
                     holders.setdefault((item.name, item.offsets), []).append((rank, number))
             load = [0] * len(held)
-            for each in sorted(holders.values(), key=len):  # what one rank alone has comes first
+            for each in sorted(holders.values(), key=len):  # first what only one rank can write
                 rank, number = each[0]
-                # Small ordinary tensors come from the first rank that has them: the statistics of
-                # a BatchNorm differ between ranks, and are to be those of one of them.
+                # The first rank that has them writes all small ordinary tensors. Those that differ,
+                # such as the statistics of a BatchNorm, are then all from one rank.
                 if held[rank][number].placements or held[rank][number].num_bytes > _SMALL:
                     rank, number = min(each, key=lambda one: load[one[0]])
                 to_write[rank].append(number)
@@ -255,7 +255,7 @@ class Saver:
         found: list[dict[str, Any]],
         trees: list[dict[str, Any]],
     ) -> str:
-        """Publish the manifest. Return what has prevented it, if anything has."""
+        """Publish the manifest. Return the error if that has failed."""
         written = [_written(each["written"]) for each in found]
         try:
             optimizers = _merge(trees)
@@ -289,7 +289,7 @@ def _joined(problems: Iterable[str]) -> str:
 
 
 def _error_of(call: Callable[[], None]) -> Exception | None:
-    """Return what a call raises; under ``-W error`` that may be a warning."""
+    """Return what a call raises. Under ``-W error`` that may be a warning."""
     try:
         call()
     except Exception as error:
@@ -306,7 +306,7 @@ def _as_text(value: Any) -> bytes:
 
 
 def _hashes(job: Job) -> dict[str, str]:
-    """Return what differs if ranks have other values of a part, for each part."""
+    """Return for each part a hash, which differs if ranks have different values of the part."""
     own: dict[str, list[Any]] = {name: [] for name in job.others}
     for item, source in zip(job.items, job.sources, strict=True):
         if item.name in job.part_of:
@@ -316,7 +316,7 @@ def _hashes(job: Job) -> dict[str, str]:
 
 
 def _named_apart(job: Job, different: list[str], rank: int) -> list[Item]:
-    """Return the items of this rank. What it alone has of parts that differ has its own name."""
+    """Return the items of this rank. Those of parts that differ get names of their own."""
     return [
         item._replace(name=manifest.own_name(rank, item.name))
         if job.part_of.get(item.name) in different
@@ -368,7 +368,7 @@ def _write_tensor(sink: Sink, source: torch.Tensor) -> tuple[int, int]:
 
 
 def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint. Where a chunk begins follows from those before it."""
+    """Return the tensors of a checkpoint. A chunk begins where the one before it ends."""
     entries: dict[str, TensorEntry] = {}
     for rank, (items, own_crcs) in enumerate(zip(written_by, crcs, strict=True)):
         begin = 0
@@ -384,7 +384,7 @@ def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, T
 
 
 def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the optimizers of all ranks as one: stages of a pipeline have different parameters."""
+    """Merge the optimizers of all ranks: stages of a pipeline have different parameters."""
     merged: dict[str, Any] = {}
     for tree in trees:
         for name, each in tree.items():

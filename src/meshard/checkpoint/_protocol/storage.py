@@ -1,7 +1,7 @@
 """Where checkpoints are: a folder, or an object store.
 
-The protocol of ``saving`` needs few things of it: files that are there for good once ``sync`` has
-returned, and one call, ``publish``, by which a file appears whole or not at all.
+``saving`` relies on two things: files are durable once ``sync`` has returned, and ``publish`` makes
+a file appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 try:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
-except ImportError:  # torch asks for it, but does not need it
+except ImportError:  # torch requires it, but does not need it to run
     url_to_fs = None
 
 
@@ -96,7 +96,7 @@ class FolderStorage:
     """A folder on a file system that all ranks see."""
 
     def __init__(self, root: str) -> None:
-        self.root = os.path.abspath(root)  # the working directory may change
+        self.root = os.path.abspath(root)  # absolute, because the working directory may change
         self._path = Path(self.root)
 
     def folders(self) -> list[str]:
@@ -130,7 +130,7 @@ class FolderStorage:
         sink = _FileSink(self, aside)
         sink.write(data)
         sink.close()
-        self.act("sync", target.parent)  # the other files of the folder are there before this one
+        self.act("sync", target.parent)  # other files are durable before this one appears
         self.act("rename", aside, target)
         self.act("sync", target.parent)
         self.act("sync", self._path)
@@ -147,13 +147,13 @@ class FolderStorage:
 
     def remove_folder(self, folder: str) -> None:
         names = self.files(folder)
-        for name in sorted(names, reverse=True):  # the hidden marker of the folder last
+        for name in sorted(names, reverse=True):  # reversed, so that the hidden marker comes last
             self.act("unlink", self._path / folder / name)
         shutil.rmtree(self._path / folder, ignore_errors=True)
         self.act("sync", self._path)
 
     def act(self, what: str, path: Path, to: Path | None = None) -> None:
-        """Change the folder. Everything but writes goes through here: see the tests of kills."""
+        """Change the folder. All changes but writes go through here, for the tests of kills."""
         if what == "mkdir":
             path.mkdir()
         elif what == "unlink":
@@ -256,7 +256,7 @@ class ObjectStorage:
             )
         self.root = url
         self._fs: Any
-        # Another process may be writing: what the store lists must be what it has now.
+        # No cached listings, because another process may be writing.
         self._fs, path = url_to_fs(url, use_listings_cache=False)
         self._path = path.rstrip("/")
 
@@ -318,13 +318,13 @@ _GAP = 2**16  # bytes that are rather fetched in vain than left out
 
 
 class _ObjectSource:
-    """An object, of which each byte is fetched once: what was read is kept in a local file."""
+    """An object. Each byte is fetched once, and kept in a local file."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._requests: list[Range] = []  # ascending; expected, and perhaps made
-        self._fetched: dict[Range, Range] = {}  # by request: where its bytes are in the copy
+        self._fetched: dict[Range, Range] = {}  # by request: where its bytes are in the local file
 
     def expect(self, ranges: Iterable[Range]) -> None:
         new = (each for each in ranges if self._request_of(*each) is None)
@@ -353,7 +353,7 @@ class _ObjectSource:
         place, place_end = self._fetched[request]
         place += begin - request[0]
         name = self._path.rsplit("/", 1)[-1]
-        if place + len(memory) > place_end:  # others may follow in the copy
+        if place + len(memory) > place_end:  # other ranges may follow in the local file
             raise EOFError(f"{name} ends before byte {end}")
         _read_at(self._copy.fileno(), memory, place, name)
 
