@@ -232,6 +232,16 @@ def test_edits_of_the_copy_are_warned_of():
         model(tokens_of(0))
 
 
+@on_ranks(2)
+def test_other_data_for_the_copy_are_lost_and_warned_of():
+    model, tokens = shard(seeded(Decoder(calls_head=True)), (2,)), tokens_of(0)
+    expected = model(tokens)
+    model.head.weight.data = torch.zeros(11, 6)
+    with pytest.warns(UserWarning, match="'head.weight' of unit '.root.' .* these edits are lost"):
+        expected.sum().backward()
+    assert torch.equal(model(tokens), expected)
+
+
 @on_fake_ranks(1)
 def test_a_flag_set_on_the_copy_reaches_the_shard():
     model = shard(seeded(Decoder(calls_head=True)), (1,))

@@ -3,13 +3,14 @@
 Modules do so from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward that
 does not reshard. These parameters are a copy. ``requires_grad`` flags that the user sets on them
 are carried over to the sharded parameters. Edits of values are lost with the copy, which a warning
-says. A cast after ``unshard()`` is an error: it would leave the module with a tensor that no gather
-fills.
+says. So are casts and other data, which would leave the module with a tensor that no gather fills:
+an error after ``unshard()``, and a warning after a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,29 +33,48 @@ class InstalledParams:
         self._shard_version = shard_version
         self._since = since
         self._before = [
-            (version_of(each.unsharded), each.unsharded.requires_grad) for each in params
+            _Before(plain_of(each).detach(), version_of(each), each.requires_grad)
+            for each in (param.unsharded for param in params)
         ]
 
-    def end(self, shard_version: int) -> None:
+    def end(self, shard_version: int) -> list[str]:
         """Carry flags over to the sharded parameters, and warn of edits that are lost.
 
-        If the version of the shards has grown, the shards have got the edits too.
+        If the version of the shards has grown, the shards have got the edits too. Returns the names
+        of parameters that were cast, moved or given other data, which is undone.
         """
-        edited = []
-        for param, (version, requires_grad) in zip(self._params, self._before, strict=True):
-            if param.unsharded.requires_grad is not requires_grad:
-                param.sharded.requires_grad_(param.unsharded.requires_grad)
+        edited, replaced = [], []
+        for param, before in zip(self._params, self._before, strict=True):
+            unsharded, now = param.unsharded, plain_of(param.unsharded)
+            if unsharded.requires_grad is not before.requires_grad:
+                param.sharded.requires_grad_(unsharded.requires_grad)
                 # A backward to come uses the flag of its forward, which is the same on all ranks.
-                param.unsharded.requires_grad_(requires_grad)
-            if version_of(param.unsharded) != version:
+                unsharded.requires_grad_(before.requires_grad)
+            if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
+                _restore(unsharded, before.local)
+                replaced.append(param.fqn)
+            elif version_of(unsharded) != before.version:
                 edited.append(param.fqn)
         if edited and shard_version == self._shard_version:
-            warn_user(
-                f"parameter(s) {listed(edited)} of unit {self._label!r} were edited after "
-                f"{self._since}, and these edits are lost: they were made to a copy. Call "
-                "reshard() on the unit before, or edit them inside "
-                "meshard.unsharded_params(module).",
-            )
+            warn_user(self.loss_of(edited))
+        return replaced
+
+    def loss_of(self, names: list[str]) -> str:
+        """Return the text of a warning about parameters whose new values are lost."""
+        return (
+            f"parameter(s) {listed(names)} of unit {self._label!r} were edited after "
+            f"{self._since}, and these edits are lost: they were made to a copy. Call "
+            "reshard() on the unit before, or edit them inside "
+            "meshard.unsharded_params(module)."
+        )
+
+
+class _Before(NamedTuple):
+    """An unsharded parameter when modules began to hold it."""
+
+    local: torch.Tensor  # the memory that gathers fill
+    version: int
+    requires_grad: bool
 
 
 class ManualUnshard:
@@ -63,30 +83,20 @@ class ManualUnshard:
     def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
         self._label = label
         self._params = params
-        self._locals: list[torch.Tensor] = []  # the memory that gathers fill
         self.installed: InstalledParams | None = None  # None: its gather was not waited for yet
 
     def record_installed(self, shard_version: int) -> None:
         if self.installed is None:  # the handle of another unshard() may have been waited for
-            self._locals = [plain_of(param.unsharded).detach() for param in self._params]
             self.installed = InstalledParams(self._label, self._params, shard_version, "unshard()")
 
     def end(self, shard_version: int) -> str:
-        """End what was recorded, and undo casts. Return the text of an error; empty if none."""
-        if self.installed is None:
-            return ""
-        cast = []
-        for param, local in zip(self._params, self._locals, strict=True):
-            now = plain_of(param.unsharded)
-            if now.data_ptr() != local.data_ptr() or now.dtype != local.dtype:
-                _restore(param.unsharded, local)
-                cast.append(param.fqn)
-        self.installed.end(shard_version)
-        if not cast:
+        """End what was recorded. Return the text of an error; empty if nothing is wrong."""
+        replaced = [] if self.installed is None else self.installed.end(shard_version)
+        if not replaced:
             return ""
         return (
-            f"parameter(s) {listed(cast)} of unit {self._label!r} were cast, moved or given other "
-            "data after unshard(), which changes a copy only; call reshard() before "
+            f"parameter(s) {listed(replaced)} of unit {self._label!r} were cast, moved or given "
+            "other data after unshard(), which changes a copy only; call reshard() before "
             "module.to(...), and edit unsharded parameters inside meshard.unsharded_params(module)."
         )
 

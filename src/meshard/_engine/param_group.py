@@ -29,6 +29,7 @@ from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import hold_pending, release_pending
 from meshard._torch.private import has_backward_optimizer, is_in_transform
+from meshard._torch.user_line import warn_user
 
 _UNKNOWN = -1  # the version of an unsharded copy that later forwards must not reuse
 
@@ -443,7 +444,9 @@ class ParamGroup:
         kept, self._kept = self._kept, None
         if kept is not None:
             release_pending(self)
-            kept.end(self.version)
+            replaced = kept.end(self.version)
+            if replaced:
+                warn_user(kept.loss_of(replaced))
 
     # --- unshard() and reshard() by the user ------------------------------------------
 
