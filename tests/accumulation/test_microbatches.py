@@ -38,11 +38,14 @@ def test_microbatches_need_no_length():
 
 @on_threads(4)
 @pytest.mark.parametrize("until_last", list(GradientSync))
-def test_a_step_inside_the_loop_says_where_it_belongs(until_last):
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = meshard.microbatches(model, [1.0, 2.0], until_last=until_last)
     model(next(loop), None).backward()
+    if asks:
+        meshard.pending_gradients(model)  # after which those that are reduced are in .grad
     with pytest.raises(RuntimeError, match=r"after the loop over microbatches\(\), not inside"):
         optimizer.step()
     for batch in loop:

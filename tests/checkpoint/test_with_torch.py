@@ -81,6 +81,20 @@ class Odd(nn.Module):
 
 
 @on_ranks(1)
+def test_an_optimizer_under_another_name_is_told(tmp_path):
+    model, optimizer = trained("plain")
+    states = zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)
+    dcp.save(dict(states), checkpoint_id=tmp_path)
+    expected = values_of(model, optimizer)
+    train(model, optimizer, 1)
+    remedy = r"optimizer is not in the checkpoint, but optim is, .* load\(model, optim=optimizer\)"
+    with pytest.raises(CheckpointError, match=remedy):
+        Checkpointer(tmp_path).load(model, optimizer)
+    Checkpointer(tmp_path).load(model, optim=optimizer)
+    assert_same_values(values_of(model, optimizer), expected)
+
+
+@on_ranks(1)
 def test_tensors_with_strides_and_extra_state_of_torch_load(tmp_path):
     saved, other = Odd(7), Odd(0)
     dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)

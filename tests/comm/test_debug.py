@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync
+from meshard import CommLedger, GradientSync, microbatches
 from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -40,6 +41,20 @@ def test_ranks_that_run_different_units_are_told_which(run_ranks, debug):
         assert "rank 0: all_gather of unit 'blocks.1' (" in message
         assert "rank 1: all_gather of unit 'blocks.2'" in message
         assert "Every rank must run the same units" in message
+
+
+@pytest.mark.parametrize("until_last", [GradientSync.REDUCE_SCATTER, GradientSync.FULL])
+@on_ranks(2)
+def test_a_rank_with_one_microbatch_more_is_told(debug, until_last):
+    """Otherwise it would be added to the first one of the other rank's next window."""
+    model = make(seeded(MlpStack()))
+    counts = [3, 2] if dist.get_rank() == 0 else [2, 3]
+    with pytest.raises(RuntimeError, match="different collectives") as error:
+        for count in counts:
+            for _ in microbatches(model, range(count), until_last=until_last):
+                model(torch.ones(1, 6)).sum().backward()
+    assert str(error.value).count("the last of its window") == 1
+    assert "with as many microbatches" in str(error.value)
 
 
 def run_less():

@@ -612,6 +612,7 @@ class Lifecycle:
             unit.gradients,
             unit.settings,
             over_replicas=over_replicas,
+            ends_window=ends_window,
             usual_factor=self.usual_divide_factor,
             on_reduced=on_reduced,
         )

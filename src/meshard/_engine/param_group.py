@@ -262,15 +262,17 @@ class ParamGroup:
         self.check_nothing_is_pending()
 
     def check_nothing_is_pending(self) -> None:
-        if self.gradients.pending:
-            if self.gradients.window.is_in_loop:
-                raise RuntimeError(
-                    "step, clip and save after the loop over microbatches(), not inside: "
-                    f"unit {self.label!r} holds gradients that are {self.gradients.pending}. "
-                    "(zero_grad() inside the loop drops them.)"
-                )
+        grads = self.gradients
+        if grads.window.is_in_loop and (grads.pending or grads.window.is_open):
+            held = grads.pending or "those of some microbatches only"
             raise RuntimeError(
-                f"unit {self.label!r} holds gradients that are {self.gradients.pending}, so they "
+                "step, clip and save after the loop over microbatches(), not inside: "
+                f"unit {self.label!r} holds gradients that are {held}. "
+                "(zero_grad() inside the loop drops them.)"
+            )
+        if grads.pending:
+            raise RuntimeError(
+                f"unit {self.label!r} holds gradients that are {grads.pending}, so they "
                 "would be missed; end the window with a backward under GradientSync.FULL (the last "
                 "one, set_is_last_backward(True)), or call meshard.finalize_gradients(module); "
                 "under set_manual_backward_finalization(True) call finalize_backward() of the "

@@ -384,7 +384,12 @@ class GradientAccumulator:
     # --- REDUCE_SCATTER and FULL ------------------------------------------------------
 
     def start_reduce(
-        self, settings: ReduceSettings, *, over_replicas: bool, divide_factor: float | None
+        self,
+        settings: ReduceSettings,
+        *,
+        over_replicas: bool,
+        ends_window: bool,
+        divide_factor: float | None,
     ) -> ReductionInFlight | None:
         """Start reducing ``U`` and the arrived gradients.
 
@@ -404,7 +409,7 @@ class GradientAccumulator:
             layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
         )
         if self.unit_params.comm.is_checked:
-            _check_agreement(plan, mesh_info, over_replicas=publishes)
+            _check_agreement(plan, mesh_info, over_replicas=publishes, ends_window=ends_window)
         rows, used = self._pack(layout, plan, arrived, settings)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
@@ -539,8 +544,14 @@ def _grads_of(unit_params: UnitParams) -> PublishedGrads:
     return ShardedGrads(unit_params)
 
 
-def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool) -> None:
-    """Raise unless all ranks reduce a unit alike. Different divisors would go unnoticed."""
+def _check_agreement(
+    plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool, ends_window: bool
+) -> None:
+    """Raise unless all ranks reduce a unit alike.
+
+    Different divisors would go unnoticed, and so would different numbers of microbatches: the last
+    one of a rank would be added to another one's first of the next window.
+    """
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
     how = f", divided by {factor}"
@@ -548,5 +559,7 @@ def _check_agreement(plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bo
         how = f" over {'shards and replicas' if over_replicas else 'the shards'}{how}"
     if plan.divided_by != 1:
         how += f" ({plan.divided_by} of it before the sum)"
+    if ends_window:
+        how += ", the last of its window"
     for group in groups:
         check_fingerprint(f"the reduction of unit {plan.label!r}{how}", group)

@@ -65,6 +65,7 @@ class ReduceQueue:
         settings: ReduceSettings,
         *,
         over_replicas: bool,
+        ends_window: bool,
         usual_factor: float | None,  # where the user has set none; None: the number of ranks
         on_reduced: Callable[[], None] | None,
     ) -> None:
@@ -87,7 +88,10 @@ class ReduceQueue:
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(
-                settings, over_replicas=over_replicas, divide_factor=divide_factor
+                settings,
+                over_replicas=over_replicas,
+                ends_window=ends_window,
+                divide_factor=divide_factor,
             )
         if in_flight is None:
             return

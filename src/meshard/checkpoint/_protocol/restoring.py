@@ -84,7 +84,7 @@ class Restoring:
         others = self._ranks.all_gather(self._unexpected)
         self._unexpected = [name for name in self._unexpected if all(name in o for o in others)]
         if self._options.strict:
-            self._problems += [f"{name} is not in the checkpoint" for name in self._missing]
+            self._problems += map(self._lack_of, self._missing)
             self._problems += [
                 f"{name} is in the checkpoint, and not here" for name in self._unexpected
             ]
@@ -107,6 +107,14 @@ class Restoring:
             self._restore_random(),
             self._manifest.unreadable,
         )
+
+    def _lack_of(self, name: str) -> str:
+        """Say that a name is missing. It may be that of an optimizer that is there as another."""
+        text = f"{name} is not in the checkpoint"
+        others = [key for key, part in self._manifest.parts.items() if "param_groups" in part]
+        if name != OPTIMIZER or not others:
+            return text
+        return f"{text}, but {others[0]} is, an optimizer: call load(model, {others[0]}=optimizer)"
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
