@@ -281,3 +281,17 @@ def test_units_inside_vmap():
     for each in (model, plain):
         torch.vmap(torch.vmap(each))(batches).square().mean().backward()
     assert_same(full_grads(model), full_grads(plain))
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_open_no_window():
+    """Under no_sync too, where a backward would accumulate."""
+    model = meshard.fully_shard(seeded(nn.Linear(3, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    x = torch.ones(1, 3, requires_grad=True)
+    with meshard.no_sync(model):
+        torch.autograd.grad(model(x).sum(), x)
+    assert not meshard.pending_gradients(model)
+    optimizer.step()
+    assert torch.equal(model.bias.grad.full_tensor(), torch.ones(1))

@@ -10,7 +10,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 
 
 class ReturnsNothing(nn.Module):
@@ -89,3 +89,30 @@ def test_a_root_that_is_sharded_in_a_window_loses_no_gradient():
     plain(x).sum().backward()
     assert_same(full_grads(outer), full_grads(plain))
     torch.optim.SGD(outer.parameters(), lr=0.1).step()
+
+
+class TwoInTurn(nn.Module):
+    """Two modules that run several times, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = self.second(self.first(x))
+        return x
+
+
+@on_ranks(2)
+def test_a_unit_of_several_modules_is_gathered_once_for_each_time_that_they_run():
+    model, plain = seeded(TwoInTurn()), seeded(TwoInTurn())
+    meshard.fully_shard([model.first, model.second])
+    meshard.fully_shard(model)
+    for times in (1, 2, 3):
+        with meshard.CommLedger(model) as ledger:
+            out = model(torch.ones(1, 3), times)
+        assert [event.op for event in ledger.events] == ["all_gather"] * times
+        out.sum().backward()
+        plain(torch.ones(1, 3), times).sum().backward()
+        assert_same(full_grads(model), full_grads(plain))

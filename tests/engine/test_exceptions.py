@@ -1,5 +1,6 @@
 """Steps that fail, of which no trace may be left."""
 
+import contextlib
 import datetime
 import threading
 import time
@@ -272,3 +273,56 @@ def one_batch_less():
 def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)
     run_ranks(one_batch_less, 2)
+
+
+# --- found by reading ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", [meshard.fully_shard, meshard.replicate])
+@on_ranks(2)
+def test_a_backward_that_begins_with_a_gradient_after_a_failed_one_is_refused(shard):
+    """Dropping what the failed one left would drop that gradient too, in silence."""
+    model = shard(seeded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))))
+    out = model(torch.ones(1, 3))
+    penalty = sum(param.square().sum() for param in model.parameters())
+    out.register_hook(raise_boom)
+    with pytest.raises(Boom):
+        out.sum().backward()
+    if shard is meshard.fully_shard:  # the penalty was computed from weights that stay installed
+        with pytest.raises(RuntimeError):
+            penalty.backward()
+        return
+    with pytest.raises(RuntimeError, match=r"dropped only now, .* call reset_iter_state\(\)"):
+        penalty.backward(retain_graph=True)
+    penalty.backward()
+    for param in model.parameters():
+        assert torch.equal(param.grad, 2 * param)
+
+
+class Swallows(nn.Module):
+    """Goes on after its first layer was cancelled."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        with contextlib.suppress(GeneratorExit):  # no Exception, so torch calls no hooks after it
+            x = self.inner(x)
+        return self.head(x)
+
+
+@on_ranks(2)
+def test_a_forward_may_go_on_after_a_unit_inside_was_cancelled():
+    def cancel(*_):
+        raise GeneratorExit
+
+    model, plain = seeded(Swallows()), seeded(Swallows())
+    for each in (model, plain):
+        each.inner.register_forward_hook(cancel)
+    meshard.fully_shard(model.inner)
+    meshard.fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        plain(torch.ones(1, 3)).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))

@@ -201,6 +201,8 @@ class Lifecycle:
         call = None
         in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
         if in_forward:
+            if len(unit.step.modules_run) == len(unit.modules):
+                unit.step.modules_run.clear()  # the modules of the unit run once more
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.running.append((unit, call))
         group = unit.group
@@ -252,7 +254,12 @@ class Lifecycle:
                 group.install_sharded()
             return self.present_pass.last_call.get(unit.number)
         call = None
-        if self.running and self.running[-1][0] is unit:
+        if self._runs(unit):
+            while self.running[-1][0] is not unit:
+                # Its hook was not called: it raised no Exception, and somebody has caught it.
+                inner, call = self.running.pop()
+                self.schedule.exit(call)
+                inner.group.reshard(keep_post_forward=True)
             call = self.running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
@@ -319,7 +326,16 @@ class Lifecycle:
         ``first`` is the unit that the backward has reached. If it was noticed by a gradient,
         ``early`` is the index of the parameter that has got it.
         """
+        has_failed = self._is_cut_off() or bool(self.failure.marks)
         self.abort_if_failed()
+        if has_failed and early is not None:
+            raise RefusedError(
+                self,
+                "the last backward raised, and its gradients were dropped only now, together with "
+                f"the one that parameter {first.params[early].fqn!r} has just got; call "
+                "reset_iter_state() on the root after a backward that raised, unless a forward "
+                "follows, and run this backward again.",
+            )
         if self.backward is not None:
             self._check_nested(self.backward)
             return self.backward
@@ -553,7 +569,8 @@ class Lifecycle:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
-        if run.accumulates or not unit.settings.sync.reduces:
+        is_split = run.keeps_graph and not unit.settings.sync.reduces  # by a pipeline schedule
+        if run.accumulates or is_split:
             self._post_backward(unit, is_at_end=of is None)
         elif not run.keeps_graph:
             unit.step.record_taken()
