@@ -328,7 +328,7 @@ class Reduction:
         # The wider dtype, because marks are read from sums: a small negative sum may become -0.0 in
         # a narrower one.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
-        self._ends: list[InFlight] = []  # after the last work on each stream
+        self._ends: list[InFlight] = []  # of each stream: when its last work is done
         self._unused: torch.Tensor | None = None
         self._scattered = self._start_scatter(rows)
         self._result = self._scattered.sum

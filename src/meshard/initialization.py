@@ -68,7 +68,7 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     if is_new:
         value = poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
-        local = local_of(sharded).to(device)  # the device that the groups of the mesh serve
+        local = local_of(sharded).to(device)  # where the mesh communicates
         value = place_like(sharded, local).full_tensor().detach().clone()
     return nn.Parameter(value, requires_grad=False)
 

@@ -131,7 +131,7 @@ def _move_state(
             elif was_moved:
                 del moved[id(tensor)]
             elif not isinstance(tensor, DTensor) or local.device == device:
-                continue  # only DTensors on the host were loaded since, and are moved too
+                continue  # of what offload() has not moved, only loaded DTensors are on the host
             new = (location or MemoryLocation(device)).empty_like(local)
             new.copy_(local.detach(), non_blocking=True)
             sources.append(local.data)

@@ -166,7 +166,9 @@ def test_peaks_are_those_of_the_formula(width, units, ranks, reshards):
         "MESHARD_SHARED_MEMORY": "0",
     }
     with mock.patch.dict(os.environ, settings):
-        found = on_ranks(step_at_once, (width, units, reshards), ranks)
+        # Whether gloo has sent a gradient when the next one comes is a matter of time.
+        runs = [on_ranks(step_at_once, (width, units, reshards), ranks) for _ in range(2)]
+    found = [min(peaks) for peaks in zip(*runs, strict=True)]
     expected = formula(width, units, reshards, ranks)
     beside = {
         phase: (ours - theirs) / 2**20

@@ -440,7 +440,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             # in the graph, so it gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # Unless the base is from before this forward: then its node belongs to other code.
+            # A base from before this forward gets none, because its node belongs to other code.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 

@@ -161,7 +161,7 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
         self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
-        # By index of a parameter: the sum over other mesh axes (TP) that its gradient in U lacks.
+        # By index of a parameter: a sum over other mesh axes (TP) that U does not contain yet.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion

@@ -40,7 +40,7 @@ from meshard.policies import MixedPrecisionPolicy, check_bool
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"  # optional
-_SHORT, _LONG = 1, 5  # arguments of the two signatures of fsdp_pre_all_gather
+_SHORT, _LONG = 1, 5  # how many arguments fsdp_pre_all_gather takes: it has two signatures
 
 # --- the contract --------------------------------------------------------------------------
 

@@ -271,7 +271,7 @@ class _Save:
         folder, names = self._folder, {file.name for file in self._files}
         numbered = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)]
         former = [path for path in (folder / INDEX, *numbered) if path.exists()]
-        if names != {SINGLE} or beside or former:  # otherwise one file replaces another, at once
+        if names != {SINGLE} or beside or former:  # replacing one file by another is atomic
             # Removes former files, first those that readers prefer. Some read any file they find.
             for path in (folder / SINGLE, *former):
                 path.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from meshard.checkpoint._protocol.plain import encode
 from meshard.checkpoint.weights_layout import held_box
 
 # Tensors are cut along their first dimension into chunks of about so many bytes. Each chunk has a
-# checksum, and is read as a whole if that is compared.
+# checksum. A reader that verifies it reads the whole chunk.
 CHUNK_BYTES = 2**25
 
 
