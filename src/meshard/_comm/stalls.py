@@ -55,8 +55,8 @@ def _parsed(text: str) -> float:
 class Waiting:
     """A context in which this thread waits for other ranks.
 
-    Each wait of a step enters one, so that does as little as it can; the thread that looks does the
-    rest.
+    Every wait of a step enters one, so entering it does as little as possible. The thread that
+    looks for waits that last does the rest.
     """
 
     __slots__ = ("_began", "_group", "_is_reported", "_missing", "_thread", "_what")

@@ -326,9 +326,7 @@ class Lifecycle:
         ``first`` is the unit that the backward has reached. If it was noticed by a gradient,
         ``early`` is the index of the parameter that has got it.
         """
-        has_failed = self._is_cut_off() or bool(self.failure.marks)
-        self.abort_if_failed()
-        if has_failed and early is not None:
+        if self.abort_if_failed() and early is not None:
             raise RefusedError(
                 self,
                 "the last backward raised, and its gradients were dropped only now, together with "
@@ -883,11 +881,14 @@ class Lifecycle:
             return False
         return self.failure.has_backward_returned()
 
-    def abort_if_failed(self) -> None:
+    def abort_if_failed(self) -> bool:
+        """Clean up if the last step failed. Return whether it did."""
         if self._is_cut_off():
             self.record_failure()
-        if self.failure.marks:
+        has_failed = bool(self.failure.marks)
+        if has_failed:
             self.abort()
+        return has_failed
 
     def abort(self) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
