@@ -2,9 +2,9 @@
 
 Modules hold them from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward
 that does not reshard. These parameters are a copy. ``requires_grad`` flags that the user sets on
-them are carried over to the sharded parameters. Edits of values are lost with the copy, which a warning
-says. So are casts and other data, which would leave the module with a tensor that no gather fills:
-an error after ``unshard()``, and a warning after a forward.
+them are carried over to the sharded parameters. Edits of values are lost with the copy, which a
+warning says. So are casts and other data, which would leave the module with a tensor that no gather
+fills: an error after ``unshard()``, and a warning after a forward.
 """
 
 from __future__ import annotations
